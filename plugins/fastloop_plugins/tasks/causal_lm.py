@@ -16,7 +16,8 @@ With ``output_router_logits: true`` (mixtures of experts), training adds the aux
 only.
 
 For texts, evaluation reports ``bits_per_character``: the mean loss of a token in bits, times the tokens of the split,
-divided by its characters. It compares models with different tokenizers. `fastloop predict` continues texts, greedily or
+divided by its characters. It compares models with different tokenizers. ``samples: 4`` logs the model's answers to four
+validation prompts at each evaluation. `fastloop predict` continues texts, greedily or
 with a ``temperature``:
 
     fastloop predict runs/gpt prompts.txt plugins.causal-lm.temperature=0.8 plugins.causal-lm.top_p=0.95
@@ -36,20 +37,25 @@ from fastloop_plugins.tasks.tags.data import has_tags
 from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
 from fastloop_plugins.text.chat.model import ChatModel, CompletionModel, DecoderModel, DecoderOptions
 from fastloop_plugins.text.forbidden_targets import CHECKED, warn_about_forbidden
+from fastloop_plugins.text.generated_samples import GeneratedSample, check_samples, log_samples, spread
 from fastloop_plugins.text.generation import (
     SHARED_SETTINGS,
     GenerationOptions,
+    base_model,
     check_generation,
     check_token_ids,
+    generate,
     generating,
     generation_config,
 )
 from fastloop_plugins.text.options import SamplingOptions, language_traits
 from fastloop_plugins.text.padding_check import PROBE, ROUNDING, check_prompts, report_padding
+from fastloop_plugins.text.special_tokens import special_tokens
 from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import GenerationConfig
 
     from fastloop import MetricMode, Run, Trait
     from fastloop.recipe import Recipe
@@ -76,6 +82,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         "top_p": "free",
         "max_new_tokens": "free",
         "generation": "free",
+        "samples": "free",
     }
     sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
@@ -164,24 +171,34 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         from fastloop_plugins.text.chat.prompts import chat_chunks, counted_prompts
         from fastloop_plugins.text.chat.tokens import PLAIN
         from fastloop_plugins.text.chunks import token_chunks
-        from fastloop_plugins.text.special_tokens import special_tokens
 
-        where, new = f"{self.data.recipe.where}: plugins.causal-lm", self.max_new_tokens
         if source is None:
             raise RecipeError(
-                f"{where}: continues texts, and a split has blocks of tokens. Give a file or a text to predict."
+                f"{self.data.recipe.where}: plugins.causal-lm: continues texts, and a split has blocks of tokens. Give "
+                "a file or a text to predict."
             )
         self.text_model.load_tokenizer(self.data.options.max_length)
-        positions = getattr(self.text_model.config, "max_position_embeddings", None)
-        if positions is not None and positions <= new:
-            raise RecipeError(
-                f"{where}.max_new_tokens: found {new}, expected fewer than the model's {positions} positions."
-            )
-        self.room = positions - new if positions is not None else None
+        self.room = self._prompt_room()
         if self.data.options.messages:
             return chat_chunks(self.data, self.text_model.tokenizer, source, start, size, self.room)
         begin = special_tokens(self.text_model.tokenizer).begin
         return counted_prompts(token_chunks(self.data, self.text_model, source, start, size, PLAIN, begin), self.room)
+
+    def _prompt_room(self) -> int | None:
+        """Tokens of a prompt at most, so that the new tokens fit behind it; None: no limit.
+
+        Raises:
+            RecipeError: There is no room for a prompt.
+        """
+        positions: int | None = getattr(self.text_model.config, "max_position_embeddings", None)
+        if positions is None:
+            return None
+        if positions <= self.max_new_tokens:
+            raise RecipeError(
+                f"{self.data.recipe.where}: plugins.causal-lm.max_new_tokens: found {self.max_new_tokens}, expected "
+                f"fewer than the model's {positions} positions."
+            )
+        return positions - self.max_new_tokens
 
     @hookimpl
     def build_collator(  # type: ignore[override]  # a hook may name more arguments
@@ -205,6 +222,9 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
 
         where = f"{run.recipe.where}: plugins.{self.name}.generation"
         check_token_ids(self.settings, len(self.text_model.tokenizer), where)
+        if self.samples and run.recipe.inference is None:
+            check_samples(run, self.name)
+            self.room = self._prompt_room()
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
         run.new_weights = frozenset(self.text_model.new)
         if self.settings:
@@ -242,6 +262,12 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         self._checked.clear()
 
     @hookimpl
+    def check_run(self, run: Run) -> None:
+        if self.samples:
+            with generating(run):  # an error of the strategy comes before training
+                pass
+
+    @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
@@ -260,16 +286,45 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
         tokenizer = self.text_model.tokenizer
-        settings = {"do_sample": False, "max_new_tokens": self.max_new_tokens, **self.sampling()}
-        settings |= self.settings | {"pad_token_id": tokenizer.pad_token_id}
         with generating(run) as generator:
-            # it stops at the end tokens of `generation_config`, as `generate` does for users of an exported model
-            ids = generator.generate(generation_config(generator.model, settings), batch)
+            ids = generator.generate(self._settings(generator.model), batch)
         return {"text": tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)}
 
+    def _settings(self, model: Any) -> GenerationConfig:
+        """The settings of ``generate`` for predictions and samples: greedy, unless ``temperature`` draws tokens. A text
+        stops at the end tokens of ``generation_config``, as it does for users of an exported model."""
+        settings = {"do_sample": False, "max_new_tokens": self.max_new_tokens, **self.sampling()}
+        return generation_config(
+            model, settings | self.settings | {"pad_token_id": self.text_model.tokenizer.pad_token_id}
+        )
+
+    def _log_samples(self, run: Run) -> None:
+        """Answer some prompts of the validation split with the weights as they are."""
+        from fastloop_plugins.text.chat.prompts import cut_tokens
+        from fastloop_plugins.text.chat.tokens import first_half, last_answer
+
+        tokenizer, dataset = self.text_model.tokenizer, run.datasets["validation"]
+        read = last_answer if self.data.masked else first_half
+        targets = [read(dataset[index]) for index in spread(len(dataset), self.samples)]
+        prompts = [list(target.prompt) for target in targets]
+        if self.room is not None:
+            kept = len(special_tokens(tokenizer).beginning)
+            prompts = [cut_tokens(prompt, kept, self.room) if len(prompt) > self.room else prompt for prompt in prompts]
+        options = self._settings(base_model(run))
+        seed, size = run.recipe.train.seed, run.recipe.train.eval_batch_size or run.recipe.train.batch_size
+        completions = generate(run, prompts if run.is_main else [], 1, options, seed, size)
+        samples = []
+        for target, prompt, completion in zip(targets, prompts, completions, strict=False):  # none on other processes
+            rows = [prompt, completion.ids, target.tokens]
+            asked, answer, expected = tokenizer.batch_decode(rows, skip_special_tokens=True)
+            samples.append(GeneratedSample(asked, answer, expected, completion.ended))
+        log_samples(run, samples)
+
     @hookimpl(wrapper=True, trylast=True)
-    def evaluate(self, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
+    def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
+        if self.samples and split == "validation" and run.recipe.inference is None:
+            self._log_samples(run)
         metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
         if "bits_per_character" in self.adds_metrics:
             metrics["bits_per_character"] = metrics["loss"] / math.log(2) * self.tokens_per_character[split]

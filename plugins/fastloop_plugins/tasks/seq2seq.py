@@ -38,11 +38,13 @@ from fastloop_plugins.tasks._pairs import (
 )
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.forbidden_targets import CHECKED, Target, warn_about_forbidden
+from fastloop_plugins.text.generated_samples import GeneratedSample, check_samples, log_samples, spread
 from fastloop_plugins.text.generation import (
     SHARED_SETTINGS,
     GenerationOptions,
     check_generation,
     check_token_ids,
+    cut_at_end,
     generating,
     generation_config,
 )
@@ -81,6 +83,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         "max_new_tokens": "free",
         "num_beams": "free",
         "generation": "free",
+        "samples": "free",
     }
     columns = ("text", "target")
     conflicts = {
@@ -214,6 +217,8 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
         key = f"plugins.{self.name}"
+        if self.samples and run.recipe.inference is None:
+            check_samples(run, self.name)
         self.text_model.check_room(f"{key}.max_new_tokens", self.new_tokens)
         check_token_ids(self.settings, len(self.text_model.tokenizer), f"{run.recipe.where}: {key}.generation")
         model: nn.Module = super().build_model(run=run)
@@ -251,7 +256,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        if self.generate:
+        if self.generate or self.samples:
             with generating(run):  # an error of the strategy comes before training
                 pass
 
@@ -276,7 +281,12 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         return {"text": self._generate(run, batch, self._for_predictions, together=False)}
 
     def _generate(self, run: Run, batch: Mapping[str, Tensor], config: GenerationConfig, together: bool) -> list[str]:
-        """A text for each sample of a batch.
+        """A text for each sample of a batch, see ``_draw``."""
+        ids = self._draw(run, batch, config, together)
+        return list(self.text_model.tokenizer.batch_decode(ids, skip_special_tokens=True))
+
+    def _draw(self, run: Run, batch: Mapping[str, Tensor], config: GenerationConfig, together: bool) -> Tensor:
+        """The token ids of a text for each sample of a batch, after the start token: (samples, tokens) int64.
 
         Args:
             together: All processes generate batches at the same time.
@@ -288,12 +298,35 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         inputs = {"input_ids": ids, "attention_mask": mask}
         with generating(run) as generator:
             drawn = generator.generate(config, inputs, synced_gpus=together and run.world_size > 1)
-        return list(self.text_model.tokenizer.batch_decode(drawn, skip_special_tokens=True))
+        return drawn[:, 1:]
+
+    def _log_samples(self, run: Run) -> None:
+        """Write the targets of some inputs of the validation split with the weights as they are. Every process writes
+        the same ones, since strategies that gather weights need all."""
+        import torch
+
+        from fastloop.runtime.random_states import preserve_random_states
+
+        tokenizer, dataset, config = self.text_model.tokenizer, run.datasets["validation"], self._for_predictions
+        chosen = [dataset[index] for index in spread(len(dataset), self.samples)]
+        inputs = {name: value.to(run.device) for name, value in self.build_collator(run)(chosen).inputs.items()}
+        with preserve_random_states():
+            torch.manual_seed(run.recipe.train.seed)
+            drawn = self._draw(run, inputs, config, run.strategy.forwards_together)
+        samples = []
+        for sample, ids in zip(chosen, drawn.tolist(), strict=True):
+            completion = cut_at_end(ids, config.eos_token_id)
+            rows = [sample["input_ids"], completion.ids, sample["labels"]]
+            asked, answer, expected = tokenizer.batch_decode(rows, skip_special_tokens=True)
+            samples.append(GeneratedSample(asked, answer, expected, completion.ended))
+        log_samples(run, samples)
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
         metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
+        if self.samples and split == "validation" and run.recipe.inference is None:
+            self._log_samples(run)
         if self.generate:
             together = run.strategy.forwards_together
             write = partial(self._generate, run, config=self._for_metrics, together=together)

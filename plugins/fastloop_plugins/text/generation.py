@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
-from fastloop import Plugin, RecipeError, option
+from fastloop import Plugin, PluginError, RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins.models.hub import MessagesOnce
 
@@ -90,6 +90,12 @@ class GenerationOptions(Plugin):
         "Settings of transformers' generate instead of those in the model's generation_config.json, such as "
         "{min_length: 0, no_repeat_ngram_size: 3}; null unsets one.",
         default=None,
+    )
+    samples: int = option(
+        "Validation prompts that the model answers at each evaluation while it trains, for the log, the run folder, "
+        "the report, TensorBoard and trackers.",
+        default=0,
+        ge=0,
     )
 
 
@@ -235,6 +241,12 @@ class Generator:
         return ids
 
 
+def base_model(run: Run) -> Any:
+    """The run's model of transformers. With adapters, it has their layers."""
+    model: Any = run.unwrap_model()
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 @contextmanager
 def generating(run: Run) -> Iterator[Generator]:
     """Yields the model of a run, which generates with its weights as they are. Every process must enter it.
@@ -243,20 +255,23 @@ def generating(run: Run) -> Iterator[Generator]:
     and attention are what they were.
 
     Raises:
-        PluginError: The strategy divides the weights, and cannot gather them.
+        PluginError: The strategy divides the weights, and cannot gather them, or a plugin divides sequences.
     """
     import torch
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     from fastloop.evaluation_results import evaluating
 
-    model: Any = run.unwrap_model()
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # which has the adapters, too
+    model = base_model(run)
     attention = model.config._attn_implementation
     reads_mask = attention in ALL_MASK_ATTENTION_FUNCTIONS
     with ExitStack() as stack:
         stack.enter_context(run.strategy.gathered(run))
+        if run.world_size > 1 and run.settings.processes_per_batch != 1:
+            raise PluginError(
+                f"{run.recipe.where}: plugin {run.settings.writers['processes_per_batch']!r} divides each sequence "
+                "over processes, and a part of the run needs whole ones, such as to generate texts. Use ddp or fsdp."
+            )
         stack.enter_context(evaluating(run.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(run.accelerator.autocast())

@@ -39,6 +39,8 @@ PLAIN: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
 """The tokenizer's arguments for a text that gets its special tokens from ``text.special_tokens``."""
 AT_ONCE = 2**20
 """Token ids to look at in a pass: the places of all tokens with a loss would take more memory than the ids."""
+LONGEST_PROMPT = 64
+"""Tokens of a prompt from a block of texts: some lines to read."""
 PROBED = 256
 """Rows to tokenize in full, to estimate how many are longer than a sample."""
 
@@ -218,19 +220,29 @@ def find_ids(ids: NDArray[np.int32], matches: Callable[[NDArray[np.int32]], NDAr
 
 
 def find_answers(dataset: MaskedSequences, most: int) -> list[Target]:
-    """The last answer of ``most`` rows, evenly spaced, with the tokens before it.
+    """The last answer of ``most`` rows at most, evenly spaced, with the tokens before it."""
+    step = max(-(-len(dataset) // most), 1)
+    return [last_answer(dataset[index]) for index in range(0, len(dataset), step)]
+
+
+def last_answer(sample: Mapping[str, Any]) -> Target:
+    """The last answer of a sample of ``MaskedSequences``, with the tokens before it.
 
     For ids ``[5, 6, 7, 8]`` and targets ``[-100, 7, 8, -100]``, the answer ``[7, 8]`` follows the prompt ``[5, 6]``.
     """
-    answers = []
-    for index in range(0, len(dataset), max(-(-len(dataset) // most), 1)):
-        sample = dataset[index]
-        ids, targets = sample["input_ids"].tolist(), sample["targets"]
-        start = len(ids)
-        while start > 1 and targets[start - 2] != IGNORED:
-            start -= 1
-        answers.append(Target(prompt=ids[:start], tokens=ids[start:]))
-    return answers
+    ids, targets = sample["input_ids"].tolist(), sample["targets"]
+    start = len(ids)
+    while start > 1 and targets[start - 2] != IGNORED:
+        start -= 1
+    return Target(prompt=ids[:start], tokens=ids[start:])
+
+
+def first_half(sample: Mapping[str, Any]) -> Target:
+    """The first tokens of a block of texts as a prompt, half of them and ``LONGEST_PROMPT`` at most, with as many that
+    follow."""
+    ids = sample["input_ids"].tolist()
+    size = min(max(len(ids) // 2, 1), LONGEST_PROMPT)
+    return Target(prompt=ids[:size], tokens=ids[size : 2 * size])
 
 
 def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer: Any) -> None:

@@ -30,6 +30,7 @@ NAMES = (
     "sentence-similarity",
     "sqlite-log",
     "step-variants",
+    "vllm-server",
 )
 PLUGINS = {
     "curriculum": ("curriculum",),
@@ -42,7 +43,10 @@ PLUGINS = {
     "sentence-similarity": ("sentence-similarity",),
     "sqlite-log": ("sqlite-log",),
     "step-variants": ("muon", "sam"),
+    "vllm-server": ("vllm-server",),
 }
+PACKAGES = ("fastloop-grpo",)
+"""Packages of the project that the examples need."""
 
 
 NEW = {"night-watch": "plugin", "ticket-pairs": "task"}
@@ -61,7 +65,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tup
     for name, kind in NEW.items():
         done = venv.run("-m", "fastloop", "new", kind, name, "--author", "Ada Lovelace", cwd=projects)
         assert done.returncode == 0, done.stderr
-    venv.install(*build_wheels(folder, *(projects / name for name in (*NAMES, *NEW))))
+    packages = [shutil.copytree(ROOT / "packages" / name, folder / name) for name in PACKAGES]
+    venv.install(*build_wheels(folder, *packages, *(projects / name for name in (*NAMES, *NEW))))
     return venv, projects
 
 
@@ -99,6 +104,7 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
         "gan": ["digits-gan", "0.1.0", None, "changes-training"],
         "muon": ["step-variants", "0.1.0", None, "changes-training"],
         "sam": ["step-variants", "0.1.0", None, "changes-training"],
+        "vllm-server": ["vllm-server", "0.1.0", None, "changes-training"],
     }
     assert all(rows[name]["summary"] for name in plugins)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}

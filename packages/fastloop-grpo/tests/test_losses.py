@@ -85,6 +85,23 @@ def test_an_engine_weights_tokens_by_a_capped_ratio():
     assert result.loss.item() == pytest.approx(-4.5 / 4)
 
 
+def test_the_gradient_of_another_sampler_is_that_of_the_model():
+    """All tokens of a vocabulary of three, in the frequencies of their sampler."""
+    logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    gains = torch.tensor([1.0, -0.5, 2.0])
+    model = logits.detach().softmax(0)
+    expected = torch.autograd.grad(-(model * gains * logits.log_softmax(0)).sum(), logits)[0]
+    counts = torch.tensor([5, 2, 3])  # the sampler has 1/2, 1/5 and 3/10
+    tokens = torch.repeat_interleave(torch.arange(3), counts)
+    sampled = (counts / 10).log()[tokens]
+    for cap, is_equal in ((10.0, True), (1.0, False)):
+        found = logits.log_softmax(0)[tokens]
+        given = batch([1] * 10, gains[tokens].tolist(), old=found.detach(), sampled=sampled)
+        result = policy_loss(found, given, settings("dapo", sampler_cap=cap))
+        gradient = torch.autograd.grad(result.loss, logits)[0]
+        assert torch.allclose(gradient, expected, atol=1e-6) == is_equal
+
+
 def test_targets_are_the_tokens_of_a_completion():
     sample = completion_sample([5, 6], Completion([7, 2], True), 0.5, masked=False)
     assert sample.input_ids.tolist() == [5, 6, 7, 2]

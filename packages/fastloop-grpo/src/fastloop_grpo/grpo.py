@@ -121,7 +121,7 @@ class GRPO(TextTask):
         self.reference: ReferenceModel | None = None
         self.saved_config: dict[str, Any] = {}  # of the model, before dropout was switched off
         self.rows: list[dict[str, Any]] = []  # to log after the step
-        self.token_sums: Any = None  # over the tokens of a step: their number, clipped ones, divergences
+        self.token_sums: Any = None  # over the tokens of a step: their number, clipped ones, divergences, weights
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -396,12 +396,12 @@ class GRPO(TextTask):
         shared = run.processes.all_gather_object((own, rollout.means(), sum(rollout.sizes())))
         parts = self.completion_batches(run, samples, max(count for count, _, _ in shared))
         self.add_reference(run, parts)
-        self.token_sums = torch.zeros(3, device=run.device)
+        self.token_sums = torch.zeros(4, device=run.device)
         for _ in range(self.updates_per_generation):
             loss = run.accumulate_gradients(parts)
             run.apply_gradients(loss)
         run.state.tokens += int(sum(count for _, _, count in shared))
-        self.log_step(run, [means for _, means, _ in shared])
+        self.log_step(run, [means for _, means, _ in shared], any("sampled" in part.inputs for part in parts))
         run.log("seconds/generation", generated - started, reduce="main")
         run.log("seconds/training", perf_counter() - generated, reduce="main")
         return loss
@@ -412,18 +412,20 @@ class GRPO(TextTask):
             run.log_rows("completions", self.rows)
             self.rows = []
 
-    def log_step(self, run: Run, means: Sequence[Mapping[str, Any]]) -> None:
-        """Log the means of a step over all processes."""
+    def log_step(self, run: Run, means: Sequence[Mapping[str, Any]], has_engine: bool) -> None:
+        """Log the means of a step over all processes. ``has_engine``: an engine reports log-probabilities."""
         from fastloop_grpo.metrics import join_means
 
         for name, mean in join_means(means).items():
             if mean.count:
                 run.log(name, mean.value(), reduce="main")
-        tokens, clipped, divergence = run.processes.all_reduce_sum(self.token_sums.cpu()).tolist()
+        tokens, clipped, divergence, weights = run.processes.all_reduce_sum(self.token_sums.cpu()).tolist()
         self.token_sums = None
         run.log("clipped", clipped / max(tokens, 1), reduce="main")
         if self.reference is not None:
             run.log("kl", divergence / max(tokens, 1), reduce="main")
+        if has_engine:
+            run.log("sampler_weight", weights / max(tokens, 1), reduce="main")
 
     def loss_settings(self) -> LossSettings:
         from fastloop_grpo.losses import LossSettings
@@ -454,7 +456,8 @@ class GRPO(TextTask):
         result = policy_loss(found, batch, self.loss_settings())
         if self.token_sums is not None:
             tokens = torch.full_like(result.loss, len(found)).detach()
-            self.token_sums += torch.stack([tokens, result.clipped.sum(), result.divergence.sum()])
+            sums = [tokens, result.clipped.sum(), result.divergence.sum(), result.weights.sum()]
+            self.token_sums += torch.stack(sums)
         return Output(result.loss)
 
     # -- evaluation and prediction -------------------------------------------------------------------------------------

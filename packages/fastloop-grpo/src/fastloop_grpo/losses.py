@@ -40,11 +40,13 @@ class PolicyLoss:
         loss: 0-dim, with a gradient.
         clipped: Whether each token's ratio is clipped, (tokens,) bool.
         divergence: The divergence of each token from the reference, (tokens,); 0 without a reference.
+        weights: The weight of each token by its sampler, (tokens,); 1 for one that the model has drawn.
     """
 
     loss: Tensor
     clipped: Tensor
     divergence: Tensor
+    weights: Tensor
 
 
 def advantages(rewards: Tensor, scale: bool) -> Tensor:
@@ -95,15 +97,17 @@ def policy_loss(found: Tensor, batch: Mapping[str, Tensor], settings: LossSettin
     bounded = ratio.clamp(1 - settings.low, 1 + settings.high)
     losses = -torch.min(ratio * gains, bounded * gains)
     clipped = ((ratio < 1 - settings.low) & (gains < 0)) | ((ratio > 1 + settings.high) & (gains > 0))
+    weights = torch.ones_like(losses)
     if "sampled" in batch:
-        losses = losses * sampler_weights(batch["old"], batch["sampled"], settings.sampler_cap)
+        weights = sampler_weights(batch["old"], batch["sampled"], settings.sampler_cap)
+        losses = losses * weights
     divergence = torch.zeros_like(found)
     if "reference" in batch:
         distance = batch["reference"] - found
         estimate = distance.exp() - distance - 1  # Schulman, 2020, http://joschu.net/blog/kl-approx.html
         divergence = ratio * estimate  # so that its gradient is unbiased: https://arxiv.org/abs/2512.02556
         losses = losses + settings.beta * divergence
-    return PolicyLoss(mean_loss(losses, rows, sizes, settings), clipped, divergence.detach())
+    return PolicyLoss(mean_loss(losses, rows, sizes, settings), clipped, divergence.detach(), weights)
 
 
 def sampler_weights(old: Tensor, sampled: Tensor, cap: float) -> Tensor:

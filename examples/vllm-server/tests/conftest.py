@@ -1,0 +1,3 @@
+"""Fixtures of fastloop.testing."""
+
+pytest_plugins = ["fastloop.testing"]

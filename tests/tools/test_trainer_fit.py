@@ -126,6 +126,33 @@ def test_several_interrupts_and_a_second_one_that_stops_at_once():
     assert same(trainer)
 
 
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        ("", "step 2, validation: loss"),
+        (
+            "logging.basicConfig(level='INFO', format='MY %(message)s', stream=sys.stdout)",
+            "MY step 2, validation: loss",
+        ),
+        ("logging.getLogger('fastloop').setLevel('ERROR')", ""),
+    ],
+)
+def test_a_script_shows_the_metrics_of_each_evaluation(setup, expected):
+    Path("script.py").write_text(
+        "import logging, sys, torch\n"
+        "from fastloop import Trainer\n"
+        f"{setup}\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))\n"
+        "loss = torch.nn.functional.mse_loss\n"
+        "trainer = Trainer(torch.nn.Linear(2, 1), data, data, batch_size=4, epochs=1, loss=loss, device='cpu')\n"
+        "trainer.fit()\n"
+    )
+    done = forked.run("script.py")
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(" 0.")[0] for line in done.stdout.splitlines() if "validation" in line]
+    assert [line[: len(expected)] for line in lines] == [expected] * bool(expected)
+
+
 def test_sigterm_saves_and_ends_the_process_with_75():
     Path("script.py").write_text(
         "import os, signal, sys\n"

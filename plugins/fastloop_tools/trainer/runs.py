@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from fastloop import Plugin, PluginCrash, Run, UsageError, lifecycle
+from fastloop.cli.messages import show_messages
 from fastloop.distributed import signals
 from fastloop.errors import UserCodeError
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
@@ -117,6 +118,15 @@ class Fits:
             log.warning("stopped %s at step %d: call fit() again to continue", saved, run.state.step)
             signals.stop_now(signal.Signals[run.interrupted], None)
         self._completed = True
+
+
+def show_log() -> None:
+    """Show log messages as the command line does, such as the metrics of each evaluation. A program that has set up
+    logging, or the level of ``fastloop``, shows them as it wants."""
+    logger = logging.getLogger("fastloop")
+    if logger.hasHandlers() or logger.level != logging.NOTSET:
+        return
+    show_messages()
 
 
 def _import_compiler() -> None:

@@ -95,6 +95,7 @@ class Trainer:
         **train: Any,
     ) -> None:
         stop_in_spawned_process()
+        runs.show_log()
         check_arguments(train, inspect.signature(Trainer).parameters)
         check_metrics(metrics)
         given = {

@@ -95,7 +95,7 @@ def train(run: Run) -> None:
             hooks.before_epoch(run=run)
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
             if [state.epoch, state.epoch_samples] in state.left_out:  # it failed before
-                state.skip_samples(run._start_totals(batches)())
+                state.skip_samples(run._start_totals(batches).get())
                 continue
             loss = take_step(run, batches)
             if run.steps_to_compare > 0:
@@ -153,7 +153,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     if run.scheduler is not None and not run.step_was_skipped():
         with region("optimizer"):
             run.scheduler.step()
-    run.state.count_step(totals())
+    run.state.count_step(totals.get())
     return loss
 
 
@@ -167,7 +167,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
-    totals = run._totals[1] if run._totals[0] is batches else run._start_totals(batches)
+    totals = run._totals_of(batches)
     run._shared_buffers.before_pass()
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
@@ -176,7 +176,7 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
                 # processes average gradients, and their shares may differ
-                total = (totals().weight or 1) / run.loaders.processes.world_size
+                total = (totals.get().weight or 1) / run.loaders.processes.world_size
                 loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
             with region("backward"):
                 run.strategy.backward(run, loss)

@@ -6,11 +6,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import cache
-from itertools import chain, repeat
-from operator import attrgetter
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +33,8 @@ from fastloop.runtime.regions import region
 from fastloop.scalars import Reduction, Scalars
 from fastloop.schedule import Schedule
 from fastloop.settings import Settings
-from fastloop.state import INTERRUPTED, Batch, BatchTotals, State
+from fastloop.state import INTERRUPTED, Batch, State
+from fastloop.step_totals import StepTotals
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from fastloop.state import RunOptimizer
 
 log = logging.getLogger("fastloop")
-COUNTS = attrgetter("loss_weight", "samples", "tokens", "drawn", "unreadable")
-"""The fields of a ``Batch`` that ``BatchTotals`` sums."""
 
 
 class Run:
@@ -115,7 +112,7 @@ class Run:
         self._pending_log_point: LogPoint | None = None
         self.updates = 0
         self.steps_to_compare = 0
-        self._totals: tuple[list[Batch], Callable[[], BatchTotals]] | tuple[None, None] = None, None
+        self._totals: StepTotals | None = None  # of the current step
         self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
         self._gradient_norm: Tensor | None = None
         self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
@@ -205,17 +202,16 @@ class Run:
                 batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.settings.pin_memory)
         return batches
 
-    def _start_totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:
-        """Start to sum over the micro-batches of a step, on all processes. The returned function waits for the sums, so
-        that the exchange overlaps a forward pass. It is kept in ``_totals``, for ``accumulate_gradients``."""
-        weights, samples, tokens, drawn, lists = zip(*map(COUNTS, batches), strict=True)
-        unreadable = sum(map(len, lists))
-        own = BatchTotals(sum(weights), sum(samples), sum(tokens), sum(drawn) + unreadable, unreadable)
-        self._totals = batches, repeat(own).__next__  # no Python call
-        if self.loaders.processes.world_size > 1:
-            sums = self.loaders.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
-            self._totals = batches, cache(lambda: BatchTotals.read(sums()))
-        return self._totals[1]
+    def _start_totals(self, batches: list[Batch]) -> StepTotals:
+        """Start to sum over the micro-batches of a step. Every process must call it."""
+        self._totals = StepTotals(batches, self.loaders.processes)
+        return self._totals
+
+    def _totals_of(self, batches: list[Batch]) -> StepTotals:
+        """The sums over micro-batches: those of the current step, unless a plugin has made other ones."""
+        if self._totals is not None and self._totals.batches is batches:
+            return self._totals
+        return self._start_totals(batches)
 
     def accumulate_gradients(self, batches: list[Batch]) -> Tensor:
         """Add the gradients of a step's micro-batches to ``grad``. Every process must call it.
@@ -349,18 +345,23 @@ class Run:
         Raises:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
         """
-        state, saver, signal_name = self.state, self.saver, self.signals.name
+        state, saver = self.state, self.saver
         if saver.pending is not None:
             saver.poll()
-        failure, saver.failure = saver.failure, None
+        signal_name, failure = self.signals.name, saver.failure
+        saver.failure = None
         if self.processes.world_size > 1:
-            reasons = (signal_name, failure, state.stop_reason)
-            flags = (*(reason is not None for reason in reasons), state.evaluate_requested, state.save_requested)
-            requests = self.processes.all_reduce_sum(torch.tensor(flags).long()).tolist()
-            *any_reason, state.evaluate_requested, state.save_requested = map(bool, requests)
-            if any(any_reason):
-                gathered = zip(*self.processes.all_gather_object(reasons), strict=True)
-                signal_name, failure, state.stop_reason = (next(filter(None, values), None) for values in gathered)
+            has_reason = signal_name is not None or failure is not None or state.stop_reason is not None
+            flags = torch.tensor([has_reason, state.evaluate_requested, state.save_requested]).long()
+            any_reason, any_evaluation, any_save = self.processes.all_reduce_sum(flags).tolist()
+            state.evaluate_requested = bool(any_evaluation)
+            state.save_requested = bool(any_save)
+            if any_reason:  # rare, so that a usual step exchanges three numbers
+                reasons = self.processes.all_gather_object((signal_name, failure, state.stop_reason))
+                signals, failures, stops = zip(*reasons, strict=True)
+                signal_name = first_given(signals)
+                failure = first_given(failures)
+                state.stop_reason = first_given(stops)
         if failure is not None:
             saver.errors += 1
             if self.recipe.train.on_save_error == "stop":
@@ -372,3 +373,8 @@ class Run:
             self.signals.wait_until_logged()
             state.stop_reason = f"{INTERRUPTED} by {signal_name}"
             state.request_save()
+
+
+def first_given(reasons: Iterable[str | None]) -> str | None:
+    """The reason of the first process that has one; None: none has."""
+    return next((reason for reason in reasons if reason is not None), None)

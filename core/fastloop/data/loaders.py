@@ -26,24 +26,40 @@ def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
         RecipeError: The sizes do not divide; names the nearest that do.
     """
     train = recipe.train
-    device = train.micro_batch_size or max(1, train.batch_size // world_size)
+    size = train.micro_batch_size or max(1, train.batch_size // world_size)
     if recipe.inference is not None:
-        return device, 1
-    if train.batch_size % (device * world_size) == 0:
-        return device, train.batch_size // (device * world_size)
-    given = train.micro_batch_size is not None
-    share = f"{device} (micro_batch_size) x {world_size} (processes)" if given else f"the {world_size} processes"
-    unit = device * world_size if given else world_size
-    near = sorted({size for size in (train.batch_size // unit * unit, -(-train.batch_size // unit) * unit) if size})
-    fits = [size for size in range(1, train.batch_size + 1) if train.batch_size % (size * world_size) == 0]
-    sizes = sorted(sorted(fits, key=lambda size: abs(size - device))[:2])
-    hint = f" or micro_batch_size {' or '.join(map(str, sizes))}" if sizes else ""
+        return size, 1
+    if train.batch_size % (size * world_size) == 0:
+        return size, train.batch_size // (size * world_size)
+    if train.micro_batch_size is not None:
+        unit = size * world_size
+        factors = f"{size} (micro_batch_size) x {world_size} (processes)"
+    else:
+        unit = world_size
+        factors = f"the {world_size} processes"
+    nearest = f"batch_size {' or '.join(map(str, _multiples_around(train.batch_size, unit)))}"
+    sizes = _micro_batch_sizes(train.batch_size, world_size, size)
+    if sizes:
+        nearest += f" or micro_batch_size {' or '.join(map(str, sizes))}"
     raise RecipeError(
-        f"{train.batch_size} is not a multiple of {share}. Nearest that are: batch_size "
-        f"{' or '.join(map(str, near))}{hint}.",
+        f"{train.batch_size} is not a multiple of {factors}. Nearest that are: {nearest}.",
         code="not-divisible",
         place=f"{recipe.where}: train.batch_size",
     )
+
+
+def _multiples_around(batch_size: int, unit: int) -> list[int]:
+    """The multiples of ``unit`` below and above a batch size: 32 and 7 give 28 and 35."""
+    below = batch_size // unit * unit
+    return [below, below + unit] if below else [unit]
+
+
+def _micro_batch_sizes(batch_size: int, world_size: int, wanted: int) -> list[int]:
+    """The two sizes of micro-batches nearest to ``wanted`` that divide a batch size: for a batch of 32 on one process,
+    7 is near to 4 and 8."""
+    fits = [size for size in range(1, batch_size + 1) if batch_size % (size * world_size) == 0]
+    nearest = sorted(fits, key=lambda size: abs(size - wanted))[:2]
+    return sorted(nearest)
 
 
 class Loaders:
@@ -63,8 +79,11 @@ class Loaders:
     def __init__(
         self, recipe: Recipe, settings: Settings, processes: Processes, micro_batch_size: int, micro_steps: int
     ) -> None:
-        self._settings, self.micro_batch_size, self.micro_steps = settings, micro_batch_size, micro_steps
-        self._recipe, self.processes = recipe, processes
+        self._recipe = recipe
+        self._settings = settings
+        self.processes = processes
+        self.micro_batch_size = micro_batch_size
+        self.micro_steps = micro_steps
         self.datasets: dict[str, Any] = {}
         self.samplers: dict[str, BatchSampler | None] = {}
         self.collators: dict[str, Any] = {}
@@ -102,15 +121,16 @@ class Loaders:
         """
         if self._recipe.inference is None:
             self.train = self._build_loader("train", self.micro_batch_size)
-        for split in [split for split in self.datasets if split != "train" or self._recipe.inference is not None]:
+        for split in self.datasets:
+            if self._trains_on(split):
+                continue
             sampler = self.samplers[split]
             default = self.micro_batch_size if sampler is None else sampler.batch_size
             self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or default)
-        orders = {
-            split: loader.sampler.fingerprint() for split, loader in self._all.items() if loader.sampler is not None
-        }
-        # split -> empty for fastloop's default order
-        self._orders = {split: orders.get(split, "") for split in self.datasets}
+        self._orders = dict.fromkeys(self.datasets, "")  # empty: the default order
+        for split, loader in self._all.items():
+            if loader.sampler is not None:
+                self._orders[split] = loader.sampler.fingerprint()
 
     def set_micro_batch_size(self, split: str, size: int, pieces: int = 1) -> None:
         """Change the size of a split's micro-batches. The samples of each step stay the same.
@@ -145,30 +165,39 @@ class Loaders:
 
     @property
     def _all(self) -> dict[str, Loader]:
-        return ({"train": self.train} if self._recipe.inference is None else {}) | self.evaluation
+        if self._recipe.inference is not None:
+            return self.evaluation
+        return {"train": self.train, **self.evaluation}
+
+    def _trains_on(self, split: str) -> bool:
+        return split == "train" and self._recipe.inference is None
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Split -> a string that changes with its samples and their order, for checkpoints."""
-        return {
-            split: f"{fingerprint(dataset)} {self._orders[split]}".strip() for split, dataset in self.datasets.items()
-        }
+        strings = {}
+        for split, dataset in self.datasets.items():
+            strings[split] = f"{fingerprint(dataset)} {self._orders[split]}".strip()
+        return strings
 
     def _build_loader(self, split: str, size: int, pieces: int = 1) -> Loader:
-        train, processes, trains = (
-            self._recipe.train,
-            self.processes,
-            split == "train" and self._recipe.inference is None,
-        )
+        """Build the loader of a split.
+
+        Args:
+            size: Samples of a micro-batch on one process.
+            pieces: See ``set_micro_batch_size``.
+        """
+        train = self._recipe.train
+        trains = self._trains_on(split)
         return Loader(
             self.datasets[split],
             self.collators[split],
             self._settings,
-            batch_size=train.batch_size if trains else size * processes.world_size,
+            batch_size=train.batch_size if trains else size * self.processes.world_size,
             micro_batch_size=size,
             pieces=pieces,
-            rank=processes.rank,
-            world_size=processes.world_size,
+            rank=self.processes.rank,
+            world_size=self.processes.world_size,
             seed=train.seed,
             shuffle=trains,
             split=split,

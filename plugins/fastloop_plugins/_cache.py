@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 import tempfile
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -64,8 +63,6 @@ class TokenFolder:
             self.entries.append(entry)
 
 
-IN_MEMORY = 2**22
-"""Token ids that stay in memory: 16 MiB."""
 TOKENS: ContextVar[TokenFolder | None] = ContextVar("TOKENS", default=None)
 """Folder of cached token ids; None: no cache."""
 
@@ -152,26 +149,6 @@ def digest(facts: Iterable[str | bytes]) -> str:
         found.update(len(data).to_bytes(8, "little"))
         found.update(data)
     return found.hexdigest()
-
-
-def flat(rows: Iterable[Sequence[int]]) -> Flat:
-    """Put rows of ids end to end: in memory, or, if there are many, mapped from a temporary file without a name."""
-    import numpy as np
-
-    ids, lengths, file = array("i"), array("q"), None
-    for row in rows:
-        ids.extend(row)
-        lengths.append(len(row))
-        if len(ids) > IN_MEMORY:
-            file = file or tempfile.TemporaryFile()  # noqa: SIM115
-            ids.tofile(file)
-            del ids[:]
-    if file is None:
-        return np.frombuffer(ids, dtype=np.int32), np.frombuffer(lengths, dtype=np.int64)
-    with file:
-        ids.tofile(file)
-        file.flush()
-        return np.asarray(np.memmap(file, dtype=np.int32, mode="r")), np.frombuffer(lengths, dtype=np.int64)
 
 
 def kept(

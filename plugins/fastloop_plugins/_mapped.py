@@ -1,14 +1,32 @@
-"""Arrays that are mapped from a file, and when the system reads their parts from the disk."""
+"""Arrays that are mapped from a file: when the system reads their parts, and those with a number for each row of data.
+
+Data may have more rows than memory has room for numbers, so an array of them is in a temporary file if it is large.
+"""
 
 from __future__ import annotations
 
+import math
 import mmap
-from typing import TYPE_CHECKING, Any
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop.errors import RecipeError
+from fastloop_plugins import _cache
+
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
+
+    from fastloop_plugins._cache import Flat
+
+IN_MEMORY = 2**22
+"""Bytes of an array that stays in memory."""
+AT_ONCE = 2**18
+"""Rows, or token ids, to compute with at once. A result for all rows would take the memory of an array of numbers."""
 
 
 class RandomReads:
@@ -51,3 +69,176 @@ def mapping_of(array: NDArray[Any]) -> mmap.mmap | None:
 def _address(array: NDArray[Any]) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+# -- arrays with a number for each row -------------------------------------------------------------------------------
+
+
+def temporary_folder() -> str:
+    """The folder of temporary files with rows and their numbers: that of ``token-cache``, or the system's."""
+    tokens = _cache.TOKENS.get()
+    return tempfile.gettempdir() if tokens is None else str(tokens.path)
+
+
+def zeros(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """An array of zeros: in memory, or, if it is large, mapped from a temporary file without a name.
+
+    The system writes pages of such a file to the disk when memory is short, and the file goes with the array.
+
+    Raises:
+        RecipeError: The file cannot be written.
+    """
+    size = math.prod((shape,) if isinstance(shape, int) else shape) * np.dtype(dtype).itemsize
+    if size <= IN_MEMORY:
+        return np.zeros(shape, dtype)
+    with _writing(), _temporary_file() as file:
+        file.truncate(size)
+        return np.asarray(np.memmap(file, dtype, "r+", shape=shape))
+
+
+class GrowingArray:
+    """Collects numbers that come in parts. Many of them are put into a temporary file.
+
+    Args:
+        width: Numbers of a row; None: the array has one dimension.
+    """
+
+    def __init__(self, dtype: DTypeLike, width: int | None = None) -> None:
+        self.dtype = np.dtype(dtype)
+        self.width = width
+        self._parts: list[NDArray[Any]] = []
+        self._held = 0  # bytes of these parts
+        self._file: IO[bytes] | None = None
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def extend(self, values: Any) -> None:
+        """Add numbers at the end."""
+        part = np.asarray(values, self.dtype)
+        self._parts.append(part)
+        self._held += part.nbytes
+        if self._held > IN_MEMORY:
+            self._write()
+
+    def finish(self) -> NDArray[Any]:
+        """All numbers."""
+        shape = (-1,) if self.width is None else (-1, self.width)
+        if self._file is None:
+            parts = [part.reshape(shape) for part in self._parts]
+            return np.concatenate(parts) if parts else np.empty((0, *shape[1:]), self.dtype)
+        with self._file as file:
+            self._write()
+            return np.asarray(np.memmap(file, self.dtype, "r+")).reshape(shape)
+
+    def _write(self) -> None:
+        with _writing():
+            if self._file is None:
+                self._file = _temporary_file()
+            for part in self._parts:
+                self._file.write(np.ascontiguousarray(part).data)
+            self._file.flush()
+        self._parts.clear()
+        self._held = 0
+
+
+def spans(total: int) -> Iterator[slice]:
+    """Yield the parts of an array of ``total`` rows that are computed at once."""
+    for start in range(0, total, AT_ONCE):
+        yield slice(start, min(start + AT_ONCE, total))
+
+
+def row_spans(ends: NDArray[np.int64]) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows that are computed at once, and the place of their ids.
+
+    For rows that end at ``[3, 5, 9]``, and 5 ids at once, it yields the rows 0 to 1 with the ids 0 to 4, and then the
+    row 2 with the ids 5 to 8.
+
+    Args:
+        ends: The end of each row among the ids, which are end to end.
+    """
+    first = begin = 0
+    while first < len(ends):
+        stop = max(int(np.searchsorted(ends, begin + AT_ONCE, side="right")), first + 1)
+        end = int(ends[stop - 1])
+        yield slice(first, stop), slice(begin, end)
+        first, begin = stop, end
+
+
+def take(values: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
+    """``values[ids]`` along the first dimension."""
+    taken = zeros((len(ids), *values.shape[1:]), values.dtype)
+    for span in spans(len(ids)):
+        taken[span] = values[ids[span]]
+    return taken
+
+
+def flatnonzero(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The places at which a mask is true."""
+    places = GrowingArray(np.int64)
+    for span in spans(len(mask)):
+        places.extend(span.start + np.flatnonzero(mask[span]))
+    return places.finish()
+
+
+def cumsum(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The cumulative sum."""
+    return np.cumsum(values, out=zeros(len(values), np.int64))
+
+
+def concatenate(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """The parts end to end. A single part is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = zeros((sum(map(len, parts)), *parts[0].shape[1:]), np.result_type(*parts))
+    start = 0
+    for part in parts:
+        joined[start : start + len(part)] = part
+        start += len(part)
+    return joined
+
+
+def convert(values: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+    """The values in another type. They are not copied if they have it."""
+    if values.dtype == dtype:
+        return values
+    converted = zeros(values.shape, dtype)
+    converted[...] = values
+    return converted
+
+
+def flat(rows: Iterable[Sequence[int]]) -> Flat:
+    """Put rows of ids end to end."""
+    ids, lengths = GrowingArray(np.int32), GrowingArray(np.int64)
+    block, sizes = array("i"), array("q")
+    for row in rows:
+        block.extend(row)
+        sizes.append(len(row))
+        if len(block) > AT_ONCE or len(sizes) > AT_ONCE:
+            ids.extend(block)
+            lengths.extend(sizes)
+            block, sizes = array("i"), array("q")  # new ones: the parts are views of the old ones
+    ids.extend(block)
+    lengths.extend(sizes)
+    return ids.finish(), lengths.finish()
+
+
+def _temporary_file() -> IO[bytes]:
+    return tempfile.TemporaryFile(dir=temporary_folder())
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Explain an error of writing a temporary file.
+
+    Raises:
+        RecipeError: In place of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(
+            f"data: rows cannot be written to a temporary file in {temporary_folder()}: {error.strerror}. Free its "
+            "disk, or set TMPDIR to another folder."
+        ) from None

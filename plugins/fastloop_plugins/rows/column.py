@@ -6,7 +6,7 @@ import pickle
 import tempfile
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from threading import local
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from weakref import ref
 import numpy as np
 
 from fastloop.errors import RecipeError
-from fastloop_plugins import _cache
+from fastloop_plugins._mapped import take, temporary_folder
 from fastloop_plugins.rows.file import BLOCK
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ class Store:
     """A file without a name, in the folder of ``token-cache`` or that of temporary files. It goes with its columns."""
 
     def __init__(self) -> None:
-        folder = _cache.TOKENS.get()
-        self.folder = tempfile.gettempdir() if folder is None else str(folder.path)
+        self.folder = temporary_folder()
         self.file = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=self.folder)  # noqa: SIM115
 
     def __del__(self) -> None:
@@ -81,7 +80,7 @@ class Column(Sequence[Any]):
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self.blocks, self.starts = list[tuple[Store, Any]](), array("q", [0])
-        self.ids: NDArray[np.int64] | None = None  # the rows of ``keep``
+        self.ids: NDArray[np.int64] | None = None  # the rows of ``at``
         self.last: tuple[int, list[Any]] = (-1, [])
         iterator = iter(values)
         while block := list(islice(iterator, BLOCK)):
@@ -93,26 +92,11 @@ class Column(Sequence[Any]):
         self.blocks.append((store, store.write(values)))
         self.starts.append(self.starts[-1] + len(values))
 
-    def keep(self, ids: NDArray[np.int64]) -> Column:
-        """The rows with these ids, as a view."""
-        found = Column()
-        found.blocks, found.starts, found.ids = self.blocks, self.starts, ids if self.ids is None else self.ids[ids]
-        return found
-
-    @staticmethod
-    def join(parts: Sequence[Column]) -> Column:
-        """The rows of several columns."""
-        if len(parts) == 1:
-            return parts[0]
-        found, ids = Column(), list[Any]()
-        for part in parts:
-            first, own = found.starts[-1], part.starts
-            ids.append(first + (np.arange(own[-1]) if part.ids is None else part.ids))
-            found.blocks += part.blocks
-            found.starts.extend(first + start for start in own[1:])
-        if any(part.ids is not None for part in parts):
-            found.ids = np.concatenate(ids)
-        return found
+    def at(self, ids: NDArray[np.int64]) -> Column:
+        """The rows at these places of the blocks, as a view."""
+        column = Column()
+        column.blocks, column.starts, column.ids = self.blocks, self.starts, ids
+        return column
 
     def __len__(self) -> int:
         return self.starts[-1] if self.ids is None else len(self.ids)
@@ -144,6 +128,18 @@ class Column(Sequence[Any]):
             store, block = self.blocks[number]
             self.last = number, store.read(block)
         return self.last[1]
+
+
+def keep_rows(columns: Mapping[str, Column], ids: NDArray[np.int64]) -> dict[str, Column]:
+    """The rows with these ids of several columns, as views that share the places of the rows."""
+    places = dict[int, "NDArray[np.int64]"]()  # by the places of the column before
+    kept = {}
+    for name, column in columns.items():
+        before = id(column.ids)
+        if before not in places:
+            places[before] = ids if column.ids is None else take(column.ids, ids)
+        kept[name] = column.at(places[before])
+    return kept
 
 
 class Tuples(Sequence[tuple[Any, ...]]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastloop.errors import PluginError, RecipeError
+from fastloop_plugins._mapped import GrowingArray
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.conll import Columns, Conll
 from fastloop_plugins.rows.contents import check_content
@@ -142,17 +142,20 @@ class FileLayout:
         """
         names = [*self.columns, *self.optional]
         with explain_reading(path, self.how), self.open(path) as file:
-            columns, lines, first = {name: Column() for name in names}, array("q"), next(iter(self.columns.values()))
+            columns = {name: Column() for name in names}
+            lines, first = GrowingArray(np.int64), next(iter(self.columns.values()))
             for block in file.blocks(names):
-                lines.extend(block.lines or ())
+                if block.lines:
+                    lines.extend(block.lines)
                 for name, column in columns.items():
                     values = block.columns.get(name, [None] * block.rows)
                     column.append_block(list_values(values, path, self.columns.get(name, first), name))
             there = list(file.names) or list(self.columns) * (not any(columns.values()))
             columns = {name: column for name, column in columns.items() if name in there}
             table = Table(path, columns, there, unreadable=file.unreadable, untyped=file.untyped, notes=file.notes)
-            if lines:
-                table.unit, table.numbers = "line", np.array(lines)
+            numbers = lines.finish()
+            if len(numbers):
+                table.unit, table.numbers = "line", numbers
         return table
 
     def rows(self, path: str) -> Iterator[tuple[Any, ...]]:

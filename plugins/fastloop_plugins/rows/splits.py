@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import numpy as np
 
 from fastloop import RecipeError, option
-from fastloop_plugins.rows.column import Column, Tuples
+from fastloop_plugins._mapped import flatnonzero, spans, zeros
 from fastloop_plugins.rows.file import BLOCK
 
 if TYPE_CHECKING:
@@ -38,45 +39,6 @@ class Limit:
     train: int | None = option("samples", default=None, ge=1)
     validation: int | None = option("samples", default=None, ge=1)
     test: int | None = option("samples", default=None, ge=1)
-
-
-@dataclass
-class Rows:
-    """The rows of one split, by column.
-
-    Attributes:
-        columns: Name -> values. Lists become columns.
-        labels: The label of each row, if the task has labels: 0..n-1, or as ``text.targets`` reads them.
-        sources: The number of each row's source, with ``data.sources``.
-    """
-
-    columns: Mapping[str, Any]
-    labels: NDArray[Any] | None = None
-    sources: NDArray[np.int64] | None = None
-
-    def __post_init__(self) -> None:
-        self.columns = {
-            name: values if isinstance(values, Column) else Column(values) for name, values in self.columns.items()
-        }
-
-    @property
-    def texts(self) -> Sequence[Any]:
-        """Each row: the value of the only column, or a tuple of the values of several."""
-        return next(iter(self.columns.values())) if len(self.columns) == 1 else Tuples(self.columns.values())
-
-    def __len__(self) -> int:
-        return max(map(len, self.columns.values()), default=0)
-
-    def keep(self, ids: NDArray[np.int64]) -> Rows:
-        """The rows with these ids."""
-        columns = {name: values.keep(ids) for name, values in self.columns.items()}
-        others: list[Any] = [self.labels, self.sources]
-        return Rows(columns, *(None if values is None else values[ids] for values in others))
-
-
-def join_rows(parts: Sequence[Mapping[str, Column]]) -> Rows:
-    """The rows of several tables with the same columns."""
-    return Rows({name: Column.join([part[name] for part in parts]) for name in parts[0]} if parts else {})
 
 
 class Divisible(Protocol):
@@ -118,13 +80,35 @@ def divide(
 
 
 def draw(total: int, count: int) -> NDArray[np.int64]:
-    """The ids of ``count`` of ``total`` rows, sorted."""
-    return np.array(sorted(random.Random(DRAW).sample(range(total), count)), np.int64)
+    """The ids of ``count`` of ``total`` rows, sorted: those of ``random.Random(DRAW).sample(range(total), count)``."""
+    chosen = zeros(total, np.bool_)
+    if _draws_from_a_pool(total, count):
+        for row in islice(_shuffled(total), count):
+            chosen[row] = True
+        return flatnonzero(chosen)
+    below = random.Random(DRAW).randrange
+    for _ in range(count):
+        row = below(total)
+        while chosen[row]:
+            row = below(total)
+        chosen[row] = True
+    return flatnonzero(chosen)
+
+
+def _draws_from_a_pool(total: int, count: int) -> bool:
+    """Whether ``random.sample`` removes each number that it draws from a list of all. Else it draws again if it has
+    drawn a number before."""
+    set_size = 21
+    if count > 5:
+        set_size += 4 ** math.ceil(math.log(count * 3, 4))
+    return total <= set_size
 
 
 def _shuffled(total: int) -> Iterator[int]:
-    """Yield ``random.Random(DRAW).sample(range(total), total)`` one by one, in the memory of one array."""
-    pool, below = np.arange(total), random.Random(DRAW).randrange
+    """Yield ``random.Random(DRAW).sample(range(total), total)`` one by one."""
+    pool, below = zeros(total, np.int64), random.Random(DRAW).randrange
+    for span in spans(total):
+        pool[span] = np.arange(span.start, span.stop)
     for left in range(total, 0, -1):
         chosen = below(left)
         yield int(pool[chosen])
@@ -149,9 +133,10 @@ def hold_out(
     Raises:
         RecipeError: No row can be held out.
     """
-    count, held = max(round(total * fraction), 1), np.zeros(total, bool)
+    count, held = max(round(total * fraction), 1), zeros(total, np.bool_)
     if classes is None:
-        held[list(islice(_shuffled(total), min(count, total - 1)))] = True
+        for row in islice(_shuffled(total), min(count, total - 1)):
+            held[row] = True
     else:
         names = np.asarray(classes)
         counts = Counter(chain.from_iterable(names[row : row + BLOCK].tolist() for row in range(0, total, BLOCK)))
@@ -168,7 +153,7 @@ def hold_out(
             f"{where}.validation_fraction: {rows} cannot be split into train and validation. Give a validation split, "
             "or data.validation_fraction=0."
         )
-    return np.flatnonzero(~held), np.flatnonzero(held)
+    return flatnonzero(~held), flatnonzero(held)
 
 
 def hold_out_ends(texts: Sequence[str], fraction: float) -> tuple[list[str], list[str]]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop.errors import RecipeError, did_you_mean
-from fastloop_plugins.rows.column import Column, in_blocks
+from fastloop_plugins._mapped import take, zeros
+from fastloop_plugins.rows.column import Column, in_blocks, keep_rows
 from fastloop_plugins.rows.file import BLOCK
 
 if TYPE_CHECKING:
@@ -74,10 +75,12 @@ class Table:
         """A table of some rows, numbered from 0. Messages still name each row by its number in the source."""
         if len(rows) == len(self):
             return self
-        kept = {name: values.keep(rows) for name, values in self.columns.items()}
         places = None if self.places is None else [self.places[row] for row in rows]
-        numbers = rows + 1 if self.numbers is None else self.numbers[rows]
-        return replace(self, columns=kept, unreadable=0, numbers=numbers, places=places)
+        numbers = zeros(len(rows), np.int64)
+        np.add(rows, 1, out=numbers)
+        if self.numbers is not None:
+            numbers = take(self.numbers, rows)
+        return replace(self, columns=keep_rows(self.columns, rows), unreadable=0, numbers=numbers, places=places)
 
 
 def missing_column(where: str, key: str, name: str, columns: Iterable[Any], remedy: str = "") -> RecipeError:

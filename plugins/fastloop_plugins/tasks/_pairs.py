@@ -106,7 +106,7 @@ class PairSequences(ColumnSequences):
 
     def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
         super().__init__(("input_ids", "labels"), ids, lengths)
-        self.lengths = self.borders[:, -1] - self.borders[:, 0]
+        np.subtract(self.borders[:, -1], self.borders[:, 0], out=self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         reference = self.ids[self.borders[index, -1] : self.ends[index]]
@@ -184,7 +184,7 @@ class Seq2SeqModel(AnyModel):
         if length > room:
             raise RecipeError(f"{self.recipe.where}: {key}: found {length}, and the model takes {room} tokens at most.")
 
-    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
+    def finish_tokenizer(self, texts: Iterable[Any], types: bool = False) -> None:
         if self.trained is None:
             return
         from tokenizers.processors import TemplateProcessing

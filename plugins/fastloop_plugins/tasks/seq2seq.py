@@ -162,7 +162,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         return pair_samples(self.text_model, split, self.build_dataset(split, {}))
 
     def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
-        from fastloop_plugins._cache import flat
+        from fastloop_plugins._mapped import flat
         from fastloop_plugins.text.batches import Sequences
         from fastloop_plugins.text.chunks import text_chunks
         from fastloop_plugins.text.tokens import encode

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastloop import Batch
 from fastloop_plugins import _cache
-from fastloop_plugins._mapped import RandomReads, mapping_of
+from fastloop_plugins._mapped import RandomReads, cumsum, flat, mapping_of, spans, zeros
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,8 +52,10 @@ class Sequences:
         typed: bool = False,
     ) -> None:
         self.ids, self.labels, self.typed = ids, labels, typed
-        self.lengths: NDArray[np.int64] = lengths // 2 if typed else lengths
-        self.ends: NDArray[np.int64] = np.cumsum(lengths)
+        self.lengths: NDArray[np.int64] = lengths
+        if typed:
+            self.lengths = np.floor_divide(lengths, 2, out=zeros(len(lengths), np.int64))
+        self.ends: NDArray[np.int64] = cumsum(lengths)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -62,9 +64,10 @@ class Sequences:
         """A hash of lengths, labels and token ids; for large datasets, of evenly spaced pieces of the ids."""
         import hashlib
 
-        found = hashlib.blake2b(self.lengths.ravel().data, digest_size=8)
-        if self.labels is not None:
-            found.update(self.labels.ravel().data)
+        found = hashlib.blake2b(digest_size=8)
+        for values in (self.lengths, self.labels):
+            for span in spans(0 if values is None else len(values)):
+                found.update(np.ascontiguousarray(values[span]).data)  # type: ignore[index]
         for start in range(0, len(self.ids), PIECE * -(-len(self.ids) // HASHED or 1)):
             found.update(self.ids[start : start + PIECE].tobytes())
         return found.hexdigest()
@@ -113,7 +116,7 @@ def cache_token_ids(about: Iterable[str | bytes], rows: Iterable[Sequence[int]])
     """
     folder = _cache.use_token_folder()
     if folder is None:
-        return _cache.flat(rows)
+        return flat(rows)
     return _cache.kept(folder, _cache.digest(["rows", *about]), lambda start: islice(rows, start, None))
 
 
@@ -149,10 +152,15 @@ class ColumnSequences(Sequences):
     ) -> None:
         super().__init__(ids, lengths, labels)
         self.names, count = tuple(names), len(names)
-        starts = self.ends - lengths
-        facts = ids[starts[:, None] + np.arange(count)]  # (rows, columns)
-        self.borders = np.cumsum(np.column_stack([starts + count, facts // 2]), axis=1)
-        self.lengths, self.cut = lengths - count, (facts % 2).sum(0).tolist()
+        self.borders: NDArray[np.int64] = zeros((len(lengths), count + 1), np.int64)
+        self.lengths = np.subtract(lengths, count, out=zeros(len(lengths), np.int64))
+        cut = np.zeros(count, np.int64)
+        for span in spans(len(lengths)):
+            starts = self.ends[span] - lengths[span]
+            facts = ids[starts[:, None] + np.arange(count)]  # (rows, columns)
+            self.borders[span] = np.cumsum(np.column_stack([starts + count, facts // 2]), axis=1)
+            cut += (facts % 2).sum(0)
+        self.cut = cut.tolist()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         borders = self.borders[index]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins._cache import flat
+from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.batches import Sequences, describe_cut

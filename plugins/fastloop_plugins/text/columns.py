@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.column import Column
-from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.split_rows import BlankTexts
 from fastloop_plugins.rows.table import Table
 
 if TYPE_CHECKING:
@@ -30,28 +30,32 @@ def column_names(value: str | list[str], where: str) -> list[str]:
     return names
 
 
-def check_texts(rows: Rows, role: str, parts: Sequence[Table], keys: Mapping[str, str]) -> list[tuple[int, str]]:
-    """Check the texts of a split. Returns a warning for each column with empty texts.
+def refuse_empty(role: str, parts: Sequence[Table]) -> RecipeError:
+    """The error for a split without rows."""
+    where = ", ".join(part.where for part in parts)
+    return RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
+
+
+def check_texts(
+    blank: Mapping[str, BlankTexts], total: int, parts: Sequence[Table], keys: Mapping[str, str]
+) -> list[tuple[int, str]]:
+    """Check the texts of a split. Returns a warning for each column with blank texts.
 
     Args:
+        blank: The blank texts of each column.
+        total: Rows of the split.
         keys: Column -> the option of ``data`` that names it.
 
     Raises:
-        RecipeError: There is no row, or all texts of a column are empty.
+        RecipeError: All texts of a column are blank.
     """
     where, messages = ", ".join(part.where for part in parts), []
-    if not len(rows):
-        raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
-    for (name, key), texts in zip(keys.items(), rows.columns.values(), strict=True):
-        count, first = 0, 0
-        for row, text in enumerate(texts):
-            if not text or text.isspace():
-                count, first = count + 1, first if count else row
-        if count == len(texts):
-            raise RecipeError(f"{where}: all {len(texts)} texts in column {name!r} are empty (data.{key}).")
-        if count:
-            place = f"the first in {name_of_row(parts, first)}: column {name!r} (data.{key})"
-            messages.append((logging.WARNING, f"{where}: {count} of {len(texts)} texts are empty, {place}"))
+    for (name, key), of_column in zip(keys.items(), blank.values(), strict=True):
+        if of_column.count == total:
+            raise RecipeError(f"{where}: all {total} texts in column {name!r} are empty (data.{key}).")
+        if of_column.count:
+            place = f"the first in {name_of_row(parts, of_column.first)}: column {name!r} (data.{key})"
+            messages.append((logging.WARNING, f"{where}: {of_column.count} of {total} texts are empty, {place}"))
     return messages
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,8 +22,9 @@ from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop.recipe.references import check_reference, import_object
 from fastloop_plugins._cache import digest
+from fastloop_plugins._mapped import flatnonzero, zeros
 from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins.rows.column import Column, in_blocks
+from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.rows.formats import FileLayout
@@ -36,13 +37,14 @@ from fastloop_plugins.rows.paths import (
     refuse_options_without_files,
     refuse_url,
 )
-from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, hold_out_ends, join_rows
+from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
+from fastloop_plugins.rows.splits import DRAW, Limit, Splits, divide, hold_out_ends
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
-from fastloop_plugins.text.columns import check_texts, column_names
+from fastloop_plugins.text.columns import check_texts, column_names, refuse_empty
 from fastloop_plugins.text.dropped_rows import drop_rows
 from fastloop_plugins.text.options import DataOptions, Files
 from fastloop_plugins.text.repeats import find_repeats
-from fastloop_plugins.text.sources import Source, find_sources, mix_sources
+from fastloop_plugins.text.sources import Source, find_sources, mix_sources, number_sources
 from fastloop_plugins.text.streaming.options import StreamedData, check_streaming
 from fastloop_plugins.text.targets import is_readable, read_labels, summarize
 
@@ -241,13 +243,17 @@ class TextData(StreamedData):
             for role in rows:
                 rows[role].labels = labels.ids[role]
         if self.sources and "train" in rows:
-            rows["train"].sources = np.repeat(*np.transpose([(part.source, len(part)) for part in used["train"]]))
+            rows["train"].sources = number_sources(used["train"])
         classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
         fraction = self.options.validation_fraction if held_out else 0.0
         if fraction and self.how.blank_lines and "train" in rows:
             name, texts = next(iter(rows["train"].columns.items()))
-            starts, ends = hold_out_ends(texts, fraction)
-            rows |= {"train": Rows({name: starts}, sources=rows["train"].sources), "validation": Rows({name: ends})}
+            sources = rows["train"].sources
+            for role, parts_of_texts in zip(("train", "validation"), hold_out_ends(texts, fraction), strict=True):
+                builder = RowsBuilder()
+                builder.add({name: parts_of_texts})
+                rows[role] = builder.finish()
+            rows["train"].sources = sources
             rows, _ = divide(rows, 0.0, None, self.limit, self.where)
             suffix = f" (no validation split: the last {fraction:.0%} of each file held out)"
         else:
@@ -311,13 +317,13 @@ class TextData(StreamedData):
         columns = list(self.parse(list(zip(*rows, strict=True))[:count], bad).values())
         return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
-    def _parse(self, part: Table, bad: Bad | None = None) -> dict[str, Column]:
-        """The columns of a split from those of its source, block by block.
+    def parse_blocks(self, part: Table, bad: Bad | None = None) -> Iterator[dict[str, list[Any]]]:
+        """Yield the columns of a split from those of its source, block by block.
 
         Args:
             bad: Receives each row that cannot be read; None: they end in an error with their count.
         """
-        unreadable = np.zeros(len(part), bool)
+        unreadable = zeros(len(part), np.bool_)
         first, first_problem = len(part), ""
 
         def collect(index: int, problem: str) -> None:
@@ -328,25 +334,28 @@ class TextData(StreamedData):
 
         columns: list[Iterable[Any]] = [part.column(key, name) for name, key in self.row_columns().items()]
         columns += [part.columns.get(name, repeat(None, len(part))) for name in self.optional_columns()]
-        report, found = bad or collect, dict[str, Column]()
+        report = bad or collect
         for start, block in in_blocks(columns):
 
             def at_row(index: int, problem: str, start: int = start) -> None:
                 report(start + index, problem)
 
-            for name, values in self.parse(block, at_row).items():
-                found.setdefault(name, Column()).append_block(values)
+            yield self.parse(block, at_row)
         if first_problem:
             count = int(unreadable.sum())
             more = "" if count == 1 or part.sampled else f" {count} of {len(part)} {self.unit} cannot be read."
             raise RecipeError(f"{part.row(first + 1)}: {first_problem}{more}")
-        return found
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
         """The rows of a split, without their labels."""
-        rows = join_rows([self._parse(part) for part in parts])
-        self.messages += check_texts(rows, role, parts, self.row_columns())
-        return rows
+        rows = RowsBuilder()
+        for part in parts:
+            for block in self.parse_blocks(part):
+                rows.add(block)
+        if not rows.count:
+            raise refuse_empty(role, parts)
+        self.messages += check_texts(rows.blank, rows.count, parts, self.row_columns())
+        return rows.finish()
 
     def _needed(self, there: Collection[str]) -> dict[str, str]:
         """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of
@@ -469,13 +478,16 @@ class TextData(StreamedData):
 
     def _readable(self, part: Table) -> Table:
         """A table without rows that cannot be read, or that have no label."""
-        good = np.ones(len(part), bool)
-        self._parse(part, lambda index, _: good.__setitem__(index, False))
+        good = zeros(len(part), np.bool_)
+        good[:] = True
+        for _ in self.parse_blocks(part, lambda index, _: good.__setitem__(index, False)):
+            pass
         for name in () if self.tagged else self.labels:
-            good &= np.fromiter((is_readable(value, self) for value in part.column("label", name)), bool, len(part))
+            for start, (block,) in in_blocks([part.column("label", name)]):
+                good[start : start + len(block)] &= np.array([is_readable(value, self) for value in block], np.bool_)
         if count := part.unreadable + int((~good).sum()):
             self.messages.append(
                 (logging.WARNING, f"{part.where}: {count} {self.unit} cannot be read, and are skipped")
             )
             self.unreadable += count
-        return part.keep(np.flatnonzero(good))
+        return part.keep(flatnonzero(good))

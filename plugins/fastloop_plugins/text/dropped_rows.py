@@ -7,17 +7,19 @@ missing: null, NaN, or an empty text.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastloop.errors import RecipeError
+from fastloop_plugins._mapped import GrowingArray, flatnonzero, spans, zeros
+from fastloop_plugins.rows.column import in_blocks
+from fastloop_plugins.rows.split_rows import hash_rows
 from fastloop_plugins.rows.table import Table
 from fastloop_plugins.text.labels import MISSING, is_label, is_unlabelled, map_key
-from fastloop_plugins.text.repeats import first_rows, hash_rows
+from fastloop_plugins.text.repeats import first_rows
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
@@ -50,14 +52,14 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
         counts: Counter[str] = Counter()
         rows = 0
         for index, part in enumerate(those):
-            kept = array("q")
+            is_kept = zeros(len(part), np.bool_)
             for row, label in enumerate(part.column("label", data.labels[0])):
                 known = is_unlabelled(label) or is_label(label)
                 if known and map_key(label) in unwanted:
                     counts[map_key(label)] += 1
                 else:
-                    kept.append(row)
-            those[index] = part.keep(np.array(kept))
+                    is_kept[row] = True
+            those[index] = part.keep(flatnonzero(is_kept))
             rows += len(part)
         if rows and counts.total() == rows:
             raise _all_dropped(role, "label_map", "Remove these labels from it.", rows, data)
@@ -78,7 +80,10 @@ def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Ta
     counts, kept = [0] * len(data.drop.conditions), list[Table]()
     for part in parts:
         columns = {name: part.column(key, name) for name, key in data.drop.columns().items()}
-        kept.append(part.keep(np.fromiter(data.drop.sort_out(part.where, columns, counts), np.int64)))
+        is_kept = zeros(len(part), np.bool_)
+        for row in data.drop.sort_out(part.where, columns, counts):
+            is_kept[row] = True
+        kept.append(part.keep(flatnonzero(is_kept)))
     rows = sum(map(len, kept))
     if sum(counts) and not rows:
         raise _all_dropped(role, "drop", "Remove a condition.", sum(counts), data)
@@ -96,16 +101,22 @@ def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -
 
 
 def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
-    texts, labels = list[Any](), list[Any]()
+    texts, labels = GrowingArray(np.uint64), GrowingArray(np.uint64)
     for part in parts:
         names = data.text_columns() | {name: data.text_key for name in data.optional_columns() if name in part.columns}
-        columns = [part.column(key, name) for name, key in names.items()]
-        texts.append(hash_rows((*names, *row) for row in zip(*columns, strict=True)))
+        for _, block in in_blocks([part.column(key, name) for name, key in names.items()]):
+            texts.extend(hash_rows((*names, *row) for row in zip(*block, strict=True))[:, 0])
         own = [part.column(key, name) for name, key in data.label_columns().items()]
-        labels.append(hash_rows(zip(*own, strict=True)) if own else np.zeros(len(part), np.uint64))
-    first, marks, ends = first_rows(np.concatenate(texts)), np.concatenate(labels), np.cumsum([0, *map(len, parts)])
-    chosen, others = first == np.arange(len(first)), int((marks != marks[first]).sum())
-    kept = [part.keep(np.flatnonzero(chosen[row : row + len(part)])) for part, row in zip(parts, ends, strict=False)]
+        for _, block in in_blocks(own) if own else ():
+            labels.extend(hash_rows(zip(*block, strict=True))[:, 0])
+    first, marks, ends = first_rows(texts.finish()), labels.finish(), np.cumsum([0, *map(len, parts)])
+    chosen = zeros(len(first), np.bool_)
+    others = 0
+    for span in spans(len(first)):
+        chosen[span] = first[span] == np.arange(span.start, span.stop)
+        if len(marks):
+            others += int((marks[span] != marks[first[span]]).sum())
+    kept = [part.keep(flatnonzero(chosen[row : row + len(part)])) for part, row in zip(parts, ends, strict=False)]
     before, after = len(first), int(chosen.sum())
     line = f"data: train: {before - after} of {before} {data.unit} repeat the texts of an earlier one and are left out"
     line += " (data.deduplicate)" + f"; {others} with another label" * (others > 0)

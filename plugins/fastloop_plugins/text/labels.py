@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop.errors import RecipeError
+from fastloop_plugins._mapped import concatenate, take, zeros
+from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.drop import drop_line
 from fastloop_plugins.rows.table import Table, is_missing, show
 
@@ -66,7 +68,7 @@ class Values:
 
     def ids(self, table: Mapping[Label, int | None]) -> NDArray[np.int64]:
         """(rows,) the id that ``table`` gives the label of each row."""
-        return np.array([table[label] for label in self.labels], np.int64)[self.codes]
+        return take(np.array([table[label] for label in self.labels], np.int64), self.codes)
 
 
 @dataclass
@@ -117,8 +119,12 @@ def list_labels(labels: Iterable[Label]) -> str:
 
 
 def count_classes(ids: Sequence[int] | NDArray[np.int64], classes: Sequence[str]) -> str:
+    """``describe_counts`` of the rows of each class."""
+    return describe_counts(np.bincount(np.asarray(ids, np.int64), minlength=len(classes)), classes)
+
+
+def describe_counts(counts: NDArray[np.int64], classes: Sequence[str]) -> str:
     """The number of rows of each class, the largest class first: ``neg 36, pos 36, label 1``."""
-    counts = np.bincount(np.asarray(ids, np.int64), minlength=len(classes))
     order = sorted(range(len(classes)), key=lambda index: (-counts[index], index))
     shown = [
         f"{classes[index] if classes[index].isidentifier() else repr(classes[index]):.40} {counts[index]}"
@@ -153,7 +159,7 @@ def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where:
         for part in found:
             if unknown := part.first(set(part.labels) - ids.keys()):
                 raise _unknown(*unknown, ids, role, what)
-    found_ids = {role: np.concatenate([part.ids(ids) for part in found]) for role, found in values.items()}
+    found_ids = {role: concatenate([part.ids(ids) for part in found]) for role, found in values.items()}
     return Labels(found_ids, classes, [f"{files}: {line}" for line in _oddities(found_ids["train"], classes)], notes)
 
 
@@ -207,7 +213,7 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
                     f"{list_labels(classes)}. To rename a label: data.label_map={{{label!r}: CLASS}}."
                 )
             ids_of_parts.append(values.ids(table))
-        found[role] = np.concatenate(ids_of_parts)
+        found[role] = concatenate(ids_of_parts)
     return Labels(found, classes, [], notes)
 
 
@@ -217,9 +223,11 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
 def _values(part: Table, options: DataOptions, what: str, notes: list[str]) -> Values:
     """The labels of one part: text or whole numbers."""
     values, distinct = part.column("label", str(options.label)), dict[tuple[type, Any], int]()
+    codes = zeros(len(values), np.int32)
     try:  # 1, 1.0 and True are equal
-        found = (distinct.setdefault((type(value), value), len(distinct)) for value in values)
-        codes = np.fromiter(found, np.int32, len(values))
+        for start, (block,) in in_blocks([values]):
+            places = [distinct.setdefault((type(value), value), len(distinct)) for value in block]
+            codes[start : start + len(block)] = places
     except TypeError:  # a list or a mapping among them
         distinct = {}
     if not distinct or not all(is_label(value) for _, value in distinct):

@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop_plugins._mapped import GrowingArray, concatenate, spans, zeros
 from fastloop_plugins.text.chat.rows import describe_chat
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastloop_plugins.rows.splits import Rows
+    from fastloop_plugins.rows.split_rows import Rows
     from fastloop_plugins.text.data import TextData
 
     Marks = NDArray[np.uint64]
 
 SHOWN = 60
 """Characters of a text that a message shows."""
-AT_ONCE = 2**16
-"""Rows to look up at once: a result for all rows would take the memory of a column of numbers."""
 
 
-def hash_rows(rows: Iterable[Any]) -> Marks:
-    """(rows,) a hash of each row: a text, or values with a ``repr``.
-
-    Two of 100 million different rows have the same with a probability of 0.03%.
-    """
-    found = bytearray()
-    for row in rows:
-        content = row if isinstance(row, str) else repr(row)
-        found += hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return np.frombuffer(found, np.uint64)
+def repeated_rows(marks: Marks) -> NDArray[np.int64]:
+    """The rows whose mark another row has, too."""
+    ranked = zeros(len(marks), np.uint64)
+    ranked[:] = marks
+    ranked.sort()
+    twice = ranked[1:][ranked[1:] == ranked[:-1]]
+    if not twice.size:
+        return np.empty(0, np.int64)
+    rows = GrowingArray(np.int64)
+    for span in spans(len(marks)):
+        rows.extend(span.start + np.flatnonzero(contains(twice, marks[span])))
+    return rows.finish()
 
 
 def first_rows(marks: Marks) -> NDArray[np.int64]:
     """(rows,) the first row with the mark of each row."""
+    first = zeros(len(marks), np.int64)
+    for span in spans(len(marks)):
+        first[span] = np.arange(span.start, span.stop)
+    rows = repeated_rows(marks)
+    first[rows] = rows[_first_equal(marks[rows])]
+    return first
+
+
+def _first_equal(marks: Marks) -> NDArray[np.int64]:
+    """The place of the first mark that equals each mark: ``[0, 1, 0]`` for ``[7, 5, 7]``."""
     _, first, places = np.unique(marks, return_index=True, return_inverse=True)
     return first[places]
 
@@ -54,11 +64,11 @@ class ComparedSamples:
     """The samples of a split, to compare.
 
     Attributes:
-        contents: The part of each sample that is compared: a text, or values with a ``repr``.
+        marks: (samples,) a hash of the part of each sample that is compared.
         labels: (samples, ...) the label of each; None: they have none.
     """
 
-    contents: Sequence[Any]
+    marks: Marks
     labels: NDArray[Any] | None
 
 
@@ -96,7 +106,8 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
         name_label=None if data.label_type == "number" else lambda label: _name(label, data.classes),
         remove="Remove them with data.deduplicate=true unless they are intended",
     )
-    return describe_repeats({role: ComparedSamples(rows.texts, rows.labels) for role, rows in splits.items()}, wording)
+    samples = {role: ComparedSamples(rows.hashes[:, 0], rows.labels) for role, rows in splits.items()}
+    return describe_repeats(samples, wording)
 
 
 def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) -> list[str]:
@@ -106,22 +117,17 @@ def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) ->
         Warnings, at most two: of samples that repeat, and of equal samples with different labels.
     """
     roles = sorted(splits, key=lambda role: role != "train")
-    marks = np.concatenate([hash_rows(splits[role].contents) for role in roles])
-    ranked = np.sort(marks)
-    twice = ranked[1:][ranked[1:] == ranked[:-1]]
-    if not twice.size:
+    marks = concatenate([splits[role].marks for role in roles])
+    rows = repeated_rows(marks)
+    if not rows.size:
         return []
-    del ranked
-    rows = np.concatenate(
-        [row + np.flatnonzero(contains(twice, marks[row : row + AT_ONCE])) for row in range(0, len(marks), AT_ONCE)]
-    )
-    ends = np.cumsum([0, *(len(splits[role].contents) for role in roles)])
+    ends = np.cumsum([0, *(len(splits[role].marks) for role in roles)])
     marks, split = marks[rows], np.searchsorted(ends, rows, side="right") - 1
     labels = [splits[role].labels for role in roles]
     own = [those[rows[split == number] - ends[number]] for number, those in enumerate(labels) if those is not None]
     codes = np.unique(np.concatenate(own), axis=0, return_inverse=True)[1].ravel() if own else np.zeros(len(rows), int)
     pairs = marks + codes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # a hash of content and label
-    is_first, is_new = (first_rows(those) == np.arange(len(rows)) for those in (marks, pairs))
+    is_first, is_new = (_first_equal(those) == np.arange(len(rows)) for those in (marks, pairs))
     in_train = contains(np.sort(marks[split == 0]), marks) if (split == 0).any() else np.zeros(len(rows), bool)
     repeated, shared = (split == 0) & ~is_new, (split > 0) & in_train
     others = in_train & is_new & ~is_first
@@ -135,10 +141,10 @@ def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) ->
 
     found, lines = [], []
     if count := int(repeated.sum()):
-        found.append(f"{count} of {len(splits['train'].contents)} {wording.samples} of train repeat an earlier one")
+        found.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train repeat an earlier one")
     for number, role in enumerate(roles):
         if count := int((shared & (split == number)).sum()):
-            found.append(f"{count} of {len(splits[role].contents)} {wording.samples} of {role} are in train, too")
+            found.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} are in train, too")
     if found:
         too_high = f"Metrics of {wording.samples} that the model trains on are too high: remove these {wording.samples}"
         remedy = too_high if shared.any() else wording.remove

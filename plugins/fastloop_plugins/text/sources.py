@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
+from fastloop_plugins._mapped import concatenate, flatnonzero, take, zeros
 from fastloop_plugins.rows.paths import find_files
-from fastloop_plugins.rows.splits import Rows, draw
+from fastloop_plugins.rows.split_rows import Rows
+from fastloop_plugins.rows.splits import draw
 from fastloop_plugins.rows.table import Table
 from fastloop_plugins.text.columns import column_names
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fastloop_plugins.text.data import TextData
 
 
@@ -93,21 +97,34 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
     return found
 
 
+def number_sources(parts: Sequence[Table]) -> NDArray[np.int64]:
+    """The number of each row's source."""
+    numbers = zeros(sum(map(len, parts)), np.int64)
+    start = 0
+    for part in parts:
+        numbers[start : start + len(part)] = part.source
+        start += len(part)
+    return numbers
+
+
 def mix_sources(rows: Rows, data: TextData) -> Rows:
     """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. The draw of
     rows that an epoch repeats or leaves out is random and fixed. Adds the numbers to ``data.messages``."""
     assert rows.sources is not None
-    ids_by_source = [np.flatnonzero(rows.sources == number) for number in range(len(data.sources))]
+    ids_by_source = [flatnonzero(rows.sources == number) for number in range(len(data.sources))]
     pairs = list(zip(data.sources, ids_by_source, strict=True))
     weights = [len(ids) if source.weight is None else source.weight for source, ids in pairs]
-    chosen, lines, before, end = list[Any](), list[str](), 0, 0.0
+    chosen: list[NDArray[np.int64]] = []
+    lines, before, end = list[str](), 0, 0.0
     for number, ((source, ids), weight) in enumerate(zip(pairs, weights, strict=True)):
         if not len(ids):
             raise RecipeError(f"{source.where}: has no rows left. Remove it, or what leaves out its rows.")
         end += weight / sum(weights) * len(rows)
         times, rest = divmod(round(end) - before, len(ids))
         before = round(end)
-        chosen += [*[ids] * times, ids[draw(len(ids), rest)]]
+        chosen += [*[ids] * times, take(ids, draw(len(ids), rest))]
         lines.append(f"data.sources[{number}] {len(ids)}, {times * len(ids) + rest} an epoch")
     data.messages.append((logging.INFO, f"data: train: rows of each source: {'; '.join(lines)}"))
-    return rows.keep(np.sort(np.concatenate(chosen)))
+    every = concatenate(chosen)
+    every.sort()
+    return rows.keep(every)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop.errors import RecipeError, did_you_mean
+from fastloop_plugins._mapped import concatenate, take, zeros
 from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.labels import (
     NUMBER,
@@ -46,7 +47,7 @@ def read_labels(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     """
     if data.label_type == "number":
         numbers = {
-            role: np.concatenate([read_numbers(part, data.labels[0], "data.label", ADVICE) for part in found])
+            role: concatenate([read_numbers(part, data.labels[0], "data.label", ADVICE) for part in found])
             for role, found in parts.items()
         }
         return Labels(numbers, [ONLY], [], [])
@@ -92,7 +93,7 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
     if name not in part.columns:
         there = did_you_mean(name, part.all_names())
         raise RecipeError(f"{part.where}: there is no column {name!r}, which {key} names.{there}")
-    found = np.empty(len(part))
+    found = zeros(len(part), np.float64)
     for row, value in enumerate(part.columns[name]):
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
@@ -112,10 +113,14 @@ def _switch(value: Any) -> float | None:
 def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     """A row of 0.0 and 1.0 for each row of the data, in the order of the classes."""
     sets: dict[frozenset[str], int] = {}  # different sets of names -> place
-    codes = {
-        role: [np.fromiter((sets.setdefault(names, len(sets)) for names in _names(part, data)), int) for part in found]
-        for role, found in parts.items()
-    }
+    codes: dict[str, list[NDArray[np.int32]]] = {}
+    for role, found in parts.items():
+        codes[role] = []
+        for part in found:
+            places = zeros(len(part), np.int32)
+            for row, names in enumerate(_names(part, data)):
+                places[row] = sets.setdefault(names, len(sets))
+            codes[role].append(places)
     named = list(sets)
     classes = data.classes if data.inference is not None else data.labels
     if data.inference is None and not data.several:
@@ -135,7 +140,8 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
                     f"is none of {source}. Its classes: {list_labels(classes)}."
                 )
     table = np.array([[name in names for name in classes] for names in named], np.float32)
-    return Labels({role: table[np.concatenate(found)] for role, found in codes.items()}, list(classes), [], [])
+    labels = {role: take(table, concatenate(found)) for role, found in codes.items()}
+    return Labels(labels, list(classes), [], [])
 
 
 def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop_plugins.models.checks import shortest
 from fastloop_plugins.models.label_order import name_classes
-from fastloop_plugins.rows.splits import Rows
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.column_data import ColumnData
 from fastloop_plugins.text.columns import each_text
@@ -57,7 +56,7 @@ class AnyModel(TextModel):
         self.auto_class, self.what, self.examples = auto_class, what, examples
         super().__init__(recipe, classify)
 
-    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
+    def finish_tokenizer(self, texts: Iterable[Any], types: bool = False) -> None:
         super().finish_tokenizer(each_text(texts), types)
 
     def _check_architecture(self, config: dict[str, Any]) -> None:
@@ -76,9 +75,13 @@ class AnyModel(TextModel):
 def refuse_row(data: TextData, row: Any, problem: str) -> None:
     """Raise an error that names a row in memory, by its content. Reads the rows again, to find the first such one."""
     for part in (part for parts in data._read().values() for part in parts):
-        rows = Rows(data._parse(part, lambda index, problem: None)).texts
-        if row in rows:
-            raise RecipeError(f"{part.row(rows.index(row) + 1)}: {problem}")
+        number = 0
+        for block in data.parse_blocks(part, lambda index, problem: None):
+            columns = list(block.values())
+            rows: Any = columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+            if row in rows:
+                raise RecipeError(f"{part.row(number + rows.index(row) + 1)}: {problem}")
+            number += len(rows)
     raise RecipeError(f"{data.where}: {problem}")
 
 
@@ -330,7 +333,7 @@ class TextTask(Plugin):
 
     def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         """The samples of a file or of texts, see ``build_prediction_data``."""
-        from fastloop_plugins._cache import flat
+        from fastloop_plugins._mapped import flat
         from fastloop_plugins.text.chunks import text_chunks
         from fastloop_plugins.text.tokens import Split
 

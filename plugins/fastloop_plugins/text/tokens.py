@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
-from fastloop_plugins.rows.column import Column, Rest
+from fastloop_plugins._mapped import convert, flat, flatnonzero, spans
+from fastloop_plugins.rows.column import Rest
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import (
     Text,
@@ -56,7 +57,7 @@ AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
 
 PROGRESS = 30.0
 """Seconds between two lines of the log about rows that are tokenized."""
-ENCODING = 4
+ENCODING = 5
 """Increase it when the same texts and arguments give other rows or facts, so that cached ones are not used."""
 
 
@@ -65,7 +66,8 @@ class Split:
     """One split: ids of all texts end to end, the number of ids in each text, and labels if the task has labels.
 
     With ``typed``, each text has its ids and then the type of each token, and the number counts both. ``characters`` is
-    the number of characters of all texts. ``texts`` is empty unless ``read`` was called with ``first``.
+    the number of characters of all texts; blank ones have none. ``texts`` is empty unless ``read`` was called with
+    ``first``.
     """
 
     ids: NDArray[np.int32]
@@ -129,17 +131,19 @@ def read(
     tokenizer, found, keys = model.tokenizer, {}, {}
     known = "" if folder is None else model.fingerprint()
     for name, rows in splits.items():
-        texts = join_columns(rows.texts, model) if encoder is None else rows.texts
         if documents:
-            texts = Column(text for text in texts if not isinstance(text, str) or text.strip())
-        texts = texts[:first] if first else texts
-        facts = {"characters": sum(map(len, each_text(texts))) if encoder is None else 0}
+            rows = rows.keep(flatnonzero(rows.characters > 0))
+        if first:
+            rows = rows.keep(np.arange(min(first, len(rows))))
+        texts = join_columns(rows.texts, model) if encoder is None else rows.texts
+        facts: dict[str, int] = {}
         encode_from = partial(_encode_from, name, tokenizer, texts, encoder, documents, arguments, facts)
         if folder is None:
-            flat = _cache.flat(encode_from(0))
+            ids, lengths = flat(encode_from(0))
         else:
-            keys[name] = _cache.digest(chain([str(ENCODING), known, how], _content(texts, encoder is None)))
-            flat = _cache.kept(folder, keys[name], encode_from, facts)
+            hashes = (rows.hashes[span].tobytes() for span in spans(len(rows)))
+            keys[name] = _cache.digest(chain([str(ENCODING), known, how], hashes))
+            ids, lengths = _cache.kept(folder, keys[name], encode_from, facts)
         if facts.get("cut"):
             of = data.name_part(name)
             data.messages.append(
@@ -147,10 +151,11 @@ def read(
             )
             logger.warning("%s", data.messages[-1][1])
         if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
-            _warn_about_unknown(name, int((flat[0] == tokenizer.unk_token_id).sum()), data)
+            _warn_about_unknown(name, ids, tokenizer.unk_token_id, data)
         kind = np.int64 if data.label_type == "class" else np.float32
-        labels = None if rows.labels is None else rows.labels[:first].astype(kind, copy=False)
-        found[name] = Split(*flat, labels, bool(types), facts["characters"], texts if first else ())
+        labels = None if rows.labels is None else convert(rows.labels, kind)
+        characters = int(rows.characters.sum(dtype=np.int64))
+        found[name] = Split(ids, lengths, labels, bool(types), characters, texts if first else ())
     if source is not None:
         _write_entry(source, data, found, keys)
     return found
@@ -198,20 +203,8 @@ def with_progress(rows: Iterable[R], what: str, start: int, total: int) -> Itera
         )
 
 
-def _content(texts: Sequence[Any], plain: bool) -> Iterator[str]:
-    """The content of rows, for a hash.
-
-    Args:
-        plain: Whether rows are texts, or pairs of them.
-    """
-    if plain:
-        yield from ["pairs"] if isinstance(texts[0], tuple) else []
-        yield from each_text(texts)
-    else:
-        yield from (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in texts)
-
-
-def _warn_about_unknown(split: str, count: int, data: TextData) -> None:
+def _warn_about_unknown(split: str, ids: NDArray[np.int32], unknown: int, data: TextData) -> None:
+    count = sum(int((ids[span] == unknown).sum()) for span in spans(len(ids)))
     if count:
         line = f"data: {split}: {count} characters are not in the training texts, and become the unknown token"
         data.messages.append((logging.WARNING, line))
@@ -332,7 +325,12 @@ def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: di
         for name, split in splits.items():
             if split.labels is not None:
                 np.save(made / f"{name}.npy", split.labels, allow_pickle=False)
-        facts = {"splits": keys, "classes": data.classes, "messages": data.messages, "unreadable": data.unreadable}
+        facts = {
+            "splits": {name: [key, splits[name].characters] for name, key in keys.items()},
+            "classes": data.classes,
+            "messages": data.messages,
+            "unreadable": data.unreadable,
+        }
         (made / "data.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
@@ -345,17 +343,17 @@ def _read_entry(entry: Path, data: TextData, typed: bool) -> dict[str, Split] | 
     found: dict[str, Split] = {}
     try:
         saved = json.loads((entry / "data.json").read_text(encoding="utf-8"))
-        for name, key in saved["splits"].items():
-            facts: dict[str, int] = {}
-            flat = _cache.read(entry.parent / key, facts)
-            if flat is None:
+        for name, (key, characters) in saved["splits"].items():
+            ids_and_lengths = _cache.read(entry.parent / key)
+            if ids_and_lengths is None:
                 return None
+            ids, lengths = ids_and_lengths
             labels = None
             if data.options.label is not None:
                 labels = np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
-            if labels is not None and len(labels) != len(flat[1]):
-                raise ValueError(f"{name}: {len(labels)} labels of {len(flat[1])} texts")
-            found[name] = Split(*flat, labels, typed, facts["characters"])
+            if labels is not None and len(labels) != len(lengths):
+                raise ValueError(f"{name}: {len(labels)} labels of {len(lengths)} texts")
+            found[name] = Split(ids, lengths, labels, typed, int(characters))
         data.classes, data.messages, data.unreadable = saved["classes"], saved["messages"], saved["unreadable"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning("data: %s is damaged (%s): the data is read again", entry, error)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 import threading
-import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import text_data
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows import column
-from fastloop_plugins.rows.column import Column, in_blocks
-
-SIZE = 500
-"""Characters of a text."""
+from fastloop_plugins.rows.column import Column, in_blocks, keep_rows
 
 
 @pytest.fixture(autouse=True)
@@ -31,24 +24,30 @@ def _with_a_store_of_its_own(monkeypatch):
 def test_a_column_equals_a_list(monkeypatch, in_memory):
     monkeypatch.setattr(column, "IN_MEMORY", in_memory)
     chance = random.Random(0)
-    for sizes in ([0], [1], [1024], [1025, 0, 3000], [5, 5, 5]):
-        lists = [[chance.choice(["a", "\ud83d", 1, 1.0, True, None, [{"b": 2}]]) for _ in range(n)] for n in sizes]
-        parts = [Column(values) for values in lists]
-        kept = [np.array(sorted(chance.choices(range(n), k=n // 2)), np.int64) for n in sizes]
-        chosen = [part.keep(ids) for part, ids in zip(parts, kept, strict=True)]
-        fewer = [[values[index] for index in ids] for values, ids in zip(lists, kept, strict=True)]
-        for given, expected in ((parts, lists), (chosen, fewer), ([*chosen, parts[0]], [*fewer, lists[0]])):
-            found, flat = Column.join(given), [value for values in expected for value in values]
-            assert list(map(repr, found)) == list(map(repr, flat))
-            assert repr(found[:]) == repr(flat)
-            assert list(pickle.loads(pickle.dumps(found))) == flat
-            assert repr(found[-3::2]) == repr(flat[-3::2])
-            assert [found[index] for index in range(len(flat))] == flat
-            half = np.arange(0, len(flat), 2)
-            assert list(found.keep(half).keep(half[: len(half) // 2])) == flat[::4][: len(half) // 2]
-            assert [value for _, (block,) in in_blocks([found]) for value in block] == flat
+    for size in (0, 1, 1024, 4025):
+        values = [chance.choice(["a", "\ud83d", 1, 1.0, True, None, [{"b": 2}]]) for _ in range(size)]
+        ids = np.array(sorted(chance.choices(range(size), k=size // 2)), np.int64)
+        every = Column(values)
+        some = keep_rows({"text": every}, ids)["text"]
+        for column_, expected in ((every, values), (some, [values[index] for index in ids])):
+            assert list(map(repr, column_)) == list(map(repr, expected))
+            assert repr(column_[:]) == repr(expected)
+            assert list(pickle.loads(pickle.dumps(column_))) == expected
+            assert repr(column_[-3::2]) == repr(expected[-3::2])
+            assert [column_[index] for index in range(len(expected))] == expected
+            half = np.arange(0, len(expected), 2)
+            kept = keep_rows(keep_rows({"text": column_}, half), half[: len(half) // 2])["text"]
+            assert list(kept) == expected[::4][: len(half) // 2]
+            assert [value for _, (block,) in in_blocks([column_]) for value in block] == expected
             with pytest.raises(IndexError):
-                found[len(flat)]
+                column_[len(expected)]
+
+
+def test_columns_share_the_places_of_their_rows():
+    first = {"text": Column("abc"), "label": Column([0, 1, 2])}
+    twice = keep_rows(keep_rows(first, np.array([0, 2])), np.array([1]))
+    assert [list(column_) for column_ in twice.values()] == [["c"], [2]]
+    assert twice["text"].ids is twice["label"].ids
 
 
 def test_values_that_cannot_be_pickled_stay_as_they_are():
@@ -63,20 +62,3 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(monkeypatch):
         RecipeError, match=r"rows cannot be written to a temporary file in nowhere: No such file .*TMPDIR"
     ):
         Column("text" for _ in range(1000))
-
-
-def test_rows_in_memory_take_a_tenth_of_their_texts(monkeypatch):
-    """Labels, held-out rows, repeated rows and a limit included."""
-    monkeypatch.setattr(column, "IN_MEMORY", 100)
-    chance, peaks = random.Random(0), []
-    for count in (2000, 6000):
-        with Path("train.jsonl").open("w") as file:
-            for number in range(count):
-                row = {"text": chance.randbytes(SIZE // 2).hex(), "label": "no" if number % 2 else "yes"}
-                file.write(json.dumps(row) + "\n")
-        tracemalloc.start()
-        splits = text_data("train.jsonl", validation_fraction=0.1, limit={"train": count // 2}, deduplicate=True).load()
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-        assert (len(splits["train"]), len(splits["validation"])) == (count // 2, count // 10)
-    assert (peaks[1] - peaks[0]) / 4000 < SIZE / 10

@@ -74,7 +74,7 @@ def test_rows_of_a_sentence_hold_whole_words(sizes, room):
     found = np.array(
         [(token, 1 if part == 0 else ~1) for word, size in enumerate(sizes) for part in range(size) for token in [word]]
     )
-    tokens, (count,), cut = cut_words(found, np.array([len(found)]), room)
+    tokens, (count,), cut = cut_words(found, np.array([2 * len(found)]), room)
     assert cut == sum(size > room for size in sizes)
     assert count == len(tokens) == sum(min(size, room) for size in sizes)
     assert (tokens[:, 1] >= 0).sum() == len(sizes)

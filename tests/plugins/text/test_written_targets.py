@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from training_runs import execute
 from transformers import PreTrainedTokenizerFast
 
-from fastloop_plugins._cache import flat
+from fastloop_plugins._mapped import flat
 from fastloop_plugins.tasks._pairs import PairSequences, encode_rows, reference_texts
 from fastloop_plugins.text.batches import padded
 from fastloop_plugins.text.written_targets import TextDifference, pack_text, unpack_text

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastloop_plugins.rows.split_rows import hash_rows
 from fastloop_plugins.text.repeats import ComparedSamples, Wording, describe_repeats
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def find_repeated_images(splits: Mapping[str, ImageFiles], classes: Sequence[str
     samples = {}
     for split, listed in paths.items():
         contents = [digests.get(path, str(path)) for path in listed]  # a file that is not read equals no other
-        samples[split] = ComparedSamples(contents, np.asarray(splits[split].labels))
+        samples[split] = ComparedSamples(hash_rows(contents)[:, 0], np.asarray(splits[split].labels))
     wording = Wording(
         samples="images",
         contents="images",

@@ -15,7 +15,7 @@ import numpy as np
 
 from fastloop import RecipeError
 from fastloop.errors import DataError
-from fastloop_plugins._cache import flat
+from fastloop_plugins._mapped import GrowingArray, cumsum, flat, row_spans, spans, zeros
 from fastloop_plugins.tasks.tags.words import encode_rows
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chunks import EmptyTexts
@@ -64,9 +64,9 @@ class TagModel(AnyModel):
         if self.tokenizer is not None:
             self._separate_words()
 
-    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
+    def finish_tokenizer(self, texts: Iterable[Any], types: bool = False) -> None:
         if self.trained is not None:
-            super().finish_tokenizer([" ".join(["", *words]) for words, _ in texts])
+            super().finish_tokenizer(" ".join(["", *words]) for words, _ in texts)
             self._separate_words()
 
     def _separate_words(self) -> None:
@@ -143,14 +143,13 @@ class TaggedSentences(Sequences):
         split: bool = False,
         words: list[list[str]] | None = None,
     ) -> None:
-        found, counts, self.cut = cut_words(numbers.reshape(-1, 2), lengths // 2, room)
-        self.long = int((counts > room).sum())
+        found, counts, self.cut = cut_words(numbers.reshape(-1, 2), lengths, room)
+        self.long = sum(int((counts[span] > room).sum()) for span in spans(len(counts)))
         if split and self.long:
-            ends = np.cumsum(counts)
-            parts = [windows(found[end - count : end, 1], room) for end, count in zip(ends, counts, strict=True)]
-            counts = np.array([size for sizes in parts for size in sizes], dtype=np.int64)
+            counts = divide_long(found[:, 1], counts, room)
         super().__init__(found[:, 0], counts, found[:, 1])
-        self.counts, self.lengths, self.words = counts, counts + special, words
+        self.counts, self.words = counts, words
+        self.lengths = np.add(counts, special, out=zeros(len(counts), np.int64))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         assert self.labels is not None
@@ -160,7 +159,11 @@ class TaggedSentences(Sequences):
     def tags(self) -> NDArray[np.int64]:
         """The tags of all words, end to end."""
         assert self.labels is not None
-        return self.labels[self.labels >= 0].astype(np.int64)
+        tags = GrowingArray(np.int64)
+        for span in spans(len(self.labels)):
+            labels = self.labels[span]
+            tags.extend(labels[labels >= 0])
+        return tags.finish()
 
     def warn(self, name: str, total: int) -> None:
         """Log how many of ``total`` sentences are long, and how many words are cut."""
@@ -183,25 +186,64 @@ def reorder(numbers: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int3
     """
     if list(order) == list(range(len(order))):
         return numbers
-    table, found = np.array(order, dtype=np.int32), numbers.copy()
-    targets, first = found[1::2], found[1::2] >= 0
-    ids = table[np.where(first, targets, ~targets)]
-    found[1::2] = np.where(first, ids, ~ids)
+    table, found = np.array(order, dtype=np.int32), zeros(len(numbers), np.int32)
+    found[0::2] = numbers[0::2]
+    for span in spans(len(numbers) // 2):
+        targets = numbers[1::2][span]
+        first = targets >= 0
+        ids = table[np.where(first, targets, ~targets)]
+        found[1::2][span] = np.where(first, ids, ~ids)
     return found
 
 
 def cut_words(
-    found: NDArray[np.int32], counts: NDArray[np.int64], room: int
+    found: NDArray[np.int32], lengths: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
     """Keep at most ``room`` tokens of each word. Returns the tokens, their number in each sentence, and the number of
-    shortened words."""
+    shortened words.
+
+    Args:
+        found: (tokens, 2) id and target of each token.
+        lengths: Twice the number of tokens of each sentence.
+    """
+    counts = np.floor_divide(lengths, 2, out=zeros(len(lengths), np.int64))
+    ends = cumsum(counts)
+    cut = sum(_kept_tokens(found[places], counts[rows], room)[1] for rows, places in row_spans(ends))
+    if not cut:
+        return found, counts, 0
+    tokens, new_counts = GrowingArray(np.int32, 2), GrowingArray(np.int64)
+    for rows, places in row_spans(ends):
+        kept, _ = _kept_tokens(found[places], counts[rows], room)
+        tokens.extend(found[places][kept])
+        new_counts.extend(np.add.reduceat(kept, np.cumsum(counts[rows]) - counts[rows], dtype=np.int64))
+    return tokens.finish(), new_counts.finish(), cut
+
+
+def _kept_tokens(found: NDArray[np.int32], counts: NDArray[np.int64], room: int) -> tuple[NDArray[np.bool_], int]:
+    """Whether ``cut_words`` keeps each token of some sentences, and the number of words that it shortens."""
     firsts = np.cumsum(counts) - counts
     begins = np.union1d(firsts, np.flatnonzero(found[:, 1] >= 0))
     sizes = np.diff(begins, append=len(found))
-    if not (sizes > room).any():
-        return found, counts, 0
     kept = np.arange(len(found)) - np.repeat(begins, sizes) < room
-    return found[kept], np.add.reduceat(kept, firsts, dtype=np.int64), int((sizes > room).sum())
+    return kept, int((sizes > room).sum())
+
+
+def divide_long(targets: NDArray[np.int32], counts: NDArray[np.int64], room: int) -> NDArray[np.int64]:
+    """The number of tokens of each row, if sentences with more than ``room`` tokens become several rows.
+
+    Args:
+        targets: Those of all tokens.
+        counts: Tokens of each sentence.
+    """
+    divided = GrowingArray(np.int64)
+    for rows, places in row_spans(cumsum(counts)):
+        part, start = targets[places], 0
+        sizes = list[int]()
+        for count in counts[rows].tolist():
+            sizes += windows(part[start : start + count], room)
+            start += count
+        divided.extend(np.array(sizes, np.int64))
+    return divided.finish()
 
 
 def windows(targets: NDArray[np.int32], room: int) -> list[int]:

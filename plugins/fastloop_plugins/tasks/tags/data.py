@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from fastloop import RecipeError, option
+from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.paths import CONLL, find_files, format_of
-from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.labels import count_classes, list_labels
+from fastloop_plugins.text.labels import describe_counts, list_labels
 from fastloop_plugins.text.options import DataOptions
 
 if TYPE_CHECKING:
@@ -151,10 +155,14 @@ class TagTextData(TextData):
         return self.text_columns() | self.label_columns()
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
-        for index, row in enumerate(zip(*columns, strict=True)):
-            if problem := self.problem(*row):
+        sentences: dict[str, list[Any]] = {"words": [], "tags": []}
+        for index, (words, tags) in enumerate(zip(*columns, strict=True)):
+            problem = self.problem(words, tags)
+            if problem is not None:
                 bad(index, problem)
-        return {"words": list(columns[0]), "tags": list(columns[1])}
+            sentences["words"].append([] if problem else words)
+            sentences["tags"].append([] if problem else tags)
+        return sentences
 
     def problem(self, words: Any, tags: Any) -> str | None:
         """Why two cells are not words and their tags; None if they are."""
@@ -172,38 +180,61 @@ class TagTextData(TextData):
         )
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
-        rows = [
-            (part, number, words, tags)
-            for part in parts
-            for number, (words, tags) in enumerate(zip(*self._parse(part).values(), strict=True), 1)
-        ]
         where = ", ".join(part.where for part in parts)
-        if not any(words for _, _, words, _ in rows):
+        has_words = False
+        names = set[str]()
+        for part in parts:
+            tags = set[Any]()
+            for block in self.parse_blocks(part):
+                has_words = has_words or any(block["words"])
+                tags.update(*block["tags"])
+            names.update(self._name(part, tag) for tag in tags)
+        if not has_words:
             raise RecipeError(
                 f"{where}: the {role} split is empty. Expected at least one sentence (data.files, data.splits)."
             )
         if role == "train" and self.inference is None:
-            self.classes = self._tag_names(rows, where)
+            self.classes = self._tag_names(names, next(part for part in parts if len(part)), where)
+        rows = RowsBuilder()
+        counts = np.zeros(len(self.classes), np.int64)
+        for part in parts:
+            columns = [part.column(key, name) for name, key in self.row_columns().items()]
+            for start, raw in in_blocks(columns):
+                sentences = self._number_tags(part, start, raw, role)
+                rows.add(sentences)
+                ids = list(chain.from_iterable(sentences["tags"]))
+                counts += np.bincount(np.array(ids, np.int64), minlength=len(counts))
+        total = sum(map(len, parts))
+        if rows.count < total:
+            line = f"{where}: {total - rows.count} of {total} sentences have no words, and are skipped"
+            self.messages.append((logging.WARNING, line))
+        if role == "train" and self.inference is None and self.stream is None:
+            self.messages.append(
+                (logging.INFO, f"data: words of each tag in train: {describe_counts(counts, self.classes)}")
+            )
+        return rows.finish()
+
+    def _number_tags(self, part: Table, start: int, block: Sequence[list[Any]], role: str) -> dict[str, list[Any]]:
+        """The words and the ids of the tags of some sentences, without those that have no words.
+
+        Args:
+            start: The first row of the block, from 0.
+            block: The words, and the tags, of each sentence.
+
+        Raises:
+            RecipeError: A tag is none of ``classes``.
+        """
         ids = {name: index for index, name in enumerate(self.classes)}
-        columns, found, empty = {"words": list[Any](), "tags": list[Any]()}, list[int](), 0
-        for part, number, words, tags in rows:
+        found: dict[str, list[Any]] = {"words": [], "tags": []}
+        for number, (words, tags) in enumerate(zip(*block, strict=True), start + 1):
             tag_ids = [ids.get(self._name(part, tag), -1) for tag in tags]
             if -1 in tag_ids:
-                raise self._unknown(part, number, tag_ids.index(-1), tags[tag_ids.index(-1)], role)
+                place = tag_ids.index(-1)
+                raise self._unknown(part, number, place, tags[place], role)
             if words:
-                columns["words"].append(list(words))
-                columns["tags"].append(tag_ids)
-            empty += not words
-            found += tag_ids if role == "train" else []
-        if empty:
-            self.messages.append(
-                (logging.WARNING, f"{where}: {empty} of {len(rows)} sentences have no words, and are skipped")
-            )
-        if found and self.inference is None and self.stream is None:
-            self.messages.append(
-                (logging.INFO, f"data: words of each tag in train: {count_classes(found, self.classes)}")
-            )
-        return Rows(columns)
+                found["words"].append(list(words))
+                found["tags"].append(tag_ids)
+        return found
 
     # -- tags ----------------------------------------------------------------------------------------------------------
 
@@ -217,12 +248,15 @@ class TagTextData(TextData):
             names = self.classes
         return names[int(tag)] if names is not None and 0 <= tag < len(names) else str(int(tag))
 
-    def _tag_names(self, rows: list[tuple[Table, int, Any, Any]], where: str) -> list[str]:
-        if given := self.options.tag_names or rows[0][0].classes:
+    def _tag_names(self, names: set[str], first: Table, where: str) -> list[str]:
+        """The classes: those that are given, or the names of the tags in the data, sorted.
+
+        Args:
+            first: The first part with rows.
+        """
+        if given := self.options.tag_names or first.classes:
             return list(given)
-        names = {self._name(part, tag) for part, _, _, tags in rows for tag in tags} | {
-            self._name(rows[0][0], tag) for tag in self._stream_tags()
-        }
+        names = names | {self._name(first, tag) for tag in self._stream_tags()}
         if len(names) < 2:
             raise RecipeError(
                 f"{where}: data.tags: found {list_labels(names) or 'no tag'}, expected at least two different tags."

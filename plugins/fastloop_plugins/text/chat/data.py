@@ -17,7 +17,7 @@ from fastloop import RecipeError, option
 from fastloop_plugins.rows.drop import drop_line, with_drop_line
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.paths import find_files, format_of
-from fastloop_plugins.rows.splits import Rows, join_rows
+from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
 from fastloop_plugins.text.chat.rows import (
     OPTIONAL,
@@ -41,7 +41,7 @@ from fastloop_plugins.text.chat.template import (
     names_in,
     starts_with_answer,
 )
-from fastloop_plugins.text.columns import column_names
+from fastloop_plugins.text.columns import column_names, refuse_empty
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.options import DataOptions
 from fastloop_plugins.text.tokens import ENCODING
@@ -245,38 +245,58 @@ class LanguageTextData(TextData):
                         f"{choices}."
                     )
             return super()._rows(role, parts)
-        rows = join_rows([self._parse(part) for part in parts])
-        if not len(rows):
-            where = ", ".join(part.where for part in parts)
-            raise RecipeError(
-                f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits)."
-            )
+        rows = RowsBuilder()
+        findings = ChatFindings()
+        for part in parts:
+            for block in self.parse_blocks(part):
+                rows.add(block)
+                for text in block.get("chat", ()):
+                    if text:  # else the row cannot be read, which ends the loop with an error
+                        findings.add(Chat.loads(text))
+        if not rows.count:
+            raise refuse_empty(role, parts)
         if self.chat_columns:
-            self._report_keys(role, rows.texts)
-        return rows
+            self._report(role, findings, rows.count)
+        return rows.finish()
 
-    def _report_keys(self, split: str, rows: Sequence[str]) -> None:
+    def _report(self, split: str, findings: ChatFindings, total: int) -> None:
         """Add warnings about keys that have no effect, about roles without a loss, and about nulls in tools."""
-        chats = [Chat.loads(row) for row in rows]
         names = frozenset[str]().union(*map(names_in, self.templates()))
         if self.stream is not None and split == "train":
-            split = f"{split}, its first {len(rows)} rows"
-        keys = Counter(key for chat in chats for key in other_keys(chat))
-        roles = Counter(role for chat in chats for role in other_roles(chat))
+            split = f"{split}, its first {total} rows"
+        keys, roles, nulls = findings.keys, findings.roles, findings.nulls
         without_loss = None if self.options.train_on == "all" else unknown_roles(split, roles, names)
         for warning in (unread_keys(split, keys, names), without_loss):
             if warning is not None:
                 self.messages.append((logging.WARNING, warning))
-        nulls = sum(map(has_null, chats))
         if nulls and (
             self.options.name is not None or any(format_of(path)[0] == ".parquet" for path in self.every_file())
         ):
             line = (
-                f"data: {split}: {nulls} of {len(rows)} rows have null in their tools or in the arguments of a call. "
+                f"data: {split}: {nulls} of {total} rows have null in their tools or in the arguments of a call. "
                 "Parquet stores null for each key that only another row has, and the template writes it. Store the "
                 "tools and arguments as JSON text"
             )
             self.messages.append((logging.WARNING, line))
+
+
+class ChatFindings:
+    """What the conversations of a split have beside messages of known roles.
+
+    Attributes:
+        keys: Key -> its number, see ``other_keys``.
+        roles: Role -> its number of messages, see ``other_roles``.
+        nulls: Conversations with a null in their tools or calls.
+    """
+
+    def __init__(self) -> None:
+        self.keys, self.roles, self.nulls = Counter[str](), Counter[str](), 0
+
+    def add(self, chat: Chat) -> None:
+        """Count those of a conversation."""
+        self.keys.update(other_keys(chat))
+        self.roles.update(other_roles(chat))
+        self.nulls += has_null(chat)
 
 
 FORM = "instructions, inputs and answers, such as [instruction, input, output]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,9 +122,9 @@ class ChatModel(DecoderModel):
                 ", ".join(unknown),
             )
 
-    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
+    def finish_tokenizer(self, texts: Iterable[Any], types: bool = False) -> None:
         if self.trained is not None:
-            super().finish_tokenizer([text for row in texts for text in _texts(Chat.loads(row))])
+            super().finish_tokenizer(text for row in texts for text in _texts(Chat.loads(row)))
             self.tokenizer.add_tokens(self.marks, special_tokens=True)
             self._set_template()
 
@@ -196,9 +196,9 @@ class ChatModel(DecoderModel):
 class CompletionModel(DecoderModel):
     """The ``model`` section, for prompts with completions."""
 
-    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
+    def finish_tokenizer(self, texts: Iterable[Any], types: bool = False) -> None:
         if self.trained is not None:
-            super().finish_tokenizer(["".join(row) for row in texts])
+            super().finish_tokenizer("".join(row) for row in texts)
 
 
 def _texts(chat: Chat) -> Iterator[str]:

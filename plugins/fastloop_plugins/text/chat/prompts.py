@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Batch, RecipeError
-from fastloop_plugins._cache import flat
+from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.batches import Sequences, mask, padded

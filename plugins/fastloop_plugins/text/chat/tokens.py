@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop_plugins._cache import flat
+from fastloop_plugins._mapped import GrowingArray, flat, spans
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import ChatRenderer, answer_end
@@ -152,12 +152,18 @@ class MaskedSequences(Sequences):
 
     def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], max_length: int, drop: bool = True) -> None:
         super().__init__(ids, lengths)
-        starts = self.ends - lengths
-        last = last_trained(ids, starts, starts + np.minimum(lengths, max_length))
-        has_loss = last > starts  # the first token of a row is no target
-        self.cut, self.dropped = int((lengths > max_length).sum()), int((~has_loss).sum())
-        kept = has_loss | (not drop)
-        self.ends, self.lengths = last[kept] + 1, np.where(has_loss, last - starts + 1, 0)[kept]
+        ends, kept_lengths = GrowingArray(np.int64), GrowingArray(np.int64)
+        self.cut = self.dropped = 0
+        for span in spans(len(lengths)):
+            starts = self.ends[span] - lengths[span]
+            last = last_trained(ids, starts, starts + np.minimum(lengths[span], max_length))
+            has_loss = last > starts  # the first token of a row is no target
+            kept = has_loss | (not drop)
+            ends.extend(last[kept] + 1)
+            kept_lengths.extend(np.where(has_loss, last - starts + 1, 0)[kept])
+            self.cut += int((lengths[span] > max_length).sum())
+            self.dropped += int((~has_loss).sum())
+        self.ends, self.lengths = ends.finish(), kept_lengths.finish()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         end = self.ends[index]

@@ -23,7 +23,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop.errors import DataError, RecipeError
-from fastloop_plugins._cache import flat
+from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.drop import drop_line
 from fastloop_plugins.rows.formats import is_untyped

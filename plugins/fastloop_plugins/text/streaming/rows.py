@@ -51,7 +51,7 @@ class StreamedRows:
         self.labels = LabelReader(data, table or {}) if data.labels else None
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
-        from fastloop_plugins._cache import flat
+        from fastloop_plugins._mapped import flat
         from fastloop_plugins.text.tokens import Split
 
         def bad(index: int, problem: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
-from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.split_rows import Rows
 from fastloop_plugins.text.data import TextData
 
 

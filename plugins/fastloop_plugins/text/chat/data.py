@@ -281,7 +281,7 @@ class LanguageTextData(TextData):
 
 
 class ChatFindings:
-    """What the conversations of a split have beside messages of known roles.
+    """Counts keys, roles and nulls in the conversations of a split, for warnings.
 
     Attributes:
         keys: Key -> its number, see ``other_keys``.

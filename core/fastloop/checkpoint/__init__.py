@@ -1,4 +1,11 @@
-"""Checkpoints: the format, the run folder, saving and resuming."""
+"""Checkpoints: the format, the run folder, saving and resuming.
+
+store, form               # the files of a checkpoint, and the form of a state that was read
+folder                    # the run folder, its lock and ``summary.json``
+resume                    # the state of a run, saved and restored
+saver                     # the pending save
+build_record              # the settings of a run, which a resume compares
+"""
 
 from fastloop.checkpoint.store import MANIFEST, find_newest, pack, read, rotate, unpack, verify, write
 from fastloop.runtime.step_folders import checkpoints, step_folder, step_of

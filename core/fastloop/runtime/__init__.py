@@ -1,1 +1,9 @@
-"""The clock, the regions of the loop and the hardware of a run."""
+"""The process that trains: its clock, files, hardware and random states. Nothing here knows a run.
+
+clock, regions            # seconds by phase, and names of phases for a profiler
+files, step_folders       # durable files, and the folders of checkpoints
+hardware, platform_support   # the device, and services that some platforms lack
+random_states             # seeded, saved and restored
+host_copies               # numbers of the device, read without waiting for it
+tracebacks, main_module   # the line of user code that failed, and the script that trains
+"""

@@ -1,1 +1,8 @@
-"""Models of transformers: found, checked, named, and loaded."""
+"""Models of transformers: found, checked, named, and loaded.
+
+hub                       # configurations, and access to the hub
+checks                    # whether a model can do a task
+vocabulary                # rows of the embedding, and the id of padding
+label_order               # the classes of a dataset and of a checkpoint
+warm_start, adapters      # ``model.weights``, and folders of LoRA adapters
+"""

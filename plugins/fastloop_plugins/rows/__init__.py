@@ -1,4 +1,17 @@
-"""Rows of data: one reader per format. The names in ``__all__`` are public: docs/data.md describes them."""
+"""Rows of data: one reader per format. The names in ``__all__`` are public: docs/data.md describes them.
+
+From a file to rows::
+
+    paths, contents           # the files that ``data.files`` names, and their true format
+    options, limits           # ``data.read``, and the memory that a file may take
+    file, formats             # the base class of readers, and the format of each suffix
+    csv, json, text, conll    # formats of lines, which ``lines`` opens
+    parquet, arrow            # formats of columns
+    table, column             # the rows of one source in memory, or in a temporary file
+    drop, splits, roles       # rows that are left out, splits, and roles of messages
+    index, order              # row groups of a stream, and the order of its rows
+    content_hashes            # whether a file has changed, for caches
+"""
 
 from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.lines import LineFormat

@@ -1,1 +1,12 @@
-"""Strategies for training in several processes."""
+"""Strategies for training in several processes.
+
+Their helpers, by the beginning of the name::
+
+_fsdp_groups, _fsdp_launcher        # of ``fsdp``
+_deepspeed_config, _deepspeed_state, _deepspeed_gradients   # of ``deepspeed``
+_tensor_group, _tensor_plan         # layers that processes divide
+_context_attention                  # sequences that processes divide
+_memory_ddp, _memory_fsdp, _memory_zero, _memory_tensor, _memory_context   # estimates for `fastloop plan`
+_launcher, _timeout                 # settings that several strategies have
+_sharded_parameters, _gradients, _module_order, _meta_init   # parts of sharded models
+"""

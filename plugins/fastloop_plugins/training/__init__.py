@@ -1,1 +1,9 @@
-"""Plugins for schedules, weight averaging, adapters and early stopping."""
+"""Plugins that change the training: schedules, weight averaging, adapters, early stopping and others.
+
+_lora_model, _lora_modules, _lora_options, _lora_tokens, _lora_export, _four_bit   # of ``lora``
+_schedules                          # of ``lr_scheduler``
+_batched_muon                       # of ``muon``
+_batch_statistics                   # of ``ema``
+_monitor                            # the metric that several plugins watch
+_patterns                           # names of parameters
+"""

@@ -1,1 +1,9 @@
-"""``fastloop plan --device-memory``: estimates the memory and the traffic of each strategy."""
+"""``fastloop plan --device-memory``: estimates the memory and the traffic of each strategy.
+
+command, sizes            # its options
+model                     # the recipe's model and batch, of fake tensors
+share, activations        # the part of a process: its weights, and a measured step
+estimate                  # the variants of every strategy
+change                    # the smallest change of the recipe that fits
+table                     # the output
+"""

@@ -1,1 +1,8 @@
-"""Losses, metrics and predictions that tasks share."""
+"""Losses, metrics and predictions that tasks share.
+
+problems                  # one class a text, sets of classes, or numbers
+losses, metrics           # those that a recipe names
+forward                   # loss and outputs of a batch of two common forms
+collate                   # collators of datasets without one
+micro_batches             # whether the loss of a batch is the mean over its samples
+"""

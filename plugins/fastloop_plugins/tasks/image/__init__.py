@@ -1,1 +1,8 @@
-"""Images of a task: read, decoded, batched, and their models."""
+"""Images of a task: read, decoded, batched, and their models.
+
+data                      # the ``data`` section: folders of images, or a function
+processors, transforms    # an image -> the input of a model
+batches                   # decoding, random changes, and batches
+repeats                   # images that repeat each other
+model, libraries          # models of transformers, torchvision and timm
+"""

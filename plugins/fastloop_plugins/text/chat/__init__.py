@@ -1,1 +1,11 @@
-"""Conversations: their rows, template, tokens and loss mask."""
+"""Conversations: their rows, template, tokens and loss mask.
+
+From rows to samples::
+
+    data                      # the ``data`` section of ``causal-lm``
+    rows                      # the columns of a row -> a conversation
+    template, endings         # a conversation -> token ids and their loss mask
+    tokens                    # token ids -> samples, in memory and streamed
+    model                     # the ``model`` section of ``causal-lm``
+    prompts                   # conversations that the model continues
+"""

@@ -147,9 +147,10 @@ def plugin_lists() -> str:
     """Our plugins by subpackage, one line each."""
     groups: dict[str, list[str]] = {}
     for name, cls in ours().items():
-        package, group = cls.__module__.split(".")[:2]
+        package, folder = cls.__module__.split(".")[:2]
+        group = folder.capitalize()
         if package not in ("fastloop_plugins", "fastloop_tools"):  # the plugin of a command is in its folder
-            group = f"{PLUGINS[name].distribution}, a package"
+            group = f"Package {PLUGINS[name].distribution}"
         numerics = "" if cls.slot == "task" else f" ({cls.numerics})"
         first = FIRST.split(summary(cls).rstrip("."))[0]
         groups.setdefault(group, []).append(f"- [`{name}`]({name}.md){numerics} {first}.")

@@ -306,7 +306,8 @@ def test_every_plugin_has_a_page_with_its_every_option(plugin):
         assert f"`{other.removeprefix('slot:')}`" in text
     assert cls.slot is None or f"- slot: `{cls.slot}`" in text
     package, group = cls.__module__.split(".")[:2]
-    heading = group if package in ("fastloop_plugins", "fastloop_tools") else f"{package.replace('_', '-')}, a package"
+    is_own = package in ("fastloop_plugins", "fastloop_tools")
+    heading = group.capitalize() if is_own else f"Package {package.replace('_', '-')}"
     section = (ROOT / "docs/plugins/index.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert f"- [`{plugin}`]({plugin}.md)" in section
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,24 @@ def test_distilbert_imdb_gpu_trains_without_its_gpu(tiny_distilbert, imdb_like):
     summary = train("distilbert_imdb_gpu", *given, without=("compile",))  # which has tests of its own
     assert {"amp", "packing", "cls-last-layer", "fused-optimizer", "device-prefetch"} < set(summary["plugins"])
     assert summary["test"]["accuracy"] > 0.9
+
+
+@pytest.mark.slow
+def test_quickstart_reaches_the_numbers_of_the_start_page():
+    """With one thread: sums of another order of the same numbers may end 0.01 apart."""
+    page = (Path(__file__).parents[2] / "docs" / "index.md").read_text(encoding="utf-8")
+    promised = {
+        split: float(value) for split, value in re.findall(r"(?m)^(validation|test) .*accuracy ([0-9.]+)", page)
+    }
+    assert promised.keys() == {"validation", "test"}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        summary = train("quickstart")
+    finally:
+        torch.set_num_threads(threads)
+    for split, value in promised.items():
+        assert summary[split]["accuracy"] == pytest.approx(value, abs=0.01)
 
 
 def test_quickstart_shortened():

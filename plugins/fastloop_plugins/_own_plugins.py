@@ -52,7 +52,7 @@ def plugins_of_packages(packages: Iterable[str], place: str) -> dict[str, str]:
     for package in packages:
         name = canonicalize_name(package)
         if name not in by_distribution:
-            raise RecipeError(f"{place}: {_explain_missing(package, by_distribution)}")
+            raise RecipeError(_explain_missing(package, by_distribution), code="unknown-package", place=place)
         for key in by_distribution[name]:
             if ":" in key:
                 warn_once(

@@ -166,7 +166,9 @@ class SelectedBuild:
             discard(run, is_torn_down=own_failure is not None)
             first = failures[0]
             if isinstance(first, StrategyRefusal):
-                return self._build_accepted(first, own_error or PluginError(first.reason), left_out)
+                return self._build_accepted(
+                    first, own_error or PluginError(first.reason, code="nothing-selected"), left_out
+                )
             left_out = left_out | {first.plugin: first.reason}
             run = self._new(left_out)
 

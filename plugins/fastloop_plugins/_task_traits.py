@@ -42,8 +42,10 @@ def require_trait(trait: Trait, plugin: Plugin, recipe: Recipe, plugins: PluginS
     if not any(trait in _traits(type(task), recipe) for task in tasks):
         found = f"the task of this run is {tasks[0].name!r}" if tasks else "this run has no task"
         raise PluginError(
-            f"{recipe.where}: plugin {plugin.name!r} requires a task that declares {trait!r}, and {found}. Leave it "
-            f"out: --without {plugin.name}. A task of your own declares it in `declare_traits`."
+            f"plugin {plugin.name!r} requires a task that declares {trait!r}, and {found}.",
+            code="missing-trait",
+            place=recipe.where,
+            remedy=f"Leave it out: --without {plugin.name}. A task of your own declares it in `declare_traits`.",
         )
 
 
@@ -51,7 +53,9 @@ def _traits(task: type[Plugin], recipe: Recipe) -> frozenset[Trait]:
     found = frozenset(task.declare_traits(recipe))
     if unknown := sorted(found - {*TRAITS}):
         raise PluginError(
-            f"{recipe.where}: the task {task.name!r} declares {unknown[0]!r}, expected traits among "
-            f"{', '.join(TRAITS)}.{did_you_mean(unknown[0], TRAITS)}"
+            f"the task {task.name!r} declares {unknown[0]!r}, expected traits among {', '.join(TRAITS)}.",
+            code="invalid-declaration",
+            place=recipe.where,
+            remedy=did_you_mean(unknown[0], TRAITS),
         )
     return found

@@ -18,5 +18,5 @@ def parse_time(text: str, option: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"{option} {text}: expected a time such as 90s, 10m or 1h.")
+        raise UsageError(code="wrong-format", place=f"{option} {text}", expected="a time such as 90s, 10m or 1h")
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]

@@ -177,7 +177,7 @@ class RemoteFolder:
             elif problem is None and is_step(path):
                 return True
         if damaged and not local:
-            raise CheckpointError(f"no checkpoint is intact: {', '.join(damaged)}")
+            raise CheckpointError(f"no checkpoint is intact: {', '.join(damaged)}", code="damaged-checkpoint")
         return False
 
 

@@ -97,7 +97,7 @@ class CheckpointBest(Plugin):
         path = run.folder / self.path(best.step)
         run.processes.barrier()  # for the main process to have written them
         if wrong := checkpoint.verify(path, wait=not run.is_main):
-            raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
+            raise UsageError(f"the best weights cannot be used: {wrong}.", code="damaged-checkpoint", place=str(path))
         run.strategy.load_model_state(
             run, checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)[0]
         )

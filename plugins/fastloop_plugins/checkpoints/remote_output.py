@@ -58,7 +58,7 @@ class RemoteOutput(Plugin):
             )
         except (ImportError, ValueError) as error:
             problem = f"{error}. Expected a URL such as s3://bucket/runs, and an installed package for it."
-            raise PluginError(f"{self.where}.url: found {self.url!r}: {problem}") from None
+            raise PluginError(f"{self.where}.url: found {self.url!r}: {problem}", code="wrong-url") from None
 
     @hookimpl
     def before_resume(self, run: Run, folder: Path) -> None:
@@ -73,8 +73,10 @@ class RemoteOutput(Plugin):
         is_new = run.resume_point is None and not self.resumes
         if is_new and (found := self.try_remote(run, self.remote.results)):
             raise UsageError(
-                f"{self.where}.url: {self.remote.url} holds a run already, with {found[0]}. Continue it with --resume, "
-                "or set another output or url."
+                f"{self.remote.url} holds a run already, with {found[0]}.",
+                code="folder-not-empty",
+                place=f"{self.where}.url",
+                remedy="Continue it with --resume, or set another output or url.",
             )
 
     @hookimpl
@@ -102,7 +104,8 @@ class RemoteOutput(Plugin):
         if uploader.error is not None:
             raise SaveError(
                 f"{self.remote.url} is not complete: {type(uploader.error).__name__}: {uploader.error}. {run.folder} "
-                "is. Repeat the command with --resume to upload it."
+                "is. Repeat the command with --resume to upload it.",
+                code="save-failed",
             )
 
     def try_remote(self, run: Run, function: Any) -> Any:
@@ -120,5 +123,7 @@ class RemoteOutput(Plugin):
                 problem = f"{self.where}.url: {self.remote.url} cannot be read: {type(error).__name__}: {error}."
         result, problem = run.processes.all_gather_object((result, problem))[0]
         if problem is not None:
-            raise UsageError(f"{problem} Expected a URL that this machine can reach, and credentials for it.")
+            raise UsageError(
+                f"{problem} Expected a URL that this machine can reach, and credentials for it.", code="unreachable-url"
+            )
         return result

@@ -156,7 +156,9 @@ def attention(
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
     longest = packed.longest if packed is not None else key.shape[2] if attention_mask is None else 0
     if sliding_window is not None and sliding_window < longest:
-        raise PluginError(f"attention is limited to {sliding_window} tokens, and sequences have {longest}")
+        raise PluginError(
+            f"attention is limited to {sliding_window} tokens, and sequences have {longest}", code="sequence-too-long"
+        )
     if packed is None:
         plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
         return plain

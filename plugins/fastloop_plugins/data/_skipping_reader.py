@@ -35,6 +35,7 @@ class SkippingReader(MapReader):
                 break
         if not samples:
             raise DataError(
-                f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {samples.unreadable[0][1]}"
+                f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {samples.unreadable[0][1]}",
+                code="sample-unreadable",
             )
         return samples

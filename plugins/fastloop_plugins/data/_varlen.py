@@ -114,9 +114,10 @@ def attention(
 
         if query.shape[0] > 1:
             raise PluginError(
-                f"plugin 'packing': the model got a padded batch of {query.shape[0]} sequences, and it computes packed "
-                "rows only. "
-                "Give it one sequence at a time, or remove packing."
+                f"the model got a padded batch of {query.shape[0]} sequences, and it computes packed rows only.",
+                code="padded-batch",
+                place="plugin 'packing'",
+                remedy="Give it one sequence at a time, or remove packing.",
             )
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs

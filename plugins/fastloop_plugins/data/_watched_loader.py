@@ -89,14 +89,15 @@ class WatchedLoader(DataLoader[Any]):
         except DataError as error:
             _, prefix, message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")
             # torch puts the traceback of a worker before it
-            raise (DataError(message.strip()) if prefix else error) from None
+            raise (DataError(message.strip(), code="reading-failed") if prefix else error) from None
         except Exception as error:
             raise self._explain(error) from error
 
     def _check_limit(self) -> None:
         if monotonic() - self.waiting_since > self.limit:
             raise DataError(
-                f"no batch in {self.limit:g} seconds: a worker that reads data hangs, or the limit is too low for it."
+                f"no batch in {self.limit:g} seconds: a worker that reads data hangs, or the limit is too low for it.",
+                code="worker-hangs",
             )
 
     def _explain(self, error: Exception) -> DataError:
@@ -111,9 +112,9 @@ class WatchedLoader(DataLoader[Any]):
         if process is None:
             message = explain_error(error)
             is_full = "shared memory" in message or getattr(error, "errno", 0) == errno.ENOSPC
-            return DataError(f"{message}. {shared_memory_advice()}" if is_full else message)
+            return DataError(f"{message}. {shared_memory_advice()}" if is_full else message, code="reading-failed")
         if process.exitcode == EXIT_IMPORTED:
-            return DataError(f"the workers that read data could not start. {ADVICE}")
+            return DataError(f"the workers that read data could not start. {ADVICE}", code="worker-not-started")
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
         cause = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
         advice = (
@@ -127,8 +128,9 @@ class WatchedLoader(DataLoader[Any]):
                 "(prefetch_factor)."
             )
         return DataError(
-            f"worker {number} of the {len(self.processes)} that read data (pid {process.pid}) {cause}. "
-            f"{advice} Continue from the newest checkpoint with --resume."
+            f"worker {number} of the {len(self.processes)} that read data (pid {process.pid}) {cause}. {advice} "
+            "Continue from the newest checkpoint with --resume.",
+            code="worker-killed",
         )
 
     def close(self) -> None:

@@ -77,12 +77,17 @@ class LengthBucketing(Plugin):
         where = f"{recipe.where}: plugins.length-bucketing.max_tokens"
         if recipe.train.micro_batch_size is not None:
             raise PluginError(
-                f"{where}: train.micro_batch_size is set too, and both limit what a device computes at once. "
-                "Remove one of them: train.micro_batch_size=null, or plugins.length-bucketing.max_tokens=null."
+                "train.micro_batch_size is set too, and both limit what a device computes at once.",
+                code="exclusive-options",
+                place=where,
+                remedy="Remove one of them: train.micro_batch_size=null, or plugins.length-bucketing.max_tokens=null.",
             )
         if recipe.data.get("padding") == "max_length":
             raise PluginError(
-                f"{where}: with data.padding: max_length all batches have the same width. Set data.padding: longest."
+                "with data.padding: max_length all batches have the same width.",
+                code="option-without-effect",
+                place=where,
+                remedy="Set data.padding: longest.",
             )
 
     @hookimpl
@@ -102,8 +107,10 @@ class LengthBucketing(Plugin):
             dataset: Any = loader.dataset
             if loader.sampler is None:
                 raise PluginError(
-                    f"{where}: {split}: {type(dataset).__name__} is iterable, with its own order. Remove "
-                    "length-bucketing."
+                    f"{type(dataset).__name__} is iterable, with its own order.",
+                    code="iterable-dataset",
+                    place=f"{where}: {split}",
+                    remedy="Remove length-bucketing.",
                 )
             lengths = self.lengths(dataset)
             longest = int(lengths.argmax())
@@ -112,9 +119,13 @@ class LengthBucketing(Plugin):
             if limit is not None and width > limit:
                 padded = f", padded to {width}" if width > length else ""
                 raise PluginError(
-                    f"{where}.max_tokens: sample {longest} of the {split} split has {length} tokens{padded}, "
-                    f"and {limit} are allowed. Set it to {width} or more, or cut samples to "
-                    f"{limit // self.width(1) * self.width(1) or limit} (texts: data.max_length)."
+                    f"sample {longest} of the {split} split has {length} tokens{padded}, and {limit} are allowed.",
+                    code="sequence-too-long",
+                    place=f"{where}.max_tokens",
+                    remedy=(
+                        f"Set it to {width} or more, or cut samples to "
+                        f"{limit // self.width(1) * self.width(1) or limit} (texts: data.max_length)."
+                    ),
                 )
         lengths = self.lengths(run.datasets["train"])
         if lengths.min() == lengths.max():
@@ -202,9 +213,13 @@ class LengthBucketing(Plugin):
                 lengths = np.asarray(found, np.int64)
             except (TypeError, ValueError, KeyError, IndexError):
                 raise PluginError(
-                    f"plugin 'length-bucketing': {type(dataset).__name__} has no lengths. "
-                    "Give it an attribute `lengths`, a number for each sample, or samples that are mappings with "
-                    "`input_ids`."
+                    f"{type(dataset).__name__} has no lengths.",
+                    code="no-lengths",
+                    place="plugin 'length-bucketing'",
+                    remedy=(
+                        "Give it an attribute `lengths`, a number for each sample, or samples that are mappings with "
+                        "`input_ids`."
+                    ),
                 ) from None
             # a file has many chunks
             self.known = {**(self.known if len(self.known) < 4 else {}), id(dataset): (dataset, lengths)}

@@ -102,16 +102,20 @@ class Packing(Plugin):
         found = transformers_model(model)
         if found is None:
             raise PluginError(
-                f"{run.recipe.where}: plugins.packing: {type(model).__name__} is not a transformers model. Remove "
-                "packing."
+                f"{type(model).__name__} is not a transformers model.",
+                code="unsupported-model",
+                place=f"{run.recipe.where}: plugins.packing",
+                remedy="Remove packing.",
             )
         elsewhere = any(parameter.is_meta for parameter in model.parameters())  # only the main process has weights
         answers = run.processes.all_gather_object(self.adapt(run, model, found, trial=not elsewhere))
         answer = next(answer for answer in answers if answer is not None)
         if isinstance(answer, str):
             raise PluginError(
-                f"{run.recipe.where}: plugins.packing: {type(found).__name__} cannot be packed: {answer}. Remove "
-                "packing."
+                f"{type(found).__name__} cannot be packed: {answer}.",
+                code="unsupported-model",
+                place=f"{run.recipe.where}: plugins.packing",
+                remedy="Remove packing.",
             )
         self.collator.first_position = answer
 

@@ -65,9 +65,11 @@ class SampleAudit(Plugin):
         sampler, dataset = run.train_loader.sampler, run.datasets["train"]
         if sampler is not None and sampler.fingerprint() and len(set(sampler.order())) < len(dataset):
             raise PluginError(
-                f"{run.recipe.where}: plugins.sample-audit: the training order leaves samples out or repeats some "
-                "(drop_last or a sampler), and sample-audit checks that every sample occurs once an epoch. Remove it, "
-                "or give a loader that takes each sample once."
+                "the training order leaves samples out or repeats some (drop_last or a sampler), and sample-audit "
+                "checks that every sample occurs once an epoch.",
+                code="samples-left-out",
+                place=f"{run.recipe.where}: plugins.sample-audit",
+                remedy="Remove it, or give a loader that takes each sample once.",
             )
 
     @hookimpl
@@ -178,7 +180,7 @@ class SampleAudit(Plugin):
         expected = f"Every sample must occur once an epoch. The records are in {self.files.folder}."
         message = f"plugin 'sample-audit': epoch {epoch}: {wrong}. {expected}"
         if self.on_violation == "error":
-            raise AuditError(message)
+            raise AuditError(message, code="samples-differ")
         if run.is_main:
             logger.warning("%s", message)
 

@@ -45,7 +45,7 @@ class SkipUnreadable(Plugin):
     def after_step(self, run: Run) -> None:
         if run.state.unreadable > self.limit:
             raise DataError(
-                f"{run.state.unreadable} samples could not be read; plugins.skip-unreadable.limit is "
-                f"{self.limit}. "
-                "log.txt in the run folder names the first ones."
+                f"{run.state.unreadable} samples could not be read; plugins.skip-unreadable.limit is {self.limit}. "
+                "log.txt in the run folder names the first ones.",
+                code="sample-unreadable",
             )

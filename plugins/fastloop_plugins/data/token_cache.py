@@ -75,4 +75,9 @@ def open_token_folder(given: str, where: str) -> Path:
         return own_part(user_cache("tokens") if given == "auto" else Path(given).expanduser())
     except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user who has no home folder
         place = f"{where}: plugins.token-cache.folder: {getattr(error, 'filename', None) or given}"
-        raise PluginError(f"{place}: {getattr(error, 'strerror', None) or error}. Give another folder.") from None
+        raise PluginError(
+            f"{getattr(error, 'strerror', None) or error}.",
+            code="folder-not-writable",
+            place=place,
+            remedy="Give another folder.",
+        ) from None

@@ -24,6 +24,8 @@ MIN_WINDOW = 20
 class NotFinite(FastloopError):
     """A step's loss or gradients are NaN or infinite. ``place``: its epoch, and how many samples of it came before."""
 
+    code = "not-finite"
+
     def __init__(self, message: str, place: list[int]) -> None:
         super().__init__(message)
         self.place = place

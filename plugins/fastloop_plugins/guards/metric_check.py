@@ -52,7 +52,7 @@ class MetricCheck(Plugin):
                 with preserve_random_states():
                     problem = next(filter(None, run.processes.all_gather_object(try_batch(run, split, loader))), None)
                 if problem:
-                    raise UsageError(problem)
+                    raise UsageError(problem, code="metric-failed")
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, Any, Any]:
@@ -61,7 +61,7 @@ class MetricCheck(Plugin):
         except MetricError as error:
             from fastloop_plugins.guards._metric_problems import explain_error
 
-            raise UsageError(explain_error(run, split, error)) from error.__cause__
+            raise UsageError(explain_error(run, split, error), code="metric-failed") from error.__cause__
 
 
 def try_batch(run: Run, split: str, loader: Loader) -> str | None:

@@ -64,10 +64,16 @@ class NanGuard(Plugin):
         names, action = run.plugins.names(), self.action
         where = f"{run.recipe.where}: plugins.nan-guard.action: {action}:"
         if action == "skip" and "deepspeed" in names:
-            raise PluginError(f"{where} 'deepspeed' does not expose the gradients. Use stop or rollback.")
+            raise PluginError(
+                f"{where} 'deepspeed' does not expose the gradients.",
+                code="unsupported-strategy",
+                remedy="Use stop or rollback.",
+            )
         if action == "rollback" and "sample-audit" in names:
             raise PluginError(
-                f"{where} 'sample-audit' would count the samples of repeated steps twice. Remove one of them."
+                f"{where} 'sample-audit' would count the samples of repeated steps twice.",
+                code="excluded-plugin",
+                remedy="Remove one of them.",
             )
         self.skips_on_device = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
         if (
@@ -168,7 +174,11 @@ class NanGuard(Plugin):
             return
         reason = f"the loss is {loss:.6g}, and above {max_loss:g} at {self.high_log_points} log points in a row"
         if self.max_loss_action == "error":
-            raise FastloopError(f"{run.recipe.where}: plugins.nan-guard.max_loss: step {run.state.step}: {reason}.")
+            raise FastloopError(
+                f"{reason}.",
+                code="not-finite",
+                place=f"{run.recipe.where}: plugins.nan-guard.max_loss: step {run.state.step}",
+            )
         run.state.request_stop(f"nan-guard: {reason}")
 
     def limit_reached(self) -> str:

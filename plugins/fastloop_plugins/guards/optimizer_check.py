@@ -86,9 +86,14 @@ class OptimizerCheck(Plugin):
                     name for name, weight in weights if weight is not parameters.get(name)
                 ):
                     raise PluginError(
-                        f"{run.recipe.where}: plugin {plugin.name!r} replaced {replaced} in before_fit, after the "
-                        "optimizer was built, so these weights would never train. Replace the model or its parameters "
-                        "in before_prepare, and the optimizer in build_optimizer."
+                        f"plugin {plugin.name!r} replaced {replaced} in before_fit, after the optimizer was built, so "
+                        "these weights would never train.",
+                        code="parameters-replaced",
+                        place=run.recipe.where,
+                        remedy=(
+                            "Replace the model or its parameters in before_prepare, and the optimizer in "
+                            "build_optimizer."
+                        ),
                     )
 
             return call if hook == "before_fit" and not is_wrapper else function
@@ -153,10 +158,12 @@ class OptimizerCheck(Plugin):
             names = by_module(self.names.get(id(weight), "an unknown parameter") for weight in orphans)
             problems += f" In the optimizer, but no longer in the model: {names}."
         raise PluginError(
-            f"{run.recipe.where}: {format_plugins(self.others(run, hook))} changed the model's parameters in {hook}, "
-            f"after the optimizer was built.{problems} Change parameters in before_prepare, or change the optimizer's "
-            "param_groups along with them. An optimizer that holds other tensors, such as flat shards, needs a method "
-            "model_parameters() that returns the parameters that it steps."
+            f"{format_plugins(self.others(run, hook))} changed the model's parameters in {hook}, after the optimizer "
+            f"was built.{problems} Change parameters in before_prepare, or change the optimizer's param_groups along "
+            "with them. An optimizer that holds other tensors, such as flat shards, needs a method model_parameters() "
+            "that returns the parameters that it steps.",
+            code="parameters-replaced",
+            place=run.recipe.where,
         )
 
     def others(self, run: Run, hook: str) -> list[str]:

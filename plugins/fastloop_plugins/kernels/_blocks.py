@@ -25,7 +25,12 @@ def transformer_blocks(model: nn.Module, names: Sequence[str] | None = None, whe
         classes = {type(module).__name__ for module in model.modules()}
         for name in names:
             if name not in classes:
-                raise PluginError(f"{where}: the model has no module of class {name!r}.{did_you_mean(name, classes)}")
+                raise PluginError(
+                    f"the model has no module of class {name!r}.",
+                    code="unknown-module",
+                    place=where,
+                    remedy=did_you_mean(name, classes),
+                )
         return [module for module in model.modules() if type(module).__name__ in names]
     return [
         block

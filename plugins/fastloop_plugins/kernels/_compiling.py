@@ -55,7 +55,9 @@ def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool, hooks_
             plugin.failure = " ".join(str(error).split("\n\n")[0].split())[:300]
             if plugin.on_failure == "error":
                 raise PluginError(
-                    f"plugin 'compile': {type(module).__name__} cannot be compiled: {plugin.failure}"
+                    f"{type(module).__name__} cannot be compiled: {plugin.failure}",
+                    code="compilation-failed",
+                    place="plugin 'compile'",
                 ) from error
             logger.warning("compile: %s cannot be compiled and runs eagerly: %s", type(module).__name__, plugin.failure)
             return eager(*args, **kwargs)

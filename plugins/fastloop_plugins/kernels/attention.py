@@ -81,7 +81,9 @@ class Attention(Plugin):
         except (ValueError, ImportError) as error:
             cause = str(error).splitlines()[0]
             raise PluginError(
-                f"{run.recipe.where}: plugins.attention.implementation: {wanted!r} does not serve this model: {cause}"
+                f"{wanted!r} does not serve this model: {cause}",
+                code="unsupported-model",
+                place=f"{run.recipe.where}: plugins.attention.implementation",
             ) from None
         self.log.info("%s, since %s", wanted, reason)
 

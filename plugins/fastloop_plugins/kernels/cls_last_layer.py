@@ -63,7 +63,10 @@ class ClsLastLayer(Plugin):
         reason = next(filter(None, run.processes.all_gather_object(self.adapt(model))), None)
         if reason is not None:
             raise PluginError(
-                f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} {reason}. Leave it out."
+                f"{type(model).__name__} {reason}.",
+                code="unsupported-model",
+                place=f"{run.recipe.where}: plugins.cls-last-layer",
+                remedy="Leave it out.",
             )
 
     def adapt(self, model: nn.Module) -> str | None:

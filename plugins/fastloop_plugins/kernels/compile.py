@@ -143,7 +143,10 @@ class Compile(Plugin):
 
         if self.backend not in (known := list_backends(exclude_tags=())):
             raise PluginError(
-                f"plugins.compile.backend: torch has no {self.backend!r}. Expected one of: {', '.join(known)}."
+                f"torch has no {self.backend!r}.",
+                code="unknown-choice",
+                place="plugins.compile.backend",
+                expected=f"one of: {', '.join(known)}",
             )
         torch._dynamo.reset()  # earlier runs in this process must not count towards the limit
         utils.counters.clear()

@@ -73,5 +73,8 @@ class FusedLoss(Plugin):
         reason = try_head(run, model, self.name, loss)
         if reason is not None:
             raise PluginError(
-                f"{run.recipe.where}: plugins.fused-loss: {type(model).__name__} {reason}. Leave fused-loss out."
+                f"{type(model).__name__} {reason}.",
+                code="unsupported-model",
+                place=f"{run.recipe.where}: plugins.fused-loss",
+                remedy="Leave fused-loss out.",
             )

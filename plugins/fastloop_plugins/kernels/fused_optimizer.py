@@ -111,8 +111,10 @@ class FusedOptimizer(Plugin):
             if name not in EIGHT_BITS:
                 known = ", ".join(EIGHT_BITS)
                 raise PluginError(
-                    f"{recipe.where}: plugins.fused-optimizer: {name} has no 8bit implementation. Set train.optimizer "
-                    f"to one of: {known}."
+                    f"{name} has no 8bit implementation.",
+                    code="unsupported-optimizer",
+                    place=f"{recipe.where}: plugins.fused-optimizer",
+                    remedy=f"Set train.optimizer to one of: {known}.",
                 )
             return
         if wanted in inspect.signature(cls).parameters:
@@ -123,7 +125,9 @@ class FusedOptimizer(Plugin):
             else f"Leave it out: --without {self.name}."
         )
         raise PluginError(
-            f"{recipe.where}: plugins.fused-optimizer: torch's {name} has no {wanted} implementation. {repair}"
+            f"torch's {name} has no {wanted} implementation. {repair}",
+            code="unsupported-optimizer",
+            place=f"{recipe.where}: plugins.fused-optimizer",
         )
 
     @hookimpl
@@ -141,8 +145,10 @@ class FusedOptimizer(Plugin):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             raise PluginError(
-                f"{run.recipe.where}: plugins.fused-optimizer: bitsandbytes cannot step sharded weights. Use ddp "
-                "or fused."
+                "bitsandbytes cannot step sharded weights.",
+                code="unsupported-strategy",
+                place=f"{run.recipe.where}: plugins.fused-optimizer",
+                remedy="Use ddp or fused.",
             )
         optimizer: Optimizer = getattr(bitsandbytes.optim, f"{train.optimizer_name}8bit")(
             parameters, lr=train.lr, weight_decay=train.weight_decay, **run.settings.optimizer
@@ -171,9 +177,11 @@ def start_momentum(run: Run, group: Mapping[str, Any]) -> None:
         return
     if group["dampening"]:
         raise PluginError(
-            f"{run.recipe.where}: plugins.fused-optimizer: {len(new)} weights get their first gradient in step "
-            f"{run.state.step + 1}, which torch's fused SGD does not support with dampening. Set "
-            "plugins.fused-optimizer.implementation: foreach."
+            f"{len(new)} weights get their first gradient in step {run.state.step + 1}, which torch's fused SGD does "
+            "not support with dampening.",
+            code="unsupported-optimizer",
+            place=f"{run.recipe.where}: plugins.fused-optimizer",
+            remedy="Set plugins.fused-optimizer.implementation: foreach.",
         )
     for weight in new:
         run.optimizer.state[weight]["momentum_buffer"] = zeros_like(weight)

@@ -58,5 +58,8 @@ class TargetLogits(Plugin):
         reason = try_head(run, model, self.name)
         if reason is not None:
             raise PluginError(
-                f"{run.recipe.where}: plugins.target-logits: {type(model).__name__} {reason}. Leave target-logits out."
+                f"{type(model).__name__} {reason}.",
+                code="unsupported-model",
+                place=f"{run.recipe.where}: plugins.target-logits",
+                remedy="Leave target-logits out.",
             )

@@ -76,8 +76,11 @@ class ActivationCheckpointing(Plugin):
             backend = plugin.option_values().get("backend", "") if plugin.name == "compile" else ""
             if "eager" in backend and "aot" not in backend:
                 raise PluginError(
-                    f"{run.recipe.where}: plugins.compile.backend: {backend!r} does not support activation "
-                    "checkpointing: dropout would draw other numbers in backward. Use 'aot_eager' or 'inductor'."
+                    f"{backend!r} does not support activation checkpointing: dropout would draw other numbers in "
+                    "backward.",
+                    code="conflicting-values",
+                    place=f"{run.recipe.where}: plugins.compile.backend",
+                    remedy="Use 'aot_eager' or 'inductor'.",
                 )
 
 

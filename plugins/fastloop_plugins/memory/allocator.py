@@ -86,7 +86,10 @@ class Allocator(Plugin):
             return {"LD_PRELOAD": library} | SETTINGS[wanted]
         if self.allocator == wanted and wanted != "glibc":
             raise PluginError(
-                f"{recipe.where}: plugins.allocator.allocator: {wanted} is not installed. Install it, or use auto."
+                f"{wanted} is not installed.",
+                code="not-installed",
+                place=f"{recipe.where}: plugins.allocator.allocator",
+                remedy="Install it, or use auto.",
             )
         return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
 

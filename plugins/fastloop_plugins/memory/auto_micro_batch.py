@@ -47,7 +47,10 @@ class AutoMicroBatch(Plugin):
     def check_run(self, run: Run) -> None:
         if self.limit_gib is not None and platform_support.resource is None:
             raise UsageError(
-                f"{self.name}: limit_gib={self.limit_gib:g}: this platform has no memory limit. Set it to null."
+                f"limit_gib={self.limit_gib:g}: this platform has no memory limit.",
+                code="unsupported-platform",
+                place=str(self.name),
+                remedy="Set it to null.",
             )
         path, found = run.folder / "micro_batch.json", None
         if run.is_main and path.is_file():
@@ -109,7 +112,11 @@ class AutoMicroBatch(Plugin):
         message = f"micro-batches of {where} do not fit into memory at step {run.state.step + 1}: {now} from here on"
         self.write(run)
         if run.world_size > 1:
-            raise OutOfMemory(f"process {run.rank}: {message}, when the run is started again with --resume.") from error
+            raise OutOfMemory(
+                f"{message}, when the run is started again with --resume.",
+                code="out-of-memory",
+                place=f"process {run.rank}",
+            ) from error
         self.log.warning("%s", message)
         self.apply_sizes(run, self.sizes)
         if not split:

@@ -71,10 +71,14 @@ def find_adapter(recipe: Recipe, name: str, where: str) -> Adapter | None:
         kind, base, revision = settings["peft_type"], settings.get("base_model_name_or_path"), settings.get("revision")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RecipeError(
-            f"{where}: {folder / ADAPTER_CONFIG}: not a configuration of peft: {type(error).__name__}: {error}."
+            f"not a configuration of peft: {type(error).__name__}: {error}.",
+            code="wrong-format",
+            place=f"{where}: {folder / ADAPTER_CONFIG}",
         ) from None
     if kind != "LORA":
-        raise RecipeError(f"{where}: {folder} holds an adapter of the type {kind}. Expected LORA.")
+        raise RecipeError(
+            f"{folder} holds an adapter of the type {kind}.", code="unsupported-adapter", place=where, expected="LORA"
+        )
     own = recipe.model.get("name")
     if isinstance(base, str) and Path(base).is_absolute() and not Path(base).is_dir():
         base = None
@@ -82,9 +86,11 @@ def find_adapter(recipe: Recipe, name: str, where: str) -> Adapter | None:
         base = own
     if not isinstance(base, str):
         raise RecipeError(
-            f"{where}: {folder} is an adapter, and its base model cannot be found: {ADAPTER_CONFIG} names "
-            f"{settings.get('base_model_name_or_path')!r}. Write the folder or hub id of the base model to "
-            "base_model_name_or_path."
+            f"{folder} is an adapter, and its base model cannot be found: {ADAPTER_CONFIG} names "
+            f"{settings.get('base_model_name_or_path')!r}.",
+            code="base-model-missing",
+            place=where,
+            remedy="Write the folder or hub id of the base model to base_model_name_or_path.",
         )
     return Adapter(folder, base, revision if isinstance(revision, str) else None)
 
@@ -104,8 +110,11 @@ def check_classes(adapter: Adapter, order: LabelOrder, where: str) -> None:
         logger.warning("%s: %s does not name its classes. They are taken to be %s", where, adapter.folder, listed)
     elif not order.keeps_head:
         raise RecipeError(
-            f"{where}: the classes of the data are {', '.join(order.names)}, and {adapter.folder} was trained for "
-            f"others, which {BASE_CONFIG} lists. Rename them in the data, or start from the base model {adapter.base}."
+            f"the classes of the data are {', '.join(order.names)}, and {adapter.folder} was trained for others, "
+            f"which {BASE_CONFIG} lists.",
+            code="labels-differ",
+            place=where,
+            remedy=f"Rename them in the data, or start from the base model {adapter.base}.",
         )
 
 
@@ -158,9 +167,16 @@ def read_settings(folder: Path, where: str) -> LoraConfig:
     try:
         settings = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError(f"{where}: {folder} cannot be loaded: {str(error).splitlines()[0]}.") from None
+        raise RecipeError(
+            f"{folder} cannot be loaded: {str(error).splitlines()[0]}.", code="file-unreadable", place=where
+        ) from None
     if not isinstance(settings, LoraConfig):
-        raise RecipeError(f"{where}: {folder} holds an adapter of the type {settings.peft_type}. Expected LORA.")
+        raise RecipeError(
+            f"{folder} holds an adapter of the type {settings.peft_type}.",
+            code="unsupported-adapter",
+            place=where,
+            expected="LORA",
+        )
     settings.task_type = None  # else the wrapper adds modules of its own to modules_to_save
     return settings
 
@@ -188,12 +204,16 @@ def add_adapter(model: nn.Module, folder: Path, settings: LoraConfig, where: str
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         problem = lines[1] if isinstance(error, RuntimeError) and len(lines) > 1 else lines[0]
         raise RecipeError(
-            f"{where}: {folder} is not an adapter of {type(model).__name__}: {problem.rstrip('.:')}. {advice}"
+            f"{folder} is not an adapter of {type(model).__name__}: {problem.rstrip('.:')}. {advice}",
+            code="adapter-differs",
+            place=where,
         ) from None
     if names := [*loaded.missing_keys, *loaded.unexpected_keys]:
         raise RecipeError(
-            f"{where}: {folder} is not an adapter of {type(model).__name__}: {len(names)} weights have no counterpart, "
-            f"such as {names[0]}. {advice}"
+            f"{folder} is not an adapter of {type(model).__name__}: {len(names)} weights have no counterpart, such as "
+            f"{names[0]}. {advice}",
+            code="adapter-differs",
+            place=where,
         )
     return wrapped
 
@@ -288,8 +308,11 @@ def check_untied(model: Any, names: Sequence[str], where: str) -> None:
     weights = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
     if not _shared_parameters(model) <= weights:
         raise RecipeError(
-            f"{where}: {', '.join(names)} of {type(model).__name__} share their weights with other layers, so adapters "
-            "of one of them cannot be merged. Leave them out of target_modules and modules_to_save."
+            f"{', '.join(names)} of {type(model).__name__} share their weights with other layers, so adapters of one "
+            "of them cannot be merged.",
+            code="shared-parameter",
+            place=where,
+            remedy="Leave them out of target_modules and modules_to_save.",
         )
 
 

@@ -117,7 +117,9 @@ def check_causal(
         change = (logits[0, :half] - logits[1, :half]).abs().max()
         if change > TOLERANCE * logits.abs().max():
             raise RecipeError(
-                f"{where}: {type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}."
+                f"{type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}.",
+                code="not-causal",
+                place=where,
             )
         alone = model(input_ids=rows[:1, :half], use_cache=False).logits.float()
         return _router_weight(model, rows, output, where), float(
@@ -144,8 +146,10 @@ def _router_weight(model: nn.Module, rows: Tensor, output: Any, where: str) -> f
     expected = cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()) + weight * auxiliary
     if (loss - expected).abs() > TOLERANCE * expected.abs():
         raise RecipeError(
-            f"{where}: {type(model).__name__} computes a loss of {float(loss):.6g}, expected {float(expected):.6g}: "
-            f"cross entropy and {weight:g} times the auxiliary loss of its router. {ROUTER_REMEDY}"
+            f"{type(model).__name__} computes a loss of {float(loss):.6g}, expected {float(expected):.6g}: cross "
+            f"entropy and {weight:g} times the auxiliary loss of its router. {ROUTER_REMEDY}",
+            code="wrong-loss",
+            place=where,
         )
     return weight
 
@@ -189,8 +193,10 @@ def _check_shape(
     def find() -> None:
         if (shape := tuple(compute().shape)) != expected:
             raise RecipeError(
-                f"{where}: {type(model).__name__} gives logits of shape {shape} for 2 {of}, expected {expected}. Use "
-                "another model."
+                f"{type(model).__name__} gives logits of shape {shape} for 2 {of}, expected {expected}.",
+                code="wrong-shape",
+                place=where,
+                remedy="Use another model.",
             )
 
     agree(run, model, where, find, remedy)
@@ -267,9 +273,10 @@ def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], 
         if bool((output.loss - expected).abs() > 1e-4 * expected.abs() + 1e-6):
             remedy = ROUTER_REMEDY if getattr(model.config, "output_router_logits", False) else "Use another model."
             raise RecipeError(
-                f"{where}: {type(model).__name__} computes a loss of {float(output.loss):.6g}, expected "
-                f"{float(expected):.6g}, the mean cross entropy of the target tokens: its micro-batches could not be "
-                f"combined. {remedy}"
+                f"{type(model).__name__} computes a loss of {float(output.loss):.6g}, expected {float(expected):.6g}, "
+                f"the mean cross entropy of the target tokens: its micro-batches could not be combined. {remedy}",
+                code="wrong-loss",
+                place=where,
             )
 
     agree(run, model, where, find)
@@ -301,5 +308,5 @@ def agree(
             )
     results = [found for found in run.processes.all_gather_object(result) if found is not None]
     if problem := next((problem for _, problem in results if problem), ""):
-        raise RecipeError(problem)
+        raise RecipeError(problem, code="unsupported-model")
     return next((found for found, _ in results), None)

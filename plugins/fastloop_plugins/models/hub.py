@@ -36,9 +36,19 @@ def check_source(options: Any, where: str, example: str) -> None:
     such as ``example``."""
     if (options.name is None) == (options.config is None):
         found = "neither" if options.name is None else "both"
-        raise RecipeError(f"{where}: found {found}, expected one of: name (pretrained), config (from scratch).")
+        raise RecipeError(
+            code="exclusive-options",
+            place=where,
+            found=str(found),
+            expected="one of: name (pretrained), config (from scratch)",
+        )
     if options.config is not None and not isinstance(options.config.get("model_type"), str):
-        raise RecipeError(f"{where}.config.model_type: missing. Expected an architecture's name, such as {example}.")
+        raise RecipeError(
+            "missing.",
+            code="missing-value",
+            place=f"{where}.config.model_type",
+            expected=f"an architecture's name, such as {example}",
+        )
 
 
 def check_name(where: str, name: str, path: Path, wanted: Sequence[str] = ("config.json",)) -> None:
@@ -47,10 +57,15 @@ def check_name(where: str, name: str, path: Path, wanted: Sequence[str] = ("conf
     if path.is_dir():
         if not any((path / file).is_file() for file in wanted):
             raise RecipeError(
-                f"{where}: {path} holds no {' or '.join(wanted)}. Expected a folder that save_pretrained wrote."
+                f"{path} holds no {' or '.join(wanted)}.",
+                code="file-missing",
+                place=where,
+                expected="a folder that save_pretrained wrote",
             )
     elif path.exists() or not is_hub_name(name):
-        raise RecipeError(f"{where}: {name}: no such folder, and not a name that the hub could have.")
+        raise RecipeError(
+            "no such folder, and not a name that the hub could have.", code="file-missing", place=f"{where}: {name}"
+        )
 
 
 @cache
@@ -102,7 +117,7 @@ def explaining(where: str, name: str, folder: Path, instead: str) -> Iterator[No
         with quiet():
             yield
     except (*FAILURES, SafetensorError) as error:
-        raise RecipeError(explain(where, name, folder, error, instead)) from None
+        raise RecipeError(explain(where, name, folder, error, instead), code="file-unreadable") from None
 
 
 def log_new(model: str, names: Iterable[str]) -> None:
@@ -161,17 +176,22 @@ def config_from_scratch(given: dict[str, Any], where: str) -> Any:
     kind, rest = given["model_type"], {str(key): value for key, value in given.items() if key != "model_type"}
     if kind not in kinds:
         near = did_you_mean(kind, kinds)
-        raise RecipeError(f"{where}.model_type: transformers has no {kind!r}.{near}")
+        raise RecipeError(f"transformers has no {kind!r}.{near}", code="unknown-model", place=f"{where}.model_type")
     cls = CONFIG_MAPPING[kind]
     known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
     for key in rest:
         if key not in known:  # transformers would store it and never read it
-            raise RecipeError(f"{where}.{key}: {kind} has no such option.{did_you_mean(key, known)}")
+            raise RecipeError(
+                f"{kind} has no such option.",
+                code="unknown-option",
+                place=f"{where}.{key}",
+                remedy=did_you_mean(key, known),
+            )
     try:
         with quiet():  # the default end token may be outside a small vocabulary; build() sets it
             return AutoConfig.for_model(kind, **rest)
     except (ValueError, TypeError, StrictDataclassError) as error:
-        raise RecipeError(f"{where}: {' '.join(str(error).split())}") from None
+        raise RecipeError(" ".join(str(error).split()), code="invalid-value", place=where) from None
 
 
 class MessagesOnce:

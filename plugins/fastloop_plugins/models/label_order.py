@@ -121,8 +121,9 @@ def start_head_fresh(
     differ = f"{where}: its classes are {_listed(list(theirs.values()))}, and the data's are {_listed(order.names)}"
     if base is model:
         raise RecipeError(
-            f"{differ}. {type(model).__name__} does not define its base model, so its head cannot be reinitialized. "
-            "Rename the labels in the data, or use another model."
+            f"{differ}. {type(model).__name__} does not define its base model, so its head cannot be reinitialized.",
+            code="labels-differ",
+            remedy="Rename the labels in the data, or use another model.",
         )
     modules = [child for child in model.children() if child is not base]
     loaded = {

@@ -70,9 +70,12 @@ def resize(model: Any, rows: int, seed: int, where: str, remedy: str, mean: bool
         sizes = [len(module.weight) for module in embeddings(model)]
     except Exception as error:  # models raise errors of any type
         cause = f"{type(error).__name__}: {first_line(error)}"
-        raise RecipeError(f"{name} cannot be resized: {cause}. {remedy}") from None
+        raise RecipeError(f"{name} cannot be resized: {cause}. {remedy}", code="not-resizable") from None
     if set(sizes) != {rows}:
-        raise RecipeError(f"{name} has {sizes} rows of embedding and head, expected {rows} after resizing. {remedy}")
+        raise RecipeError(
+            f"{name} has {sizes} rows of embedding and head, expected {rows} after resizing. {remedy}",
+            code="not-resizable",
+        )
 
 
 def embeddings(model: Any) -> list[Any]:
@@ -129,8 +132,13 @@ def fit_padding(model: Any, tokenizer: Any, before: int | None, name: str | None
         ids += f"id {before}"
         if counts_positions_from_padding(model):
             raise RecipeError(
-                f"{where}.tokenizer: {ids}, from which {type(model).__name__} counts positions. Set the tokenizer's "
-                f"pad_token to the token of this id, save it, and name its folder: {key}.tokenizer=FOLDER."
+                f"{ids}, from which {type(model).__name__} counts positions.",
+                code="tokens-differ",
+                place=f"{where}.tokenizer",
+                remedy=(
+                    "Set the tokenizer's pad_token to the token of this id, save it, and name its folder: "
+                    f"{key}.tokenizer=FOLDER."
+                ),
             )
         logger.warning("%s: %s. The tokenizer's is used, and exported", key, ids)
     _train_row_of_padding(model, tokenizer, is_new=name is None)

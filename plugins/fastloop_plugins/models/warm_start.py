@@ -48,7 +48,10 @@ def weight_files(recipe: Recipe) -> list[Path]:
             else "no such file or folder"
         )
         raise RecipeError(
-            f"{recipe.where}: model.weights: {path}: {problem}. Expected a .safetensors or .pt file, or a run folder."
+            f"{problem}.",
+            code="file-missing",
+            place=f"{recipe.where}: model.weights: {path}",
+            expected="a .safetensors or .pt file, or a run folder",
         )
     return found
 
@@ -80,7 +83,9 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
     matched = {name: tensor for name, tensor in found.items() if name in own and tensor.shape == own[name].shape}
     if not matched:
         raise RecipeError(
-            f"{where}: no tensor matches one of the model. The file has {_list(found)}; the model has {_list(own)}."
+            f"no tensor matches one of the model. The file has {_list(found)}; the model has {_list(own)}.",
+            code="weights-differ",
+            place=where,
         )
     tied = {tensor.data_ptr() for name, tensor in own.items() if name in matched and tensor.numel()}
     problems = {
@@ -97,8 +102,10 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
     notes = "".join(f"; {len(names)} {problem}: {_list(names)}" for problem, names in problems.items() if names)
     if notes and recipe.model.get("weights_strict"):
         raise RecipeError(
-            f"{where}: {len(matched)} of {len(own)} tensors match{notes}. Correct it, or set model.weights_strict: "
-            "false."
+            f"{len(matched)} of {len(own)} tensors match{notes}.",
+            code="weights-differ",
+            place=where,
+            remedy="Correct it, or set model.weights_strict: false.",
         )
     model.load_state_dict(matched, strict=False)
     log.log(
@@ -126,7 +133,9 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
             else torch.load(file, map_location="cpu", weights_only=True)
         )
     except (OSError, RuntimeError, EOFError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
-        raise RecipeError(f"{where}: {file} cannot be read: {' '.join(str(error).split()):.300}") from None
+        raise RecipeError(
+            f"{file} cannot be read: {' '.join(str(error).split()):.300}", code="file-unreadable", place=where
+        ) from None
     for key in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -137,8 +146,9 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
     )
     if not tensors:
         raise RecipeError(
-            f"{where}: {file} holds no tensors by name, such as a state_dict has them. It holds a "
-            f"{type(content).__name__}."
+            f"{file} holds no tensors by name, such as a state_dict has them. It holds a {type(content).__name__}.",
+            code="wrong-format",
+            place=where,
         )
     return tensors
 

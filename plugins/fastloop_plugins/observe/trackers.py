@@ -129,11 +129,23 @@ class Trackers(Plugin):
             logger.warning("%s: lists no tracker, so nothing is logged. Expected some of: %s", where, ", ".join(RULES))
         for name in self.trackers:
             if name == "tensorboard":
-                raise PluginError(f"{where}: found 'tensorboard'. List the plugin tensorboard instead.")
+                raise PluginError(
+                    "found 'tensorboard'.",
+                    code="unknown-choice",
+                    place=where,
+                    remedy="List the plugin tensorboard instead.",
+                )
             if name not in RULES:
-                raise PluginError(f"{where}: no tracker {name!r}.{did_you_mean(name, RULES)}")
+                raise PluginError(
+                    f"no tracker {name!r}.", code="unknown-choice", place=where, remedy=did_you_mean(name, RULES)
+                )
             if importlib.util.find_spec(name) is None:
-                raise PluginError(f"{where}: {name} is not installed. Install it: pip install {name}")
+                raise PluginError(
+                    f"{name} is not installed.",
+                    code="not-installed",
+                    place=where,
+                    remedy=f"Install it: pip install {name}",
+                )
 
     @hookimpl
     def before_fit(self, run: Run) -> None:

@@ -110,7 +110,7 @@ class Amp(Plugin):
             if options.get("dtype") != "fp8":
                 raise
             message = f"{self.where}.dtype: fp8 is a plugin of its own. List 'torchao-fp8', and set dtype: bf16 here."
-            raise RecipeError(message) from None
+            raise RecipeError(message, code="unsupported-precision") from None
         self.precision: str = "no" if self.dtype == "fp32" else self.dtype  # as in Accelerate
         self.is_applied: bool | None = None
         self.recorders: list[RemovableHandle] = []
@@ -168,7 +168,7 @@ class Amp(Plugin):
             run.plugins.unsubscribe(self, "compute_loss")
             if (problem := self.explain(run, batch, error)) is None:
                 raise
-            raise PluginError(problem) from error
+            raise PluginError(problem, code="unsupported-precision") from error
         if "model" in vars(run):
             run.plugins.unsubscribe(self, "compute_loss")
         return output
@@ -187,7 +187,7 @@ class Amp(Plugin):
                     run.hooks.compute_loss(run=run, model=run.unwrap_model(), batch=batch)
                 except Exception as error:
                     if problem := self.explain(run, batch, error):
-                        raise PluginError(problem) from error
+                        raise PluginError(problem, code="unsupported-precision") from error
             raise
 
     def explain(self, run: Run, batch: Any, error: Exception) -> str | None:
@@ -227,9 +227,11 @@ class Amp(Plugin):
         run.plugins.unsubscribe(self, "before_optimizer_step")
         if not self.is_applied:
             raise PluginError(
-                f"{run.recipe.where}: plugins.{self.name}: the first step computed in fp32, because prepare of the "
-                f"strategy {run.strategy.name!r} applied no autocast. Remove its sets_precision, so that fastloop "
-                f"applies it. Or remove {self.name}."
+                f"the first step computed in fp32, because prepare of the strategy {run.strategy.name!r} applied no "
+                "autocast.",
+                code="no-autocast",
+                place=f"{run.recipe.where}: plugins.{self.name}",
+                remedy=f"Remove its sets_precision, so that fastloop applies it. Or remove {self.name}.",
             )
 
     @hookimpl

@@ -102,13 +102,20 @@ class Configuration:
             )
         self._agree("fp16.loss_scale_window", "plugins.amp.growth_interval", scaling.get("growth_interval"))
         if self.stage not in (0, 1, 2, 3):
-            raise PluginError(f"{self.file}: zero_optimization.stage: is {self.stage!r}. Expected 0, 1, 2 or 3.")
+            raise PluginError(
+                f"is {self.stage!r}.",
+                code="unknown-choice",
+                place=f"{self.file}: zero_optimization.stage",
+                expected="0, 1, 2 or 3",
+            )
         for (name, section), least in zip(OFFLOADS.items(), (1, 3), strict=True):
             place = f"{recipe.where}: plugins.deepspeed.{name}" if getattr(options, name) else None
             if lookup(self.json, f"zero_optimization.{section}.device") not in (None, "none"):
                 place = place or f"{self.file}: zero_optimization.{section}"
             if place and self.stage < least:
-                raise PluginError(f"{place}: needs stage {least} or more; the stage is {self.stage}.")
+                raise PluginError(
+                    f"needs stage {least} or more; the stage is {self.stage}.", code="unsupported-stage", place=place
+                )
         if self.stage == 3 and launcher.is_on("ACCELERATE_DEEPSPEED_ZERO3_INIT"):
             launcher.refuse(
                 "ACCELERATE_DEEPSPEED_ZERO3_INIT",
@@ -116,9 +123,10 @@ class Configuration:
             )
         if self.stage and train.optimizer_name in WHOLE_TENSORS:
             raise PluginError(
-                f"{recipe.where}: train.optimizer: {train.optimizer_name} cannot be sharded: ZeRO gives it slices of "
-                "flattened weights. "
-                "Use another, such as AdamW, or plugins.deepspeed.stage: 0."
+                f"{train.optimizer_name} cannot be sharded: ZeRO gives it slices of flattened weights.",
+                code="unsupported-optimizer",
+                place=f"{recipe.where}: train.optimizer",
+                remedy="Use another, such as AdamW, or plugins.deepspeed.stage: 0.",
             )
 
     def _agree(self, key: str, name: str, wanted: Any) -> None:
@@ -128,8 +136,10 @@ class Configuration:
         if wanted is None or found is None or found == wanted:
             return
         raise PluginError(
-            f'{self.file}: {key}: is {found!r}, and {name} is {wanted!r}. Make them the same, write "auto" there, or '
-            "remove it there."
+            f"is {found!r}, and {name} is {wanted!r}.",
+            code="conflicting-values",
+            place=f"{self.file}: {key}",
+            remedy='Make them the same, write "auto" there, or remove it there.',
         )
 
     def check_others(self, run: Run) -> None:
@@ -138,7 +148,9 @@ class Configuration:
         if sharded and any(plugin.name == "lora" and plugin.option_values().get("merge") for plugin in run.plugins):
             why = "stage 3 shards the weights that the adapters would be merged into."
             raise PluginError(
-                f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2."
+                f"plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.",
+                code="unsupported-stage",
+                place=run.recipe.where,
             )
         if sharded and "compile" in names:
             logger.warning(
@@ -147,8 +159,10 @@ class Configuration:
         if "ema" in names and (sharded or self.half):
             why = "stage 3 shards the weights" if sharded else "weights in half precision are copies of sharded ones"
             raise PluginError(
-                f"{run.recipe.where}: plugins 'deepspeed' and 'ema': {why}, which ema cannot exchange. Remove one "
-                "of them."
+                f"plugins 'deepspeed' and 'ema': {why}, which ema cannot exchange.",
+                code="excluded-plugin",
+                place=run.recipe.where,
+                remedy="Remove one of them.",
             )
 
     def build(self, run: Run, model: nn.Module) -> dict[str, Any]:
@@ -163,9 +177,11 @@ class Configuration:
         if run.settings.split is not None:
             splitter = run.settings.writers["split"]
             raise PluginError(
-                f"{run.recipe.where}: plugins.deepspeed: needs the same number of micro-steps in each step, and "
-                f"{splitter!r} splits steps by the lengths of their samples. Use another strategy, or remove the "
-                f"option of {splitter!r} that does so."
+                f"needs the same number of micro-steps in each step, and {splitter!r} splits steps by the lengths of "
+                "their samples.",
+                code="unsupported-batches",
+                place=f"{run.recipe.where}: plugins.deepspeed",
+                remedy=f"Use another strategy, or remove the option of {splitter!r} that does so.",
             )
         self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.loaders.micro_batch_size)
         self._agree("gradient_accumulation_steps", "the number of micro-steps", run.loaders.micro_steps)
@@ -175,11 +191,16 @@ class Configuration:
         self._agree("torch_autocast.enabled", says, precision == "bf16" and not self.half)
         if precision not in ("no", "bf16", "fp16"):
             raise PluginError(
-                f"plugins.deepspeed: works in fp32, bf16 or fp16, and the recipe's precision is {precision!r}."
+                f"works in fp32, bf16 or fp16, and the recipe's precision is {precision!r}.",
+                code="unsupported-precision",
+                place="plugins.deepspeed",
             )
         if self.half and self.stage == 0:
             raise PluginError(
-                "plugins.deepspeed.stage: 0 keeps no fp32 copy of half-precision weights. Use stage 1 or more."
+                "0 keeps no fp32 copy of half-precision weights.",
+                code="unsupported-stage",
+                place="plugins.deepspeed.stage",
+                remedy="Use stage 1 or more.",
             )
         config = without_auto(self.json)
         for section in ("optimizer", "scheduler"):  # the recipe's are used; _agree checked that these are equal
@@ -249,18 +270,23 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise PluginError(
-            f"plugins.deepspeed.config: {path} cannot be read: {error}. Expected a JSON file of DeepSpeed's."
+            f"{path} cannot be read: {error}.",
+            code="file-unreadable",
+            place="plugins.deepspeed.config",
+            expected="a JSON file of DeepSpeed's",
         ) from None
     if not isinstance(found, dict):
         raise PluginError(
-            f"plugins.deepspeed.config: {path} holds a {type(found).__name__}. Expected an object with "
-            "DeepSpeed's keys."
+            f"{path} holds a {type(found).__name__}.",
+            code="wrong-type",
+            place="plugins.deepspeed.config",
+            expected="an object with DeepSpeed's keys",
         )
     known = KEYS.split()
     for key in found.keys() - set(known):
         hint = did_you_mean(key, known)
         if hint:
-            raise PluginError(f"{path}: DeepSpeed has no key {key!r}.{hint}")
+            raise PluginError(f"DeepSpeed has no key {key!r}.{hint}", code="unknown-key", place=str(path))
         logger.warning("deepspeed: %s: %r is not a key that fastloop knows: passed on unchanged", path, key)
     return found
 

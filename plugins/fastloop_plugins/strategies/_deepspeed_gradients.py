@@ -208,9 +208,11 @@ class Slices:
         for key, value in tensors.items():
             if value.shape != flat.shape:
                 raise PluginError(
-                    f"plugins.deepspeed: no process used some of the weights in a step. {type(self.base).__name__} "
-                    f"cannot leave them as they are, because its state {key!r} cannot be divided into those of single "
-                    "weights. Use ddp or fsdp."
+                    f"no process used some of the weights in a step. {type(self.base).__name__} cannot leave them as "
+                    f"they are, because its state {key!r} cannot be divided into those of single weights.",
+                    code="unused-parameters",
+                    place="plugins.deepspeed",
+                    remedy="Use ddp or fsdp.",
                 )
         return tensors, {key: value for key, value in state.items() if key not in tensors}
 

@@ -338,7 +338,10 @@ def imported(device: str) -> Any:
             os.environ["DS_ACCELERATOR"] = previous
     if found != device:
         raise PluginError(
-            f"plugins.deepspeed: DeepSpeed was imported for {found}, and this run is on {device}. Start a new process."
+            f"DeepSpeed was imported for {found}, and this run is on {device}.",
+            code="wrong-device",
+            place="plugins.deepspeed",
+            remedy="Start a new process.",
         )
     if device == "cpu":
         # it would be compiled at its first use; use gloo

@@ -65,9 +65,18 @@ def make_meshes(run: Run, shard_within: int | None, tensor: int | None) -> tuple
     size = shard_within or world_size
     if world_size % size:
         fits = ", ".join(str(part) for part in range(2, world_size + 1) if world_size % part == 0)
-        raise PluginError(f"{where}: {world_size} processes are not a multiple of {size}. Expected one of: {fits}.")
+        raise PluginError(
+            f"{world_size} processes are not a multiple of {size}.",
+            code="not-divisible",
+            place=where,
+            expected=f"one of: {fits}",
+        )
     if size % inner:
-        raise PluginError(f"{where}: {size} processes are not a multiple of the {inner} of plugins.fsdp.tensor.")
+        raise PluginError(
+            f"{size} processes are not a multiple of the {inner} of plugins.fsdp.tensor.",
+            code="not-divisible",
+            place=where,
+        )
     sizes = {"replicate": world_size // size, "shard": size // inner, "tensor": inner}
     sizes = {name: part for name, part in sizes.items() if part > 1 or name == "shard"}
     mesh = init_device_mesh(run.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -61,8 +61,10 @@ class Launcher:
         is_listed = is_ours and (plugins.get(plugin) or {}).get(key) is not None
         if is_listed or current != default:
             raise PluginError(
-                f"{self.recipe.where}: accelerate's configuration asks for {asked!r} ({variable}), and {place} is "
-                f"{current!r}. Make them the same, or start with another launcher: fastloop train RECIPE --nproc N."
+                f"accelerate's configuration asks for {asked!r} ({variable}), and {place} is {current!r}.",
+                code="launcher-differs",
+                place=self.recipe.where,
+                remedy="Make them the same, or start with another launcher: fastloop train RECIPE --nproc N.",
             )
         if is_ours:
             self.plugin.set_option(key, value)
@@ -71,8 +73,11 @@ class Launcher:
         for need in self.plugin.requirements:
             if missing := need.missing(self.plugin, this_machine(self.recipe.train.device)):
                 raise PluginError(
-                    f"{self.recipe.where}: accelerate's configuration asks for {asked!r} ({variable}), and {place} "
-                    f"{missing.removesuffix('.')}. Take it out there."
+                    f"accelerate's configuration asks for {asked!r} ({variable}), and {place} "
+                    f"{missing.removesuffix('.')}.",
+                    code="launcher-differs",
+                    place=self.recipe.where,
+                    remedy="Take it out there.",
                 )
         if is_ours and plugin in plugins:
             plugins[plugin] = {**(plugins[plugin] or {}), key: value}
@@ -85,6 +90,8 @@ class Launcher:
             remedy: The setting to use instead.
         """
         raise PluginError(
-            f"{self.recipe.where}: accelerate's configuration asks for {os.environ[variable]!r} ({variable}), and the "
-            f"plugin {self.plugin.name!r} has no option for it. {remedy}"
+            f"accelerate's configuration asks for {os.environ[variable]!r} ({variable}), and the plugin "
+            f"{self.plugin.name!r} has no option for it. {remedy}",
+            code="launcher-differs",
+            place=self.recipe.where,
         )

@@ -140,9 +140,11 @@ class ModuleOrder:
         output = tree_map(self._attach_output, output) if self.tokens else output
         if not self.attached:
             raise PluginError(
-                f"{self.run.recipe.where}: process {self.run.rank} left out some modules, whose weights all processes "
-                f"gather for backward, too. Found no tensor to attach them to in the {type(output).__name__} that the "
-                "model returned: return a tensor, or a dict or tuple of them."
+                f"process {self.run.rank} left out some modules, whose weights all processes gather for backward, "
+                f"too. Found no tensor to attach them to in the {type(output).__name__} that the model returned: "
+                "return a tensor, or a dict or tuple of them.",
+                code="modules-differ",
+                place=self.run.recipe.where,
             )
         self.tokens = []
         return output
@@ -183,8 +185,10 @@ class ModuleOrder:
     def _error(self, name: str, did: str, problem: str) -> PluginError:
         process = f"process {self.run.rank} of {self.run.world_size}"
         return PluginError(
-            f"{self.run.recipe.where}: {process} {did} {name!r} {problem}. Processes gather the weights of a module "
-            f"together, so each of them must call it. {self.remedy}"
+            f"{process} {did} {name!r} {problem}. Processes gather the weights of a module together, so each of them "
+            f"must call it. {self.remedy}",
+            code="modules-differ",
+            place=self.run.recipe.where,
         )
 
     def _take_part(self, call: int) -> None:

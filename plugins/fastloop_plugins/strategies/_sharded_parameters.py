@@ -29,8 +29,10 @@ def refuse_scalars(model: nn.Module, where: str) -> None:
     names = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if names:
         raise PluginError(
-            f"{where}: cannot shard parameters without dimensions: {', '.join(names)}. Give them the shape (1,), or "
-            "use ddp."
+            f"cannot shard parameters without dimensions: {', '.join(names)}.",
+            code="unsupported-parameters",
+            place=where,
+            remedy="Give them the shape (1,), or use ddp.",
         )
 
 
@@ -47,8 +49,10 @@ def refuse_ties(model: nn.Module, blocks: list[nn.Module], where: str) -> None:
         found = part.get(id(model.get_submodule(name.rpartition(".")[0])))
         if parts.setdefault(id(weight), found) != found:
             raise PluginError(
-                f"{where}: the weight {name!r} is tied to one outside its block. Name blocks that hold both, or "
-                "neither."
+                f"the weight {name!r} is tied to one outside its block.",
+                code="tied-parameters",
+                place=where,
+                remedy="Name blocks that hold both, or neither.",
             )
 
 
@@ -78,8 +82,10 @@ def try_step(optimizer: Any, where: str) -> None:
                 continue  # not about divided tensors: the optimizer may need more than a trial has
             reason = str(error).partition(". ")[0].removesuffix(".")
             raise PluginError(
-                f"{where}: train.optimizer: {type(member).__name__} cannot step divided weights: {reason}. "
-                "Use another, such as AdamW, or the strategy ddp."
+                f"{type(member).__name__} cannot step divided weights: {reason}.",
+                code="unsupported-optimizer",
+                place=f"{where}: train.optimizer",
+                remedy="Use another, such as AdamW, or the strategy ddp.",
             ) from None
 
 

@@ -38,11 +38,18 @@ def find_plan(model: nn.Module, precision: str, where: str) -> tuple[Any, Any]:
         PluginError: There is no plan, or the precision is fp16.
     """
     if precision == "fp16":
-        raise PluginError(f"{where}: works in fp32 and bf16; the recipe's precision is 'fp16'.")
+        raise PluginError(
+            "works in fp32 and bf16; the recipe's precision is 'fp16'.", code="unsupported-precision", place=where
+        )
     found = transformers_model(model)
     if not (rules := getattr(found, "tp_plan", None)):
         name = type(found or model).__name__
-        raise PluginError(f"{where}: {name} has no plan (tp_plan of a transformers model). Use fsdp or ddp.")
+        raise PluginError(
+            f"{name} has no plan (tp_plan of a transformers model).",
+            code="unsupported-model",
+            place=where,
+            remedy="Use fsdp or ddp.",
+        )
     return found, rules
 
 
@@ -149,6 +156,8 @@ def step_one_by_one(optimizer: Optimizer, where: str) -> None:
             for key in ("foreach", "fused"):
                 if is_mixed and group.get(key):
                     raise PluginError(
-                        f"{where}: train.optimizer.{key}: torch cannot step divided and whole weights together. "
-                        "Remove it."
+                        "torch cannot step divided and whole weights together.",
+                        code="unsupported-optimizer",
+                        place=f"{where}: train.optimizer.{key}",
+                        remedy="Remove it.",
                     )

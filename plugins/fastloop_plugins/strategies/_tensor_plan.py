@@ -72,7 +72,10 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
     for key in HEADS:
         if (heads := getattr(config, key, None)) is not None and heads % processes:
             raise PluginError(
-                f"{where}: {key} of the model is {heads}, not a multiple of the {processes} processes. Use fsdp or ddp."
+                f"{key} of the model is {heads}, not a multiple of the {processes} processes.",
+                code="not-divisible",
+                place=where,
+                remedy="Use fsdp or ddp.",
             )
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     found: dict[str, ParallelStyle] = {}
@@ -84,14 +87,20 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
         style, size = _style(rule, layer)
         if style is None or (layer is not module and rule not in ADAPTERS):
             raise PluginError(
-                f"{where}: the plan of the model has {rule!r} for {name}, a {type(layer).__name__}"
-                f"{' with adapters' * (layer is not module)}. Use fsdp or ddp."
+                f"the plan of the model has {rule!r} for {name}, a "
+                f"{type(layer).__name__}{' with adapters' * (layer is not module)}.",
+                code="unsupported-model",
+                place=where,
+                remedy="Use fsdp or ddp.",
             )
         if size % processes and (rule in GATHERED or isinstance(layer, nn.Embedding)):
             continue  # its inputs and outputs are whole in any case
         if size % processes:
             raise PluginError(
-                f"{where}: {name} has {size} features, not a multiple of the {processes} processes. Use fsdp or ddp."
+                f"{name} has {size} features, not a multiple of the {processes} processes.",
+                code="not-divisible",
+                place=where,
+                remedy="Use fsdp or ddp.",
             )
         if layer is module:
             found[name] = style
@@ -99,7 +108,12 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
         found[f"{name}.base_layer"] = style
         found |= {f"{name}.{ADAPTERS[rule]}.{adapter}": style for adapter in getattr(module, ADAPTERS[rule])}
     if not found:
-        raise PluginError(f"{where}: the plan of {type(model).__name__} names none of its layers. Use fsdp or ddp.")
+        raise PluginError(
+            f"the plan of {type(model).__name__} names none of its layers.",
+            code="unsupported-model",
+            place=where,
+            remedy="Use fsdp or ddp.",
+        )
     return found
 
 

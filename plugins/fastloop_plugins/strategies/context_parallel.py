@@ -91,9 +91,19 @@ class ContextParallel(Plugin):
             return
         found = with_loss(model)
         if found is None or not getattr(found, "_supports_sdpa", False):
-            raise PluginError(f"{where}: {type(model).__name__} has no selectable attention. Use fsdp alone.")
+            raise PluginError(
+                f"{type(model).__name__} has no selectable attention.",
+                code="unsupported-model",
+                place=where,
+                remedy="Use fsdp alone.",
+            )
         if getattr(found.config.get_text_config(), "output_router_logits", False):
-            raise PluginError(f"{where}: the loss of a router needs whole sequences. Set output_router_logits: false.")
+            raise PluginError(
+                "the loss of a router needs whole sequences.",
+                code="unsupported-model",
+                place=where,
+                remedy="Set output_router_logits: false.",
+            )
         size = min(self.size or run.world_size, run.world_size)
         divide: Any = torch.distributed.new_subgroups
         group = divide(size)[0] if size < run.world_size else None
@@ -125,8 +135,11 @@ def divide_forward(model: Any, slices: SequenceSlices) -> None:
     ) -> Any:
         if targets is None:
             raise PluginError(
-                "plugin 'context-parallel': the model computes losses of divided sequences, and something needs its "
-                "logits, such as to generate texts. Leave one of both out."
+                "the model computes losses of divided sequences, and something needs its logits, such as to generate "
+                "texts.",
+                code="logits-divided",
+                place="plugin 'context-parallel'",
+                remedy="Leave one of both out.",
             )
         missing = -input_ids.shape[1] % (2 * slices.size)
         slices.documents = None

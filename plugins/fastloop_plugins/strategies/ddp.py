@@ -123,14 +123,19 @@ class DDP(TimedStrategy):
         elif self.static_graph and run.settings.split is not None:
             splitter = run.settings.writers["split"]
             raise PluginError(
-                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and "
-                f"{splitter!r} splits each step by the lengths of its samples. Set it to false."
+                f"torch cannot accumulate gradients with it, and {splitter!r} splits each step by the lengths of its "
+                "samples.",
+                code="static-graph",
+                place=f"{run.recipe.where}: plugins.ddp.static_graph",
+                remedy="Set it to false.",
             )
         elif self.static_graph and run.loaders.micro_steps > 1:  # else an assertion in torch's reducer fails
             fits = run.recipe.train.batch_size // run.world_size
             raise PluginError(
-                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and each "
-                f"step has {run.loaders.micro_steps} micro-steps. Set it to false, or train.micro_batch_size to {fits}."
+                f"torch cannot accumulate gradients with it, and each step has {run.loaders.micro_steps} micro-steps.",
+                code="static-graph",
+                place=f"{run.recipe.where}: plugins.ddp.static_graph",
+                remedy=f"Set it to false, or train.micro_batch_size to {fits}.",
             )
 
     @hookimpl(wrapper=True)
@@ -141,9 +146,10 @@ class DDP(TimedStrategy):
             if "find_unused_parameters" not in str(error):
                 raise
             raise PluginError(
-                "plugin 'ddp': the loss does not depend on all of the model's trained weights, so DDP waits for "
-                "gradients in vain. "
-                "Set plugins.ddp.find_unused_parameters: true, or freeze them."
+                "the loss does not depend on all of the model's trained weights, so DDP waits for gradients in vain.",
+                code="unused-parameters",
+                place="plugin 'ddp'",
+                remedy="Set plugins.ddp.find_unused_parameters: true, or freeze them.",
             ) from error
 
 

@@ -94,17 +94,21 @@ class DeepSpeed(TimedStrategy):
         if isinstance(optimizer, Optimizers):
             names = ", ".join(map(repr, optimizer.members))
             problem = f"build_optimizer returned several optimizers, {names}, and DeepSpeed steps one. Use ddp or fsdp."
-            raise PluginError(f"{run.recipe.where}: plugins.deepspeed: {problem}")
+            raise PluginError(problem, code="unsupported-model", place=f"{run.recipe.where}: plugins.deepspeed")
         refuse_scalars(model, f"{run.recipe.where}: plugins.deepspeed")  # DeepSpeed cannot exchange them
         config, stage = self.configuration.build(run, model), self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
             raise PluginError(
-                "plugins.deepspeed: needs a launcher, for one process too: fastloop train RECIPE --nproc 1."
+                "needs a launcher, for one process too: fastloop train RECIPE --nproc 1.",
+                code="no-launcher",
+                place="plugins.deepspeed",
             )
         if not all(group["params"] for group in optimizer.param_groups):
             raise PluginError(
-                "plugins.deepspeed: the optimizer has a parameter group without parameters. Leave it out of "
-                "build_optimizer."
+                "the optimizer has a parameter group without parameters.",
+                code="empty-group",
+                place="plugins.deepspeed",
+                remedy="Leave it out of build_optimizer.",
             )
         deepspeed = imported(run.device.type)
         self.sharded = Sharded(optimizer)
@@ -115,7 +119,9 @@ class DeepSpeed(TimedStrategy):
                 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
             raise PluginError(
-                f"{self.configuration.file}: DeepSpeed refuses this: {' '.join(str(error).split())}"
+                f"DeepSpeed refuses this: {' '.join(str(error).split())}",
+                code="invalid-value",
+                place=str(self.configuration.file),
             ) from error
         self.sharded.taken(run, engine, stage, self.configuration.half)
         self.reduction = Reduction(run, engine, stage)
@@ -155,9 +161,11 @@ class DeepSpeed(TimedStrategy):
     def backward(self, run: Run, loss: Tensor) -> None:
         if self.sharded.has_gradients and self.configuration.stage in (1, 2):
             raise PluginError(
-                f"plugins.deepspeed.stage: {self.configuration.stage} keeps only the gradients of the last "
-                "run.accumulate_gradients, and a plugin's train_step adds those of two. Use stage 0 or 3, or call "
-                "run.optimizer.zero_grad() in between to replace them."
+                f"{self.configuration.stage} keeps only the gradients of the last run.accumulate_gradients, and a "
+                "plugin's train_step adds those of two.",
+                code="unsupported-stage",
+                place="plugins.deepspeed.stage",
+                remedy="Use stage 0 or 3, or call run.optimizer.zero_grad() in between to replace them.",
             )
         # The loop has weighted the loss, and fp16 scaling is DeepSpeed's. Stage 0 would divide a tensor that the model
         # itself returned.

@@ -101,8 +101,10 @@ class FSDP(DividingStrategy):
         take_over(recipe, self)
         if self.tensor and self.meta_device:
             raise PluginError(
-                f"{recipe.where}: plugins.fsdp.tensor: needs the full model in each process. Set "
-                "plugins.fsdp.meta_device: false."
+                "needs the full model in each process.",
+                code="conflicting-values",
+                place=f"{recipe.where}: plugins.fsdp.tensor",
+                remedy="Set plugins.fsdp.meta_device: false.",
             )
 
     @hookimpl
@@ -140,7 +142,9 @@ class FSDP(DividingStrategy):
         precision = run.accelerator.mixed_precision
         if precision not in ("no", "bf16"):
             raise PluginError(
-                f"{run.recipe.where}: plugins.fsdp: works in fp32 and bf16; the recipe's precision is {precision!r}."
+                f"works in fp32 and bf16; the recipe's precision is {precision!r}.",
+                code="unsupported-precision",
+                place=f"{run.recipe.where}: plugins.fsdp",
             )
         if not torch.distributed.is_initialized():
             self.log.info("one process, so there is nothing to shard")

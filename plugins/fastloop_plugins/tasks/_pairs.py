@@ -182,7 +182,11 @@ class Seq2SeqModel(AnyModel):
             default=length,
         )
         if length > room:
-            raise RecipeError(f"{self.recipe.where}: {key}: found {length}, and the model takes {room} tokens at most.")
+            raise RecipeError(
+                f"found {length}, and the model takes {room} tokens at most.",
+                code="out-of-range",
+                place=f"{self.recipe.where}: {key}",
+            )
 
     def finish_tokenizer(self, texts: Iterable[Any], types: bool = False) -> None:
         if self.trained is None:

@@ -157,7 +157,10 @@ class ImageClassification(ClassifierOptions):
         if count > TOP:
             if "top5_accuracy" in self.metrics:
                 raise RecipeError(
-                    f"{where}.top5_accuracy: the task has a metric 'top5_accuracy'. Call this one something else."
+                    "the task has a metric 'top5_accuracy'.",
+                    code="name-taken",
+                    place=f"{where}.top5_accuracy",
+                    remedy="Call this one something else.",
                 )
             metrics.add_metrics({"top5_accuracy": MulticlassAccuracy(count, top_k=TOP, average="micro")})
         return metrics

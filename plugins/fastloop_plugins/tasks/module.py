@@ -83,7 +83,10 @@ class Module(Plugin):
         self.loss_name = loss.get("name") if isinstance(loss, dict) else loss
         if loss is not None and not isinstance(self.loss_name, str):
             raise RecipeError(
-                f"{self.where}.loss: found {loss!r} without a name. Expected such as {{name: cross_entropy}}."
+                code="missing-value",
+                place=f"{self.where}.loss",
+                found=f"{loss!r} without a name",
+                expected="such as {name: cross_entropy}",
             )
         weighted = isinstance(loss, dict) and loss.get("class_weights") is not None
         self.uses_classes = weighted or self.loss_name == "focal"
@@ -130,15 +133,20 @@ class Module(Plugin):
         for key, found in self.found.items():
             if not callable(found):
                 problem = f"{self.named[key]} is of type {type(found).__name__}, expected a class or function."
-                raise RecipeError(f"{self.file}: {key}: {problem}")
+                raise RecipeError(problem, code="wrong-result", place=f"{self.file}: {key}")
         datasets = self._call("data")
         splits = ("train", "validation", "test")
         if not isinstance(datasets, Mapping):
             problem = f"returned a {type(datasets).__name__}, expected a mapping of {', '.join(splits)}."
-            raise RecipeError(f"{self.file}: data.module: {problem}")
+            raise RecipeError(problem, code="wrong-result", place=f"{self.file}: data.module")
         for split in datasets:
             if split not in splits:
-                raise RecipeError(f"{self.file}: data.module: returned a split {split!r}.{did_you_mean(split, splits)}")
+                raise RecipeError(
+                    f"returned a split {split!r}.",
+                    code="unknown-split",
+                    place=f"{self.file}: data.module",
+                    remedy=did_you_mean(split, splits),
+                )
         if self.uses_classes:
             self.criterion.set_weights(lambda: targets_of(datasets.get("train"), self.criterion.where))
         elif (loss := self.found.get("plugins.module.loss")) is not None:
@@ -160,7 +168,11 @@ class Module(Plugin):
 
         model = self._call("model")
         if not isinstance(model, nn.Module):
-            raise RecipeError(f"{self.file}: model.module: made a {type(model).__name__}, expected a torch.nn.Module.")
+            raise RecipeError(
+                f"made a {type(model).__name__}, expected a torch.nn.Module.",
+                code="wrong-result",
+                place=f"{self.file}: model.module",
+            )
         run.new_weights = frozenset(load_weights(model, self.recipe, None))
         for counter in self.counters:
             counter.set_model(model)
@@ -193,9 +205,12 @@ class Module(Plugin):
         try:
             return self.found[f"{key}.module"](**self.code[key].arguments)
         except ImportError as error:
-            raise RecipeError(f"{self.file}: {key}.module: {self.code[key].module}: {error}") from error
+            raise RecipeError(
+                str(error), code="import-failed", place=f"{self.file}: {key}.module: {self.code[key].module}"
+            ) from error
         except TypeError as error:
             raise RecipeError(
-                f"{self.file}: {key}.arguments: {self.code[key].module} was called with {self.code[key].arguments}: "
-                f"{error}."
+                f"{self.code[key].module} was called with {self.code[key].arguments}: {error}.",
+                code="call-failed",
+                place=f"{self.file}: {key}.arguments",
             ) from error

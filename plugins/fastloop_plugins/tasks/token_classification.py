@@ -146,7 +146,7 @@ class TokenClassification(ClassifierOptions, TextTask):
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         def bad(index: int, problem: str) -> None:
-            raise RecipeError(f"{self.text_model.where}.tokenizer: {problem}")
+            raise RecipeError(problem, code="unsupported-tokenizer", place=f"{self.text_model.where}.tokenizer")
 
         sentences = [text.split() for text in PROBE]
         samples = encode_sentences(sentences, self.text_model, self.data.options.max_length, bad)

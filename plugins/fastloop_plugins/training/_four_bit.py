@@ -106,8 +106,11 @@ def quantize(run: Run, model: nn.Module, kept: Collection[str]) -> None:
     ]
     if not suited:
         raise PluginError(
-            f"{run.recipe.where}: plugins.lora.quantize: {type(model).__name__} has {len(found)} linear layers, and "
-            f"none whose number of inputs is a multiple of {BLOCK}, which nf4 needs. Leave quantize out."
+            f"{type(model).__name__} has {len(found)} linear layers, and none whose number of inputs is a multiple of "
+            f"{BLOCK}, which nf4 needs.",
+            code="unsupported-model",
+            place=f"{run.recipe.where}: plugins.lora.quantize",
+            remedy="Leave quantize out.",
         )
     before = after = 0
     found.clear()  # so that each layer is freed as soon as it is replaced

@@ -48,11 +48,18 @@ def adapter_to_continue(lora: LoRAOptions, recipe: Recipe) -> Adapter | None:
     adapter = find_adapter(recipe, lora.adapter, where)
     if adapter is None:
         raise RecipeError(
-            f"{where}: {recipe.find(lora.adapter)}: found no adapter_config.json. Expected the folder of a "
-            "LoRA adapter, such as RUN/model of a run with merge: false."
+            code="file-missing",
+            place=f"{where}: {recipe.find(lora.adapter)}",
+            found="no adapter_config.json",
+            expected="the folder of a LoRA adapter, such as RUN/model of a run with merge: false",
         )
     if of_model is not None:
-        raise RecipeError(f"{where}: model.name is the folder of an adapter, too. Remove one of them.")
+        raise RecipeError(
+            "model.name is the folder of an adapter, too.",
+            code="exclusive-options",
+            place=where,
+            remedy="Remove one of them.",
+        )
     return adapter
 
 
@@ -89,8 +96,9 @@ def new_adapter(lora: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
         kinds = ("Linear", "Conv1D", "FourBitLinear")
         linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds}
         raise PluginError(
-            f"plugin 'lora': target_modules: {lora.target_modules}: {str(error).partition('. ')[0]}. "
-            f"Layers of this model: {', '.join(sorted(linear))}."
+            f"{str(error).partition('. ')[0]}. Layers of this model: {', '.join(sorted(linear))}.",
+            code="unknown-module",
+            place=f"plugin 'lora': target_modules: {lora.target_modules}",
         ) from None
     _check_layers(lora.layers_to_transform, wrapped)
     _check_magnitudes(wrapped)
@@ -108,8 +116,10 @@ def _check_layers(wanted: list[int] | int | None, wrapped: Any) -> None:
     missing = {wanted} - indices if isinstance(wanted, int) else set(wanted) - indices
     if missing:
         raise PluginError(
-            f"plugin 'lora': layers_to_transform: found {', '.join(map(str, sorted(missing)))}, and the model has "
-            f"no such layer to adapt. Its layers with adapters: {', '.join(map(str, sorted(indices)))}."
+            f"found {', '.join(map(str, sorted(missing)))}, and the model has no such layer to adapt. Its layers with "
+            f"adapters: {', '.join(map(str, sorted(indices)))}.",
+            code="unknown-module",
+            place="plugin 'lora': layers_to_transform",
         )
 
 
@@ -119,8 +129,11 @@ def _check_magnitudes(wrapped: PeftModel) -> None:
         for vector in getattr(module, "lora_magnitude_vector", {}).values():
             if not vector.weight.is_meta and not vector.weight.all():
                 raise PluginError(
-                    f"plugin 'lora': use_dora: {name.removeprefix('base_model.model.')} has rows of zeros, such as the "
-                    "one of the padding token, and DoRA divides by their norm. Leave the layer out of target_modules."
+                    f"{name.removeprefix('base_model.model.')} has rows of zeros, such as the one of the padding "
+                    "token, and DoRA divides by their norm.",
+                    code="unsupported-model",
+                    place="plugin 'lora': use_dora",
+                    remedy="Leave the layer out of target_modules.",
                 )
 
 
@@ -143,12 +156,18 @@ def continue_adapter(
             theirs = sorted(theirs)
         if ours is not None and ours != theirs and not (isinstance(ours, list) and sorted(ours) == theirs):
             raise RecipeError(
-                f"{where}.{name}: found {ours}, and the adapter {adapter.folder} has {theirs}. Leave {name} out."
+                f"found {ours}, and the adapter {adapter.folder} has {theirs}.",
+                code="conflicting-values",
+                place=f"{where}.{name}",
+                remedy=f"Leave {name} out.",
             )
     if str(settings.init_lora_weights).startswith(CHANGES_BASE):
         raise RecipeError(
-            f"{where}.adapter: {adapter.folder} was made with init_lora_weights: {settings.init_lora_weights}, "
-            "which changed its base model. Merge it into the base model, and start a new adapter."
+            f"{adapter.folder} was made with init_lora_weights: {settings.init_lora_weights}, which changed its base "
+            "model.",
+            code="unsupported-adapter",
+            place=f"{where}.adapter",
+            remedy="Merge it into the base model, and start a new adapter.",
         )
     _check_classes(model, adapter, where)
     check_token_rows(model, settings.trainable_token_indices, f"{where}.adapter: {adapter.folder}")
@@ -172,7 +191,8 @@ def _check_classes(model: nn.Module, adapter: Adapter, where: str) -> None:
     theirs = getattr(AutoConfig.from_pretrained(str(adapter.base_config)), "id2label", None)
     if ours != theirs:
         raise RecipeError(
-            f"{where}: the adapter {adapter.folder} was trained for the classes {theirs}, and the model has "
-            f"{ours}. Name the adapter's folder as model.name, so that its classes are used, or start a new "
-            "adapter."
+            f"the adapter {adapter.folder} was trained for the classes {theirs}, and the model has {ours}.",
+            code="labels-differ",
+            place=where,
+            remedy="Name the adapter's folder as model.name, so that its classes are used, or start a new adapter.",
         )

@@ -49,14 +49,20 @@ def check_initial_values(lora: LoRAOptions, where: str) -> None:
         return
     if not re.fullmatch(INITIAL, value):
         raise RecipeError(
-            f"{where}.init_lora_weights: found {value!r}, expected true, false, gaussian, orthogonal, olora, pissa "
-            "or pissa_niter_N. Other values of peft need data or settings of their own."
+            f"found {value!r}, expected true, false, gaussian, orthogonal, olora, pissa or pissa_niter_N. Other "
+            "values of peft need data or settings of their own.",
+            code="unknown-choice",
+            place=f"{where}.init_lora_weights",
         )
     if value == "orthogonal" and lora.r % 2:
-        raise RecipeError(f"{where}.init_lora_weights: orthogonal needs an even r, found {lora.r}.")
+        raise RecipeError(
+            f"orthogonal needs an even r, found {lora.r}.", code="not-divisible", place=f"{where}.init_lora_weights"
+        )
     if value.startswith(CHANGES_BASE) and (lora.quantize or not lora.merge):
         option = "quantize" if lora.quantize else "merge: false"
         raise RecipeError(
-            f"{where}.init_lora_weights: {value} changes the frozen weights, too, which {option} does not allow. "
-            f"Leave one of them out."
+            f"{value} changes the frozen weights, too, which {option} does not allow.",
+            code="conflicting-values",
+            place=f"{where}.init_lora_weights",
+            remedy="Leave one of them out.",
         )

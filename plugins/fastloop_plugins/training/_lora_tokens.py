@@ -33,13 +33,17 @@ def new_token_rows(run: Run, model: Any, saved: Collection[str], merge: bool) ->
     where = f"{run.recipe.where}: plugins.lora"
     if strategy in DIVIDING:
         raise PluginError(
-            f"{where}: the recipe adds tokens to the model, and peft cannot train rows of weights that {strategy} "
-            "divides. Use ddp, or add the tokens in a run without lora first."
+            f"the recipe adds tokens to the model, and peft cannot train rows of weights that {strategy} divides.",
+            code="unsupported-strategy",
+            place=where,
+            remedy="Use ddp, or add the tokens in a run without lora first.",
         )
     if model.has_new_rows and not merge:
         raise PluginError(
-            f"{where}.merge: found false, and the recipe adds tokens: an adapter alone needs a base model with their "
-            "rows. Set merge: true."
+            "found false, and the recipe adds tokens: an adapter alone needs a base model with their rows.",
+            code="conflicting-values",
+            place=f"{where}.merge",
+            remedy="Set merge: true.",
         )
     names = {module: name for name, module in model.named_modules()}
     rows: dict[str, list[int]] = {}
@@ -67,6 +71,7 @@ def check_token_rows(model: Any, trained: dict[str, list[int]] | list[int] | Non
         rows.update(part)
     if set(getattr(model, "new_token_ids", [])) - rows:
         raise PluginError(
-            f"{what} has no rows for tokens that the recipe adds. Merge the adapter into its base model, and add the "
-            "tokens to the merged model."
+            f"{what} has no rows for tokens that the recipe adds.",
+            code="tokens-differ",
+            remedy="Merge the adapter into its base model, and add the tokens to the merged model.",
         )

@@ -44,13 +44,18 @@ class Monitor:
         options = f"{run.recipe.where}: plugins.{self.plugin}"
         if "validation" not in run.eval_loaders:
             raise UsageError(
-                f"{options}.monitor: there is no validation split to compute {self.name!r} on. Add one, or use "
-                f"--without {self.plugin}."
+                f"there is no validation split to compute {self.name!r} on.",
+                code="unknown-split",
+                place=f"{options}.monitor",
+                remedy=f"Add one, or use --without {self.plugin}.",
             )
         modes = metric_modes(run)
         if self.name not in modes:
             raise UsageError(
-                f"{options}.monitor: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, modes)}"
+                f"the evaluation has no metric {self.name!r}.",
+                code="unknown-metric",
+                place=f"{options}.monitor",
+                remedy=did_you_mean(self.name, modes),
             )
         if self.mode is None:
             self.mode = modes[self.name]

@@ -38,7 +38,10 @@ def matching(pattern: str, parameters: Mapping[str, nn.Parameter], where: str) -
     names = fnmatch.filter(parameters, pattern)
     if not names:
         raise RecipeError(
-            f"{where}: no parameter matches {pattern!r}.{did_you_mean(pattern, _suggestions(parameters))}"
+            f"no parameter matches {pattern!r}.",
+            code="no-match",
+            place=where,
+            remedy=did_you_mean(pattern, _suggestions(parameters)),
         )
     return names
 

@@ -43,14 +43,19 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
     where = f"{recipe.where}: plugins.lr-scheduler"
     if name in BY_METRIC:
         raise RecipeError(
-            f"{where}.schedule: {name} steps by a metric, and fastloop steps schedules by optimizer steps. Use another."
+            f"{name} steps by a metric, and fastloop steps schedules by optimizer steps.",
+            code="unsupported-schedule",
+            place=f"{where}.schedule",
+            remedy="Use another.",
         )
     made: Callable[..., Any] | None
     if ":" in name:
         made = import_object(name, recipe, "plugins.lr-scheduler.schedule")
         if not callable(made):
             raise RecipeError(
-                f"{where}.schedule: {name} is of type {type(made).__name__}, expected a class or function."
+                f"{name} is of type {type(made).__name__}, expected a class or function.",
+                code="wrong-type",
+                place=f"{where}.schedule",
             )
     else:
         torchs = {
@@ -65,7 +70,9 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
         if made is None:
             hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])
             raise RecipeError(
-                f"{where}.schedule: neither torch nor transformers has {name!r}.{hint} Another one is file.py:name."
+                f"neither torch nor transformers has {name!r}.{hint} Another one is file.py:name.",
+                code="unknown-schedule",
+                place=f"{where}.schedule",
             )
     parameters = inspect.signature(made).parameters.values()
     taken = [parameter.name for parameter in parameters][1:]
@@ -74,8 +81,10 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
             if key not in taken:
                 listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
                 raise RecipeError(
-                    f"{where}.arguments.{key}: no such argument.{did_you_mean(key, taken)} The signature: "
-                    f"{name}{listed}"
+                    "no such argument.",
+                    code="unknown-argument",
+                    place=f"{where}.arguments.{key}",
+                    remedy=f"{did_you_mean(key, taken)} The signature: {name}{listed}",
                 )
     return made
 
@@ -100,7 +109,12 @@ def make_schedule(
     taken = inspect.signature(made).parameters
     lengths = [key for key in LENGTHS if key in taken and key not in given and INSTEAD.get(key) not in given]
     if run.total_steps is None and (lengths or isinstance(warmup, float)):
-        raise UsageError(f"{where}: the data has no known length, so the run has no known end. Set train.max_steps.")
+        raise UsageError(
+            "the data has no known length, so the run has no known end.",
+            code="no-length",
+            place=where,
+            remedy="Set train.max_steps.",
+        )
     given |= dict.fromkeys(lengths, run.total_steps)
     if "max_lr" in taken:
         given.setdefault("max_lr", [group["lr"] for group in optimizer.param_groups])
@@ -108,15 +122,20 @@ def make_schedule(
         given.setdefault("num_warmup_steps", warmup_steps(warmup, run.total_steps, run.recipe.where))
     elif warmup:
         raise RecipeError(
-            f"{where}.warmup: {name} has no warm-up of its own. Remove it, or use linear, cosine or constant."
+            f"{name} has no warm-up of its own.",
+            code="unknown-option",
+            place=f"{where}.warmup",
+            remedy="Remove it, or use linear, cosine or constant.",
         )
     try:
         schedule = made(optimizer, **given)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"{where}: {name} was called with {given}: {error}.") from error
+        raise RecipeError(f"{name} was called with {given}: {error}.", code="call-failed", place=where) from error
     if not isinstance(schedule, LRScheduler):
         raise RecipeError(
-            f"{where}.schedule: {name} returned a {type(schedule).__name__}, expected a torch LRScheduler."
+            f"{name} returned a {type(schedule).__name__}, expected a torch LRScheduler.",
+            code="wrong-result",
+            place=f"{where}.schedule",
         )
     return schedule
 

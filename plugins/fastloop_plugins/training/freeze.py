@@ -40,5 +40,10 @@ class Freeze(Plugin):
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters.values()]
         trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
         if not trained:
-            raise self.error("match", f"{self.match!r} freezes every parameter that is trained. Leave one out.")
+            raise self.error(
+                "match",
+                f"{self.match!r} freezes every parameter that is trained.",
+                code="nothing-trained",
+                remedy="Leave one out.",
+            )
         self.log.info("%s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total)

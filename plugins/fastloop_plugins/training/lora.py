@@ -91,14 +91,19 @@ class LoRA(LoRAOptions):
         from_scratch = recipe.model.get("config") is not None
         if quantizes(self) and from_scratch and recipe.model.get("weights") is None:
             raise RecipeError(
-                f"{where}.quantize: found model.config, which trains from scratch, and 4-bit weights are frozen. "
-                "Set model.name or model.weights to pretrained weights, or leave quantize out."
+                "found model.config, which trains from scratch, and 4-bit weights are frozen.",
+                code="conflicting-values",
+                place=f"{where}.quantize",
+                remedy="Set model.name or model.weights to pretrained weights, or leave quantize out.",
             )
         key = "config" if from_scratch else "weights"
         if not self.merge and recipe.model.get(key) is not None:
             raise RecipeError(
-                f"{where}.merge: found false with model.{key}. An adapter alone needs a base model that can be loaded "
-                "again: name one with model.name, without model.weights. Or set merge: true."
+                f"found false with model.{key}. An adapter alone needs a base model that can be loaded again: name "
+                "one with model.name, without model.weights.",
+                code="conflicting-values",
+                place=f"{where}.merge",
+                remedy="Or set merge: true.",
             )
         check_initial_values(self, where)
         adapter_to_continue(self, recipe)
@@ -111,8 +116,11 @@ class LoRA(LoRAOptions):
         where = f"{run.recipe.where}: plugins.lora"
         if not self.merge and run.recipe.model and not getattr(model, "name_or_path", ""):
             raise RecipeError(
-                f"{where}.merge: found false. An adapter alone needs a base model that peft can load, and "
-                f"{type(model).__name__} comes from no folder of transformers. Set merge: true."
+                f"found false. An adapter alone needs a base model that peft can load, and {type(model).__name__} "
+                "comes from no folder of transformers.",
+                code="unsupported-model",
+                place=f"{where}.merge",
+                remedy="Set merge: true.",
             )
         adapter = adapter_to_continue(self, run.recipe)
         if adapter is None:
@@ -121,9 +129,11 @@ class LoRA(LoRAOptions):
             wrapped = continue_adapter(self, self.given, run, model, adapter)
         if not self.merge and (layers := running_statistics(wrapped)):
             raise RecipeError(
-                f"{where}.merge: found false. Training changes the running statistics of batch norm, and an adapter "
-                f"alone does not have them: {len(layers)} layers, such as {layers[0]}. Set merge: true, or list the "
-                "layers in modules_to_save."
+                "found false. Training changes the running statistics of batch norm, and an adapter alone does not "
+                f"have them: {len(layers)} layers, such as {layers[0]}.",
+                code="conflicting-values",
+                place=f"{where}.merge",
+                remedy="Set merge: true, or list the layers in modules_to_save.",
             )
         if names := tied_and_adapted(wrapped):
             check_untied(model, names, where)

@@ -55,11 +55,17 @@ class LRSchedule(Plugin):
             self.made = find_schedule(self.schedule, self.arguments, recipe)
             if self.min_ratio:
                 raise RecipeError(
-                    f"{where}.min_ratio: is for linear and cosine, and the schedule is {self.schedule}. Use arguments."
+                    f"is for linear and cosine, and the schedule is {self.schedule}.",
+                    code="unknown-option",
+                    place=f"{where}.min_ratio",
+                    remedy="Use arguments.",
                 )
         elif self.arguments:
             raise RecipeError(
-                f"{where}.arguments: {self.schedule} has only warmup and min_ratio. Remove {min(self.arguments)!r}."
+                f"{self.schedule} has only warmup and min_ratio.",
+                code="unknown-option",
+                place=f"{where}.arguments",
+                remedy=f"Remove {min(self.arguments)!r}.",
             )
 
     @hookimpl
@@ -71,7 +77,10 @@ class LRSchedule(Plugin):
             return make_schedule(self.schedule, self.made, run, optimizer, self.warmup, self.arguments)
         if total is None and (self.schedule != "constant" or isinstance(self.warmup, float)):
             raise UsageError(
-                f"plugin {self.name!r}: the data has no known length, so the run has no known end. Set train.max_steps."
+                "the data has no known length, so the run has no known end.",
+                code="no-length",
+                place=f"plugin {self.name!r}",
+                remedy="Set train.max_steps.",
             )
         warmup = warmup_steps(self.warmup, total, run.recipe.where)
 

@@ -63,18 +63,27 @@ class MuonOptimizer(Plugin):
         matrices = [weight for weight in trained if weight.ndim == 2 and id(weight) not in kept]
         rest = [weight for weight in trained if weight.ndim != 2 or id(weight) in kept]
         if not matrices:
-            raise RecipeError(f"{where}: no 2-D weight is left for Muon. Use another optimizer: train.optimizer=AdamW.")
+            raise RecipeError(
+                "no 2-D weight is left for Muon.",
+                code="unsupported-model",
+                place=where,
+                remedy="Use another optimizer: train.optimizer=AdamW.",
+            )
         if any(isinstance(weight, DTensor) for weight in matrices):
             raise RecipeError(
-                f"{run.recipe.where}: train.optimizer: Muon on sharded weights gives other updates. Use ddp instead "
-                "of fsdp."
+                "Muon on sharded weights gives other updates.",
+                code="unsupported-strategy",
+                place=f"{run.recipe.where}: train.optimizer",
+                remedy="Use ddp instead of fsdp.",
             )
         arguments = {"adjust_lr_fn": "match_rms_adamw", **optimizer_keywords(run.recipe)}
         try:
             muon = BatchedMuon(matrices, **arguments)
         except (TypeError, ValueError) as error:
             raise RecipeError(
-                f"{run.recipe.where}: train.optimizer: Muon was called with {arguments}: {error}."
+                f"Muon was called with {arguments}: {error}.",
+                code="call-failed",
+                place=f"{run.recipe.where}: train.optimizer",
             ) from error
         optimizers: dict[str, Optimizer] = {"muon": muon}
         if rest:

@@ -45,9 +45,11 @@ class Neftune(Plugin):
         model = transformers_model(run.unwrap_model())
         if model is None or model.config.is_encoder_decoder:
             raise PluginError(
-                f"{run.recipe.where}: plugins.neftune: {type(run.unwrap_model()).__name__} is not a transformers model "
-                "with one embedding of tokens: noise is for decoders such as Llama, and encoders such as BERT. Remove "
-                "neftune."
+                f"{type(run.unwrap_model()).__name__} is not a transformers model with one embedding of tokens: noise "
+                "is for decoders such as Llama, and encoders such as BERT.",
+                code="unsupported-model",
+                place=f"{run.recipe.where}: plugins.neftune",
+                remedy="Remove neftune.",
             )
         self.padding = getattr(model.config.get_text_config(), "pad_token_id", None)
         self.handle = model.get_input_embeddings().register_forward_hook(self.add_noise)

@@ -74,7 +74,10 @@ class ParameterGroups(Plugin):
             arguments = {str(key): value for key, value in entry.items() if key != "match"}
             if not arguments:
                 raise RecipeError(
-                    f"{where}: found only match, expected an argument of the optimizer beside it, such as lr."
+                    code="missing-value",
+                    place=where,
+                    found="only match",
+                    expected="an argument of the optimizer beside it, such as lr",
                 )
             self.patterns.append(
                 (where, [checked.match] if isinstance(checked.match, str) else checked.match, arguments)
@@ -104,7 +107,12 @@ class ParameterGroups(Plugin):
                     parameters[name] for name in matching(pattern, parameters, where) if parameters[name].requires_grad
                 ]
                 if not trained:
-                    raise RecipeError(f"{where}: {pattern!r} matches only parameters that are not trained. Remove it.")
+                    raise RecipeError(
+                        f"{pattern!r} matches only parameters that are not trained.",
+                        code="nothing-trained",
+                        place=where,
+                        remedy="Remove it.",
+                    )
                 for parameter in trained:
                     found[id(parameter)] |= arguments
         return found
@@ -121,7 +129,11 @@ class ParameterGroups(Plugin):
         blocks = [block for block in blocks if id(block) not in inner]
         if not blocks:
             where = f"{run.recipe.where}: train.layer_lr_decay: {type(model).__name__}"
-            raise RecipeError(f"{where} has no list of repeated blocks. Set rates by name: train.parameter_groups.")
+            raise RecipeError(
+                f"{where} has no list of repeated blocks.",
+                code="unsupported-model",
+                remedy="Set rates by name: train.parameter_groups.",
+            )
         layers = {id(parameter): layer for layer, block in enumerate(blocks, 1) for parameter in block.parameters()}
         scales, newest, top = {}, 0, len(blocks)
         for parameter in model.parameters():
@@ -144,8 +156,9 @@ class ParameterGroups(Plugin):
                 if unknown := own.keys() - group.keys():
                     key, hint = min(unknown), did_you_mean(min(unknown), group.keys() - {"params"})
                     raise RecipeError(
-                        f"{self.where}: {type(optimizer).__name__} has no argument {key!r} for a group of "
-                        f"parameters.{hint}"
+                        f"{type(optimizer).__name__} has no argument {key!r} for a group of parameters.{hint}",
+                        code="unknown-argument",
+                        place=self.where,
                     )
                 parts.setdefault(repr(sorted(own.items())) if own else "{}", (own, []))[1].append(parameter)
             for own, parameters in parts.values():

@@ -52,7 +52,9 @@ class DefaultCollator:
         except RuntimeError:
             if (found := _find_difference(rows)) is None:
                 raise
-            raise DataError(f"the samples of a batch have {found}, expected one shape. {self.remedy}") from None
+            raise DataError(
+                f"the samples of a batch have {found}, expected one shape. {self.remedy}", code="wrong-shape"
+            ) from None
 
     def _pad(self, rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Rows of equal length: the tokenizer pads its own inputs, and labels get -100."""
@@ -60,8 +62,10 @@ class DefaultCollator:
 
         if self.tokenizer.pad_token is None:
             raise DataError(
-                "processing_class: the tokenizer has no padding token. Set one: tokenizer.pad_token = "
-                "tokenizer.eos_token."
+                "the tokenizer has no padding token.",
+                code="no-padding-token",
+                place="processing_class",
+                remedy="Set one: tokenizer.pad_token = tokenizer.eos_token.",
             )
         own = [
             name for name in rows[0] if name in {"input_ids", "special_tokens_mask", *self.tokenizer.model_input_names}
@@ -175,14 +179,19 @@ class TargetCounter:
         values, targets = values_and_targets(batch.inputs)
         if self.class_loss is not None and not _is_pair(batch.inputs):
             raise UsageError(
-                f"{self.class_loss.where}: needs batches (inputs, targets), and found one of type "
-                f"{type(batch.inputs).__name__}."
+                f"needs batches (inputs, targets), and found one of type {type(batch.inputs).__name__}.",
+                code="wrong-batch",
+                place=self.class_loss.where,
             )
         kept = batch.samples or count_samples(values, targets, len(samples))
         if kept == 0:
             raise DataError(
-                f"the collator left out all {len(samples)} samples of a micro-batch. Expected at least one. Leave "
-                "samples out of the dataset instead (torch.utils.data.Subset), or use larger micro-batches."
+                f"the collator left out all {len(samples)} samples of a micro-batch.",
+                code="empty-batch",
+                expected="at least one",
+                remedy=(
+                    "Leave samples out of the dataset instead (torch.utils.data.Subset), or use larger micro-batches."
+                ),
             )
         weight: float = 0
         if self.count is not None and isinstance(targets, Tensor):

@@ -36,8 +36,9 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
         if batch_loss is None:
             raise UsageError(
                 "the model returned no loss for a batch with the keys "
-                f"{', '.join(map(str, batch))}.{_label_hint(batch)} Put the labels into the batch, or return an object "
-                "with .loss."
+                f"{', '.join(map(str, batch))}.{_label_hint(batch)} Put the labels into the batch, or return an "
+                "object with .loss.",
+                code="no-loss",
             )
         return Output(batch_loss, read("logits"), batch.get("labels"))
     if isinstance(batch, Sequence) and len(batch) == 2 and loss is not None:
@@ -47,7 +48,8 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
     raise UsageError(
         f"the loss of a batch cannot be computed: found {_describe(batch)}, and "
         f"{'no loss function' if loss is None else 'a loss function'}. Expected a mapping for model(**batch), which "
-        f"returns the loss, or (inputs, targets) and a loss function.{_remedy(batch)}"
+        f"returns the loss, or (inputs, targets) and a loss function.{_remedy(batch)}",
+        code="wrong-batch",
     )
 
 
@@ -87,8 +89,9 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     if not found:
         raise UsageError(
             f"the model returned a {type(result).__name__} without a tensor that has a value for each of the {size} "
-            "samples of a batch. "
-            "Return a tensor, or an object or mapping with tensors such as logits."
+            "samples of a batch.",
+            code="wrong-result",
+            remedy="Return a tensor, or an object or mapping with tensors such as logits.",
         )
     return found
 
@@ -145,5 +148,6 @@ def _check_arguments(model: nn.Module, batch: Mapping[str, Any], error: TypeErro
         unknown = [name for name in batch if name not in signature.parameters]
         hint = _label_hint(batch) or (did_you_mean(unknown[0], signature.parameters) if unknown else "")
         raise UsageError(
-            f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {error}.{hint}"
+            f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {error}.{hint}",
+            code="wrong-batch",
         ) from error

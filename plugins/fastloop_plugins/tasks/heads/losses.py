@@ -111,8 +111,10 @@ class ClassLoss:
             counts = torch.bincount(torch.as_tensor(labels()), minlength=len(names or ()))
             if not counts.all():
                 raise RecipeError(
-                    f"{self.where}: balanced: class {int(counts.argmin())} has no training sample. Give a list of "
-                    "weights."
+                    f"class {int(counts.argmin())} has no training sample.",
+                    code="empty-class",
+                    place=f"{self.where}: balanced",
+                    remedy="Give a list of weights.",
                 )
             self.weights = (counts.sum() / (len(counts) * counts.double())).float()
             return
@@ -125,12 +127,17 @@ class ClassLoss:
                         else " The task has no names of classes: give a list."
                     )
                     raise RecipeError(
-                        f"{self.where}: {'no weight for' if name not in given else 'no class'} {name!r}.{hint}"
+                        f"{'no weight for' if name not in given else 'no class'} {name!r}.{hint}",
+                        code="unknown-label",
+                        place=self.where,
                     )
             given = [given[name] for name in names or ()]
         if (names is not None and len(given) != len(names)) or min(given, default=0.0) <= 0:
             raise RecipeError(
-                f"{self.where}: found {given}, expected a weight above 0 for each of the {len(names or given)} classes."
+                code="wrong-weights",
+                place=self.where,
+                found=str(given),
+                expected=f"a weight above 0 for each of the {len(names or given)} classes",
             )
         self.weights = torch.tensor(given)
 
@@ -146,8 +153,10 @@ class ClassLoss:
         if targets.is_floating_point() or (targets.numel() and targets.max() >= len(self.weights)):
             found = targets.dtype if targets.is_floating_point() else f"the class {int(targets.max())}"
             raise UsageError(
-                f"{self.where}: has {len(self.weights)} weights, and a batch's targets have {found}. Expected "
-                "classes from 0."
+                f"has {len(self.weights)} weights, and a batch's targets have {found}.",
+                code="wrong-weights",
+                place=self.where,
+                expected="classes from 0",
             )
         return float(self.weights.double()[targets[targets >= 0].to(torch.int64)].sum())
 
@@ -179,7 +188,10 @@ def targets_of(dataset: Any, where: str) -> Any:
     except (TypeError, ValueError, KeyError, IndexError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise RecipeError(
-            f"{where}: balanced: cannot read the class of each training sample: {problem}. Give a list of weights."
+            f"cannot read the class of each training sample: {problem}.",
+            code="no-labels",
+            place=f"{where}: balanced",
+            remedy="Give a list of weights.",
         ) from error
 
 
@@ -194,7 +206,12 @@ def torch_loss(value: str | Mapping[str, Any], where: str) -> Callable[..., Tens
     name = value if isinstance(value, str) else str(value["name"])
     losses = [known for known in dir(functional) if known.endswith(("loss", "entropy", "with_logits", "div"))]
     if not hasattr(functional, name):
-        raise RecipeError(f"{where}: torch.nn.functional has no {name!r}.{did_you_mean(name, [*losses, 'focal'])}")
+        raise RecipeError(
+            f"torch.nn.functional has no {name!r}.",
+            code="unknown-loss",
+            place=where,
+            remedy=did_you_mean(name, [*losses, "focal"]),
+        )
     function: Callable[..., Tensor] = getattr(functional, name)
     return with_arguments(function, value, where)
 
@@ -211,10 +228,12 @@ def check_mean(loss: Any, where: str) -> None:
         loss = loss.func
     reduction = given.get("reduction", getattr(loss, "reduction", "mean"))
     if isinstance(reduction, str) and reduction not in MEANS:
-        raise UsageError(f"{where}: found reduction={reduction!r}. {NEEDS_MEAN} Set reduction='mean'.")
+        raise UsageError(
+            f"found reduction={reduction!r}. {NEEDS_MEAN} Set reduction='mean'.", code="conflicting-values", place=where
+        )
     for name in LEGACY:
         if given.get(name) is False:
-            raise UsageError(f"{where}: found {name}=False. {NEEDS_MEAN} Remove it.")
+            raise UsageError(f"found {name}=False. {NEEDS_MEAN} Remove it.", code="conflicting-values", place=where)
 
 
 def with_arguments(function: Callable[..., Any], value: str | Mapping[str, Any], where: str) -> Callable[..., Any]:
@@ -232,11 +251,18 @@ def with_arguments(function: Callable[..., Any], value: str | Mapping[str, Any],
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in arguments:
         if key in LEGACY or (key == "reduction" and arguments[key] not in MEANS):
-            raise RecipeError(f"{where}.{key}: {NEEDS_MEAN} Remove it.")
+            raise RecipeError(f"{NEEDS_MEAN} Remove it.", code="conflicting-values", place=f"{where}.{key}")
         if key == "weight":
             raise RecipeError(
-                f"{where}.weight: set class_weights instead: they also weight micro-batches and processes."
+                "set class_weights instead: they also weight micro-batches and processes.",
+                code="conflicting-values",
+                place=f"{where}.weight",
             )
         if key not in list(parameters)[2:] and not takes_any:
-            raise RecipeError(f"{where}.{key}: {name} has no such argument.{did_you_mean(key, list(parameters)[2:])}")
+            raise RecipeError(
+                f"{name} has no such argument.",
+                code="unknown-argument",
+                place=f"{where}.{key}",
+                remedy=did_you_mean(key, list(parameters)[2:]),
+            )
     return functools.partial(function, **arguments)

@@ -41,8 +41,9 @@ def import_torchmetrics() -> None:
         callers = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
         package = [name for name in callers if name != "torch"][-1]  # torch raises errors about what others register
         raise UsageError(
-            f"torchmetrics cannot be imported: the package {package} fails with {type(error).__name__}: {error}. "
-            f"Install the version that fits your torch, or remove it: pip uninstall {package}"
+            f"torchmetrics cannot be imported: the package {package} fails with {type(error).__name__}: {error}.",
+            code="import-failed",
+            remedy=f"Install the version that fits your torch, or remove it: pip uninstall {package}",
         ) from error
     finally:
         del sys.modules["scipy.signal"]
@@ -73,11 +74,18 @@ def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: 
         if ":" in kind:
             cls = import_object(kind, recipe, f"{key}.{name}.type")
             if not (isinstance(cls, type) and issubclass(cls, torchmetrics.Metric)):
-                raise RecipeError(f"{where}.type: {kind} is not a subclass of torchmetrics.Metric.")
+                raise RecipeError(
+                    f"{kind} is not a subclass of torchmetrics.Metric.", code="unknown-metric", place=f"{where}.type"
+                )
         elif kind in known:
             cls = known[kind]
         else:
-            raise RecipeError(f"{where}.type: torchmetrics has no {kind!r}.{did_you_mean(kind, known)}")
+            raise RecipeError(
+                f"torchmetrics has no {kind!r}.",
+                code="unknown-metric",
+                place=f"{where}.type",
+                remedy=did_you_mean(kind, known),
+            )
         found[name] = cls
     return found
 
@@ -103,14 +111,19 @@ def make_metrics(
     made = dict(own or {})
     for name, cls in classes.items():
         if name in made:
-            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
+            raise RecipeError(
+                f"the task has a metric {name!r}.",
+                code="name-taken",
+                place=f"{where}.{name}",
+                remedy="Call this one something else.",
+            )
         arguments = {key: value for key, value in options[name].items() if key != "type"}
         for key in (known or {}).keys() & inspect.signature(cls).parameters.keys():
             arguments.setdefault(key, (known or {})[key])
         try:
             made[name] = cls(**arguments)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"{where}.{name}: {error}") from None
+            raise RecipeError(str(error), code="invalid-value", place=f"{where}.{name}") from None
     return made
 
 
@@ -125,7 +138,9 @@ def collect(metrics: Mapping[str, Metric], where: str) -> MetricCollection:
     try:
         return MetricCollection(dict(metrics))
     except KeyError as error:  # names of nn.Module's attributes, such as float
-        raise RecipeError(f"{where}: {error.args[0]}. Call the metric something else.") from None
+        raise RecipeError(
+            f"{error.args[0]}.", code="name-taken", place=where, remedy="Call the metric something else."
+        ) from None
 
 
 def classifier_metrics(
@@ -150,7 +165,10 @@ def classifier_metrics(
 
     if threshold is not None and count != 2:
         raise RecipeError(
-            f"{where.removesuffix('.metrics')}.threshold: is for two classes, and the data has {count}. Remove it."
+            f"is for two classes, and the data has {count}.",
+            code="unknown-option",
+            place=f"{where.removesuffix('.metrics')}.threshold",
+            remedy="Remove it.",
         )
 
     def decide(logits: Tensor) -> Tensor:
@@ -169,7 +187,9 @@ def classifier_metrics(
     for name in (name for name, cls in classes.items() if cls.__name__.startswith("Binary")):
         if count != 2:
             raise RecipeError(
-                f"{where}.{name}.type: {classes[name].__name__} is for two classes, and the data has {count}."
+                f"{classes[name].__name__} is for two classes, and the data has {count}.",
+                code="wrong-metric",
+                place=f"{where}.{name}.type",
             )
         metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=probability)
     return collect(metrics, where)
@@ -196,7 +216,11 @@ def prediction_columns(
     """
     scores, targets = output.predictions, output.targets
     if scores is None:
-        raise PluginError("the model's output has no predictions: only its loss is known. Return logits beside it.")
+        raise PluginError(
+            "the model's output has no predictions: only its loss is known.",
+            code="no-predictions",
+            remedy="Return logits beside it.",
+        )
     classifies = (
         targets is not None
         and not targets.is_floating_point()

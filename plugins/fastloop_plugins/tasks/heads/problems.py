@@ -154,10 +154,18 @@ def make_problem(
     if loss.options != LossOptions():
         used = "mean squared error" if label_type == "number" else "binary cross entropy"
         raise RecipeError(
-            f"{where}.loss: is for one class a text, and data.label_type is {label_type}, which uses {used}. Remove it."
+            f"is for one class a text, and data.label_type is {label_type}, which uses {used}.",
+            code="unknown-option",
+            place=f"{where}.loss",
+            remedy="Remove it.",
         )
     if label_type == "number" and threshold is not None:
-        raise RecipeError(f"{where}.threshold: is for classes, and data.label_type is number. Remove it.")
+        raise RecipeError(
+            "is for classes, and data.label_type is number.",
+            code="unknown-option",
+            place=f"{where}.threshold",
+            remedy="Remove it.",
+        )
     return Regression() if label_type == "number" else MultiLabel(0.5 if threshold is None else threshold)
 
 

@@ -81,7 +81,7 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
     problems = [image.problem for image in images if image.problem is not None]
     if problems and not skip_unreadable:
         more = f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read."
-        raise RecipeError(problems[0] + (more if len(problems) > 1 else ""))
+        raise RecipeError(problems[0] + (more if len(problems) > 1 else ""), code="image-unreadable")
     dark = [image.path for image in images if image.is_dark]
     if dark:
         others = f" So have {len(dark) - 1} more of the {len(tried)} images that were tried." if len(dark) > 1 else ""

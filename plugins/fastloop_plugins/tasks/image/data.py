@@ -188,18 +188,27 @@ class ImageData:
             values = getattr(self.options, key)
             if values is not None and (len(values) != 3 or (key == "std" and min(values) <= 0)):
                 raise RecipeError(
-                    f"{self.where}.{key}: found {values}, expected three numbers{' above 0' * (key == 'std')}."
+                    code="wrong-type",
+                    place=f"{self.where}.{key}",
+                    found=str(values),
+                    expected=f"three numbers{' above 0' * (key == 'std')}",
                 )
         if self.inference is not None and self.inference.source is not None:
             return  # the images come from there
         if (self.options.images is None) == (self.options.module is None):
             found = "neither" if self.options.images is None else "both"
             raise RecipeError(
-                f"{self.where}: found {found}, expected one of: images (a folder), module (a function that "
-                "returns one)."
+                code="exclusive-options",
+                place=self.where,
+                found=str(found),
+                expected="one of: images (a folder), module (a function that returns one)",
             )
         if self.options.arguments is not None and self.options.module is None:
-            raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
+            raise RecipeError(
+                "they are for the function of data.module, which is not there.",
+                code="unknown-option",
+                place=f"{self.where}.arguments",
+            )
         if self.options.module is not None:
             check_reference(self.options.module, recipe, "data.module")
         elif not recipe.find(str(self.options.images)).is_dir():
@@ -207,7 +216,10 @@ class ImageData:
                 "a file, expected a folder" if recipe.find(str(self.options.images)).is_file() else "no such folder"
             )
             raise RecipeError(
-                f"{self.where}.images: {self.options.images}: {problem}. Expected FOLDER/train/CLASS/IMAGE."
+                f"{problem}.",
+                code="file-missing",
+                place=f"{self.where}.images: {self.options.images}",
+                expected="FOLDER/train/CLASS/IMAGE",
             )
 
     def input_changes(self) -> InputChanges:
@@ -235,8 +247,10 @@ class ImageData:
             self.classes = sorted(found["train"])
             if len(self.classes) < 2:
                 raise RecipeError(
-                    f"{folders['train']}: found one class, {self.classes[0]!r}. Expected a folder for each of two "
-                    "or more."
+                    code="one-class",
+                    place=str(folders["train"]),
+                    found=f"one class, {self.classes[0]!r}",
+                    expected="a folder for each of two or more",
                 )
         files = {split: self._files(folders[split], classes) for split, classes in found.items()}
         classes = files["train"].labels if "train" in files else None
@@ -261,11 +275,15 @@ class ImageData:
             result = function(**arguments)
         except (TypeError, ImportError) as error:
             raise RecipeError(
-                f"{self.where}.module: {self.options.module} was called with {arguments}: {error}."
+                f"{self.options.module} was called with {arguments}: {error}.",
+                code="call-failed",
+                place=f"{self.where}.module",
             ) from error
         if not isinstance(result, str | Path) or not Path(result).is_dir():
             raise RecipeError(
-                f"{self.where}.module: {self.options.module} returned {result!r:.80}, expected an existing folder."
+                f"{self.options.module} returned {result!r:.80}, expected an existing folder.",
+                code="wrong-result",
+                place=f"{self.where}.module",
             )
         return Path(result)
 
@@ -283,19 +301,28 @@ class ImageData:
         for split in self.options.splits or {}:
             if split in names and split not in found and (self.inference is None or split == self.inference.split):
                 raise RecipeError(
-                    f"{self.where}.splits.{split}: {root}: there is no folder {names[split]!r}. There are: {listed}."
+                    f"there is no folder {names[split]!r}. There are: {listed}.",
+                    code="unknown-split",
+                    place=f"{self.where}.splits.{split}: {root}",
                 )
         if not found:
             return {"train": root}
         if needed - set(found):
             raise RecipeError(
-                f"{root}: there is no folder {names['train']!r} to train on. There are: {listed}. See data.splits."
+                f"there is no folder {names['train']!r} to train on. There are: {listed}. See data.splits.",
+                code="unknown-split",
+                place=str(root),
             )
         for name in there if check else ():
             if name not in {*names.values(), *SPLITS}:
                 raise RecipeError(
-                    f"{root}: unknown split {name!r}.{did_you_mean(name, names.values())} If it is a split, name it, "
-                    f"such as data.splits.validation={name}. Otherwise move it elsewhere."
+                    f"unknown split {name!r}.",
+                    code="unknown-split",
+                    place=str(root),
+                    remedy=(
+                        f"{did_you_mean(name, names.values())} If it is a split, name it, such as "
+                        f"data.splits.validation={name}. Otherwise move it elsewhere."
+                    ),
                 )
         return found
 
@@ -304,7 +331,10 @@ class ImageData:
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.suffix.lower() in SUFFIXES:
                 raise RecipeError(
-                    f"{path}: an image outside of the folders of classes. Expected {folder.name}/CLASS/{path.name}."
+                    "an image outside of the folders of classes.",
+                    code="wrong-folder",
+                    place=str(path),
+                    expected=f"{folder.name}/CLASS/{path.name}",
                 )
         found = {
             path.name: list(self._walk(path, folder))
@@ -312,13 +342,21 @@ class ImageData:
             if path.is_dir() and path.name[0] != "."
         }
         if not found:
-            raise RecipeError(f"{folder}: holds no folder of a class. Expected {folder.name}/CLASS/IMAGE.")
+            raise RecipeError(
+                "holds no folder of a class.",
+                code="wrong-folder",
+                place=str(folder),
+                expected=f"{folder.name}/CLASS/IMAGE",
+            )
         for name, images in found.items():
             if not images:
                 others = [path for path in self.ignored if path.is_relative_to(folder / name)]
                 raise RecipeError(
-                    f"{folder / name}: the class {name!r} has no images ({' '.join(SUFFIXES)}). Found there: "
-                    f"{_count_suffixes(others) or 'no file'}. Add or convert images, or remove the folder."
+                    f"the class {name!r} has no images ({' '.join(SUFFIXES)}). Found there: "
+                    f"{_count_suffixes(others) or 'no file'}.",
+                    code="empty-class",
+                    place=str(folder / name),
+                    remedy="Add or convert images, or remove the folder.",
                 )
         return found
 
@@ -345,8 +383,9 @@ class ImageData:
                 source = "the model" if known else "train"
                 remedy = "Rename or remove the folder" if known else "Add images of it to train, or remove the folder"
                 raise RecipeError(
-                    f"{folder / name}: the class {name!r} is not in {source}, which has: {', '.join(self.classes)}. "
-                    f"{remedy}."
+                    f"the class {name!r} is not in {source}, which has: {', '.join(self.classes)}. {remedy}.",
+                    code="unknown-label",
+                    place=str(folder / name),
                 )
         rows = [(path, ids[name]) for name, images in found.items() for path in images]
         return ImageFiles(folder, [path for path, _ in rows], [label for _, label in rows], self.options.max_pixels)
@@ -389,15 +428,21 @@ class ImageData:
             yield ImageFiles(root, chunk, [0] * len(chunk), self.options.max_pixels)
         if empty:
             raise RecipeError(
-                f"{source if isinstance(source, Path) else 'predict'}: found no image ({' '.join(SUFFIXES)}) to "
-                "predict."
+                f"found no image ({' '.join(SUFFIXES)}) to predict.",
+                code="nothing-to-predict",
+                place=str(source if isinstance(source, Path) else "predict"),
             )
 
     def _existing(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
             if not Path(name).is_file():
                 problem = "a folder, expected an image" if Path(name).is_dir() else "no such file"
-                raise RecipeError(f"{name:.200}: {problem}. Expected the path of an image, or one folder of images.")
+                raise RecipeError(
+                    f"{problem}.",
+                    code="file-missing",
+                    place=f"{name:.200}",
+                    expected="the path of an image, or one folder of images",
+                )
             yield name
 
 

@@ -43,14 +43,20 @@ class LibraryModel:
         known = self._known()
         if self.short not in known:
             raise RecipeError(
-                f"{self.where}.name: {self.library} has no model {self.short!r}.{did_you_mean(self.short, known)}"
+                f"{self.library} has no model {self.short!r}.",
+                code="unknown-model",
+                place=f"{self.where}.name",
+                remedy=did_you_mean(self.short, known),
             )
 
     def _known(self) -> list[str]:
         """The models of the library. timm's names may have a tag: ``resnet18.a1_in1k``."""
         if find_spec(self.library) is None:
             raise RecipeError(
-                f"{self.where}.name: {self.library} is not installed. Install it: pip install {self.library}"
+                f"{self.library} is not installed.",
+                code="not-installed",
+                place=f"{self.where}.name",
+                remedy=f"Install it: pip install {self.library}",
             )
         try:
             if self.library == "torchvision":
@@ -62,8 +68,10 @@ class LibraryModel:
             from torch import __version__
 
             raise RecipeError(
-                f"{self.where}.name: {self.library} cannot be imported: {type(error).__name__}: {first_line(error)}. "
-                f"Install the build of torchvision for torch {__version__}: see pytorch.org."
+                f"{self.library} cannot be imported: {type(error).__name__}: {first_line(error)}.",
+                code="import-failed",
+                place=f"{self.where}.name",
+                remedy=f"Install the build of torchvision for torch {__version__}: see pytorch.org.",
             ) from None
         tagged: list[str] = timm.list_models(self.short, include_tags=True) if "." in self.short else []
         return [*timm.list_models(), *tagged]
@@ -175,11 +183,15 @@ class LibraryModel:
             yield
         except FAILURES as error:
             given = f"{self.where}.arguments: {self.name} was called with {self.arguments}"
-            raise RecipeError(f"{given}: {first_line(error)}.") from None
+            raise RecipeError(f"{first_line(error)}.", code="invalid-value", place=str(given)) from None
 
     def _no_weights(self, source: str, error: BaseException) -> RecipeError:
         return RecipeError(
-            f"{self.where}.pretrained: the weights of {self.name} cannot be loaded from {source}: {first_line(error)}. "
-            "Use a local copy: model.pretrained=false model.weights=FILE. Or train from scratch: "
-            "model.pretrained=false."
+            f"the weights of {self.name} cannot be loaded from {source}: {first_line(error)}.",
+            code="file-unreadable",
+            place=f"{self.where}.pretrained",
+            remedy=(
+                "Use a local copy: model.pretrained=false model.weights=FILE. Or train from scratch: "
+                "model.pretrained=false."
+            ),
         )

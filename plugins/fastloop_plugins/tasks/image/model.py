@@ -103,8 +103,10 @@ class ImageModel:
     def _check_transformers(self) -> None:
         if self.options.arguments:
             raise RecipeError(
-                f"{self.where}.arguments: are for torchvision/NAME and timm/NAME. Change config.json of {self.name} "
-                "instead."
+                "are for torchvision/NAME and timm/NAME.",
+                code="unknown-option",
+                place=f"{self.where}.arguments",
+                remedy=f"Change config.json of {self.name} instead.",
             )
         if self.recipe.inference is None and self.options.config is None:
             check_name(f"{self.where}.name", self.name, self.recipe.find(self.name))
@@ -131,9 +133,11 @@ class ImageModel:
                 self.config = AutoConfig.from_pretrained(self._source(), local_files_only=self._local())
         if self.config.model_type not in CLASSIFIERS:
             raise RecipeError(
-                f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no image "
-                f"classifier for {self.config.model_type!r} (AutoModelForImageClassification). Use one that it has, "
-                "such as vit, resnet or convnext."
+                f"transformers has no image classifier for {self.config.model_type!r} "
+                "(AutoModelForImageClassification).",
+                code="unsupported-model",
+                place=f"{self.where}.{'name' if self.options.config is None else 'config'}",
+                remedy="Use one that it has, such as vit, resnet or convnext.",
             )
 
     def load_processor(self, changes: InputChanges) -> None:
@@ -185,7 +189,11 @@ class ImageModel:
         try:
             return self.library.processor_from(settings)
         except FAILURES as error:
-            raise RecipeError(f"{file}: input: {settings}: {self.name} cannot use it: {first_line(error)}.") from None
+            raise RecipeError(
+                f"{self.name} cannot use it: {first_line(error)}.",
+                code="invalid-value",
+                place=f"{file}: input: {settings}",
+            ) from None
 
     def _checkpoint_processor(self) -> ImageProcessor | None:
         """The image processor of a transformers model; None: it has none."""
@@ -238,7 +246,10 @@ class ImageModel:
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
             raise RecipeError(
-                f"{file}: {problem}. Expected a model that fastloop exported for image-classification."
+                f"{problem}.",
+                code="wrong-format",
+                place=str(file),
+                expected="a model that fastloop exported for image-classification",
             ) from None
 
     def order(self, classes: list[str]) -> LabelOrder:

@@ -80,8 +80,10 @@ class TagModel(AnyModel):
 
         if not self.tokenizer.is_fast:
             raise RecipeError(
-                f"{self.where}.tokenizer: {type(self.tokenizer).__name__} does not map tokens to words. Use a fast "
-                "tokenizer."
+                f"{type(self.tokenizer).__name__} does not map tokens to words.",
+                code="unsupported-tokenizer",
+                place=f"{self.where}.tokenizer",
+                remedy="Use a fast tokenizer.",
             )
         pre_tokenizer = self.tokenizer.backend_tokenizer.pre_tokenizer
         if not isinstance(pre_tokenizer, ByteLevel) or pre_tokenizer.add_prefix_space:
@@ -102,8 +104,10 @@ class TagModel(AnyModel):
         special = sum(map(len, self.special))
         if max_length <= special:
             raise RecipeError(
-                f"{self.recipe.where}: data.max_length: found {max_length}, and a row has {special} special tokens. "
-                "Expected more."
+                code="out-of-range",
+                place=f"{self.recipe.where}: data.max_length",
+                found=f"{max_length}, and a row has {special} special tokens",
+                expected="more",
             )
         return max_length - special, special
 
@@ -343,13 +347,15 @@ class TagRows:
         for (_, tags), name in zip(sentences, names, strict=True):
             if (new := next((tag for tag in tags if tag not in self.table), None)) is not None:
                 raise DataError(
-                    f"{name}: found the tag {new!r} (data.tags), which was not there when the run started. "
-                    "Start it again."
+                    f"found the tag {new!r} (data.tags), which was not there when the run started.",
+                    code="data-changed",
+                    place=name,
+                    remedy="Start it again.",
                 )
         texts = [(words, [self.table[tag] for tag in tags]) for words, tags in sentences]
 
         def bad(index: int, problem: str) -> None:
-            raise DataError(f"{names[index]}: {problem}")
+            raise DataError(problem, code="invalid-row", place=str(names[index]))
 
         encoded = name_row_errors(encode_rows(self.tokenizer, texts), bad)
         found = TaggedSentences(*flat(encoded), self.room, self.special)
@@ -402,7 +408,7 @@ def sentence_chunks(
     """
 
     def bad(first: int, index: int, problem: str) -> None:
-        raise RecipeError(f"predict: sentence {first + index + 1}: {problem}")
+        raise RecipeError(problem, code="invalid-row", place=f"predict: sentence {first + index + 1}")
 
     rest, total, last = islice(sentences, start, None), 0, None
     empty = EmptyTexts()

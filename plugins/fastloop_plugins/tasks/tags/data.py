@@ -85,12 +85,20 @@ class TagTextData(TextData):
         for key in ("text", "label", "label_type", "label_offset", "label_map"):
             if recipe.data.get(key) is not None:
                 raise RecipeError(
-                    f"{where}.{key}: is for texts, and token-classification reads data.words and data.tags. Remove it."
+                    "is for texts, and token-classification reads data.words and data.tags.",
+                    code="unknown-option",
+                    place=f"{where}.{key}",
+                    remedy="Remove it.",
                 )
         how = recipe.data.get("read")
         for key in ("delimiter", "columns", "quoting"):
             if isinstance(how, dict) and how.get(key) is not None:
-                raise RecipeError(f"{where}.read.{key}: is for .csv files, which hold no lists of words. Remove it.")
+                raise RecipeError(
+                    "is for .csv files, which hold no lists of words.",
+                    code="unknown-option",
+                    place=f"{where}.read.{key}",
+                    remedy="Remove it.",
+                )
         super().__init__(recipe, labelled=False)
         words, tags = self.options.words, self.options.tags
         self.columns, self.labels = (
@@ -99,7 +107,9 @@ class TagTextData(TextData):
         )
         self.numbers = Columns(words if isinstance(words, int) else 0, tags if isinstance(tags, int) else -1)
         if (names := self.options.tag_names) is not None and (len(set(names)) < len(names) or len(names) < 2):
-            raise RecipeError(f"{where}.tag_names: found {names}, expected at least two tags, each once.")
+            raise RecipeError(
+                code="wrong-type", place=f"{where}.tag_names", found=str(names), expected="at least two tags, each once"
+            )
         for path in self.every_file():
             self._check_file(path)
 
@@ -134,11 +144,13 @@ class TagTextData(TextData):
         suffix, is_conll = format_of(path)[0], self.is_conll(path)
         if not is_conll and suffix in (".csv", ".tsv", ".txt"):
             remedy = "" if suffix == ".csv" else " For a CoNLL file: data.format=conll."
-            raise RecipeError(f"{path}: data.words needs {LISTS}.{remedy}")
+            raise RecipeError(f"data.words needs {LISTS}.{remedy}", code="unknown-format", place=str(path))
         for key, value in (("words", self.options.words), ("tags", self.options.tags)):
             if isinstance(value, str if is_conll else int):
                 expected = "a number: the columns of CoNLL files have no names" if is_conll else "the name of a column"
-                raise RecipeError(f"{self.where}.{key}: found {show(value)}, and {path} needs {expected}.")
+                raise RecipeError(
+                    f"found {show(value)}, and {path} needs {expected}.", code="wrong-type", place=f"{self.where}.{key}"
+                )
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -191,7 +203,10 @@ class TagTextData(TextData):
             names.update(self._name(part, tag) for tag in tags)
         if not has_words:
             raise RecipeError(
-                f"{where}: the {role} split is empty. Expected at least one sentence (data.files, data.splits)."
+                f"the {role} split is empty.",
+                code="empty-split",
+                place=where,
+                expected="at least one sentence (data.files, data.splits)",
             )
         if role == "train" and self.inference is None:
             self.classes = self._tag_names(names, next(part for part in parts if len(part)), where)
@@ -259,7 +274,10 @@ class TagTextData(TextData):
         names = names | {self._name(first, tag) for tag in self._stream_tags()}
         if len(names) < 2:
             raise RecipeError(
-                f"{where}: data.tags: found {list_labels(names) or 'no tag'}, expected at least two different tags."
+                code="one-class",
+                place=f"{where}: data.tags",
+                found=str(list_labels(names) or "no tag"),
+                expected="at least two different tags",
             )
         return sorted(names, key=lambda name: (int(name), "") if name.isdecimal() else (-1, name))
 
@@ -269,8 +287,10 @@ class TagTextData(TextData):
             place = f"{part.where}, line {part.numbers[number - 1] + index}"
         if self.inference is not None:
             return RecipeError(
-                f"{place}: found the tag {tag!r} (data.tags), which is none of the model {self.inference.model}. "
-                f"Its tags: {list_labels(self.classes)}."
+                f"found the tag {tag!r} (data.tags), which is none of the model {self.inference.model}. Its tags: "
+                f"{list_labels(self.classes)}.",
+                code="unknown-label",
+                place=place,
             )
         return self._unknown_tag(place, tag, role)
 
@@ -279,8 +299,10 @@ class TagTextData(TextData):
         remedy = f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
         remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""
         return RecipeError(
-            f"{place}: found the tag {tag!r} (data.tags), which never occurs {where}. There: "
-            f"{list_labels(self.classes)}. {remedy}"
+            f"found the tag {tag!r} (data.tags), which never occurs {where}. There: {list_labels(self.classes)}. "
+            f"{remedy}",
+            code="unknown-label",
+            place=place,
         )
 
     # -- prediction ----------------------------------------------------------------------------------------------------
@@ -302,12 +324,20 @@ class TagTextData(TextData):
             return
         path = find_files(self.recipe, str(source), "predict", "FILE", self.formats)[0]
         if format_of(path)[0] in (".csv", ".tsv") and not self.is_conll(path):
-            raise RecipeError(f"{path}: data.words needs {LISTS}, or a .txt file with a sentence a line.")
+            raise RecipeError(
+                f"data.words needs {LISTS}, or a .txt file with a sentence a line.",
+                code="unknown-format",
+                place=str(path),
+            )
         is_plain = format_of(path)[0] == ".txt" and not self.is_conll(path)
         for number, (words,) in enumerate(self.layout(predicts=True).rows(str(path)), 1):
             found = words.split() if is_plain else words
             if problem := problem_of_words(found):
-                raise RecipeError(f"{path}, row {number}: column {self.columns[0]!r} (data.words) {problem}")
+                raise RecipeError(
+                    f"column {self.columns[0]!r} (data.words) {problem}",
+                    code="invalid-row",
+                    place=f"{path}, row {number}",
+                )
             yield list(found)
 
 

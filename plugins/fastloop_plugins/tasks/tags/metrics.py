@@ -271,8 +271,10 @@ def tag_metrics(
     elif scheme is not None:
         letters = ", ".join(f"{letter}-" for letter in PREFIXES[scheme])
         raise RecipeError(
-            f"{where}.scheme: the tag {tag!r} is none of {scheme}. Expected O, or one of the prefixes {letters} and "
-            "a type."
+            f"the tag {tag!r} is none of {scheme}.",
+            code="unknown-label",
+            place=f"{where}.scheme",
+            expected=f"O, or one of the prefixes {letters} and a type",
         )
     else:
         logger.warning(

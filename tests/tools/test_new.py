@@ -160,7 +160,7 @@ def test_no_file_is_overwritten(new):
     Path("night-watch/README.md").write_text("mine")
     code, _, err = new("night-watch")
     assert code == 2
-    assert_problem(err, "invalid-usage night-watch README.md --folder")
+    assert_problem(err, "folder-not-empty night-watch README.md --folder")
     assert [path.name for path in Path("night-watch").iterdir()] == ["README.md"]
     assert Path("night-watch/README.md").read_text() == "mine"
 

@@ -157,11 +157,11 @@ def test_names_of_recipes_are_quoted(new):
         (["recipe.yaml"], "fastloop new job: expected at least one of --slurm, --kubernetes, --skypilot."),
         (
             ["recipe.yaml", "--slurm", "--name", "My Run"],
-            "--name: found 'My Run'. Expected at most 40 lower-case letters, digits and hyphens",
+            "--name: found 'My Run', expected at most 40 lower-case letters, digits and hyphens",
         ),
         (
             ["recipe.yaml", "--slurm", "--time", "soon"],
-            "--time: found 'soon'. Expected hours, minutes and seconds, such as 04:00:00",
+            "--time: found 'soon', expected hours, minutes and seconds, such as 04:00:00",
         ),
         (["recipe.yaml", "--kubernetes", "--image", "a b"], "--image and --gpu: expected no spaces."),
         (["other.yaml", "--slurm"], "other.yaml: no such file, and no shipped recipe has this name."),
@@ -179,7 +179,7 @@ def test_no_file_is_overwritten(new):
     assert new("recipe.yaml", "--slurm")[0] == 0
     code, _, err = new("recipe.yaml", *ALL)
     assert code == 2
-    assert_problem(err, "invalid-usage job job.slurm --folder")
+    assert_problem(err, "folder-not-empty job job.slurm --folder")
     assert [path.name for path in Path("job").iterdir()] == ["job.slurm"]
 
 

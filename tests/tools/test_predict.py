@@ -444,7 +444,7 @@ def test_input_without_a_sample_is_named(trained, cli, monkeypatch, name, conten
         Path(name).write_text(content)
     code, _, err = cli("predict", str(trained / "run"), name)
     assert code == 2
-    assert_problem(err, f"invalid-usage {'stdin' if name == '-' else name}")
+    assert_problem(err, f"nothing-to-predict {'stdin' if name == '-' else name}")
 
 
 def test_a_file_without_header_needs_the_names_of_its_columns(trained, cli):

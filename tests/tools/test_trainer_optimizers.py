@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "no optimizer": (
         lambda: {"optimizer": 3},
-        r"^optimizer: found a int\. Expected a name, an optimizer, or a function",
+        r"^optimizer: found a int, expected a name, an optimizer, or a function",
     ),
     "another model": (lambda: {"optimizer": of_no_model()}, r"^optimizer: it holds no parameter of the model"),
     "a function of something else": (
@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "a scheduler class": (
         lambda: {"optimizer": momentum, "scheduler": StepLR},
-        r"^scheduler: found <class .*StepLR'>\. Expected",
+        r"^scheduler: found <class .*StepLR'>, expected",
     ),
     "a plateau": (
         lambda: {"optimizer": momentum, "scheduler": ReduceLROnPlateau},

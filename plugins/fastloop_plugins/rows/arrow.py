@@ -40,7 +40,10 @@ class Arrow(File):
         self.names = dict.fromkeys(self.schema.names)
         if named := [field.name for field in self.schema if pyarrow.types.is_dictionary(field.type)]:
             raise RecipeError(
-                f"{path}: the column {named[0]!r} has a dictionary, expected plain values. Convert the file to Parquet."
+                f"the column {named[0]!r} has a dictionary, expected plain values.",
+                code="wrong-type",
+                place=str(path),
+                remedy="Convert the file to Parquet.",
             )
 
     def facts(self) -> list[str]:

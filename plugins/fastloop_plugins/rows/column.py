@@ -48,8 +48,10 @@ class Store:
             self.file.write(data)
         except OSError as error:
             raise RecipeError(
-                f"data: rows cannot be written to a temporary file in {self.folder}: {error.strerror}. Free its disk, "
-                "or set TMPDIR to another folder."
+                f"rows cannot be written to a temporary file in {self.folder}: {error.strerror}.",
+                code="file-not-writable",
+                place="data",
+                remedy="Free its disk, or set TMPDIR to another folder.",
             ) from None
         return offset, len(data)
 

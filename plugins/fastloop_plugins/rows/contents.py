@@ -74,15 +74,19 @@ def check_content(path: str, how: Read) -> None:
             continue
         if suffix not in content.suffixes and codec != content.name.rpartition(" ")[2]:
             raise RecipeError(
-                f"{path}: it is {content.name}, by its first bytes, and its name ends with {Path(path).suffix}. "
-                f"{content.remedy.format(path=stem)}"
+                f"it is {content.name}, by its first bytes, and its name ends with {Path(path).suffix}. "
+                f"{content.remedy.format(path=stem)}",
+                code="wrong-contents",
+                place=str(path),
             )
         return
     if suffix in PACKED and _is_text(head):
         kind = ".jsonl" if head.lstrip()[:1] in (b"{", b"[") else ".csv"
         raise RecipeError(
-            f"{path}: it is text, by its first bytes, and its name ends with {suffix}. Rename it to its format, such "
-            f"as {stem}{kind}."
+            f"it is text, by its first bytes, and its name ends with {suffix}.",
+            code="wrong-contents",
+            place=str(path),
+            remedy=f"Rename it to its format, such as {stem}{kind}.",
         )
 
 

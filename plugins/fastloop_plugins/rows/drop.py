@@ -102,8 +102,10 @@ class Drop:
                 except TypeError:
                     needed = "a list of messages" if condition.key == "first_role" else "text or a list"
                     raise RecipeError(
-                        f"{where}: column {condition.column!r} holds {show(value)}, and "
-                        f"data.drop[{number}].{condition.key} needs {needed}."
+                        f"column {condition.column!r} holds {show(value)}, and data.drop[{number}].{condition.key} "
+                        f"needs {needed}.",
+                        code="wrong-type",
+                        place=where,
                     ) from None
                 if holds:
                     counts[number] += 1

@@ -63,9 +63,13 @@ def load_reader(suffix: str) -> type[File]:
     try:
         reader = point.load()
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"{where} cannot be imported: {type(error).__name__}: {error}", code="import-failed"
+        ) from error
     if not (isinstance(reader, type) and issubclass(reader, File)):
-        raise PluginError(f"{where} is no reader: expected a class that extends fastloop_plugins.rows.File.")
+        raise PluginError(
+            f"{where} is no reader: expected a class that extends fastloop_plugins.rows.File.", code="wrong-type"
+        )
     return reader
 
 
@@ -203,13 +207,15 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
         check_content(path, how)
         yield
     except BadRow as error:
-        raise RecipeError(f"{path}, {error.place}: {error}") from None
+        raise RecipeError(str(error), code="invalid-row", place=f"{path}, {error.place}") from None
     except (OSError, ValueError, TypeError, pyarrow.ArrowException) as error:
         suffix, codec = format_of(Path(path))[0], None
         with contextlib.suppress(OSError):
             codec = codec_of(path, how) if suffix not in PACKED else None
         remedy = f" It is read as {codec}: if it has another compression, give data.read.compression." if codec else ""
-        raise RecipeError(f"{path}: cannot be read as {suffix}: {first_line(error)}.{remedy}") from None
+        raise RecipeError(
+            f"cannot be read as {suffix}: {first_line(error)}.{remedy}", code="file-unreadable", place=str(path)
+        ) from None
 
 
 def first_line(error: BaseException) -> str:

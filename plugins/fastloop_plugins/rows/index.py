@@ -53,10 +53,12 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str, formats: Seq
         else:
             paths = [str(path) for path in find_files(recipe, item, "train", where, formats)]
         if problem := unstreamed(paths, formats):
-            raise RecipeError(f"{where}: {problem} Convert it to Parquet, or remove data.streaming.")
+            raise RecipeError(
+                f"{problem} Convert it to Parquet, or remove data.streaming.", code="no-streaming", place=where
+            )
         found.append(paths)
     if not found:
-        raise RecipeError(f"{where}: found an empty list, expected files.")
+        raise RecipeError(code="missing-value", place=where, found="an empty list", expected="files")
     return found
 
 
@@ -79,9 +81,9 @@ def _remote(url: str, where: str) -> list[str]:
         system, path = fsspec.core.url_to_fs(url)
         paths = sorted(system.glob(path)) if re.search(r"[*?\[]", path) else [path] * system.isfile(path)
     except (ImportError, OSError, ValueError) as error:
-        raise RecipeError(f"{where}: {url}: cannot be listed: {error}.") from None
+        raise RecipeError(f"cannot be listed: {error}.", code="unreachable-url", place=f"{where}: {url}") from None
     if not paths:
-        raise RecipeError(f"{where}: no file matches {url}.")
+        raise RecipeError(f"no file matches {url}.", code="file-missing", place=where)
     return [system.unstrip_protocol(path) for path in paths]
 
 
@@ -162,7 +164,7 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
         counted = part.own_names([] if label is None else [label])
         with explain_reading(path, layout.how), part.open(path) as file:
             if file.not_streamed:
-                raise RecipeError(f"{path}: cannot be streamed: {file.not_streamed}")
+                raise RecipeError(f"cannot be streamed: {file.not_streamed}", code="no-streaming", place=str(path))
             for block in part.drop.blocks(file, counted, 0, GROUP, counts=dropped):
                 if total == start:
                     part.check(file)
@@ -176,12 +178,16 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                 total += block.rows
                 if len(labels) > LABELS:
                     raise RecipeError(
-                        f"{path}: column {label!r} (data.label) has more than {LABELS} different labels, expected few."
+                        f"column {label!r} (data.label) has more than {LABELS} different labels, expected few.",
+                        code="too-many-labels",
+                        place=str(path),
                     )
             facts += file.facts()
         if total == start:
             left = " that data.drop keeps" if any(dropped) else ""
-            raise RecipeError(f"{path}: has no rows{left}. Remove it from data.files.train.")
+            raise RecipeError(
+                f"has no rows{left}.", code="empty-file", place=str(path), remedy="Remove it from data.files.train."
+            )
     found, key, rows = np.array(groups, np.int64).T
     return Index(list(paths), found, key, rows, labels, facts, dropped)
 
@@ -241,14 +247,21 @@ class Reader:
                 if count == rows:
                     return
         except BadRow as error:
-            raise DataError(f"{self.index.name(int(self.index.firsts[group]) + error.before)}: {error}") from None
+            raise DataError(
+                str(error), code="invalid-row", place=self.index.name(int(self.index.firsts[group]) + error.before)
+            ) from None
         except (OSError, ValueError, TypeError, ArrowException) as error:
             raise DataError(
-                f"{path}: row group at {key} cannot be read: {first_line(error)}. The file is damaged, or was changed: "
-                "write it again."
+                f"row group at {key} cannot be read: {first_line(error)}. The file is damaged, or was changed: write "
+                "it again.",
+                code="file-unreadable",
+                place=str(path),
             ) from None
         raise DataError(
-            f"{path}: its row group at {key} has {count} rows, and had {rows} when the run started. Start it again."
+            f"its row group at {key} has {count} rows, and had {rows} when the run started.",
+            code="data-changed",
+            place=str(path),
+            remedy="Start it again.",
         )
 
     def close(self) -> None:

@@ -22,8 +22,10 @@ def check_row(where: str, size: int, how: Read) -> None:
     """
     if size > how.max_row_mib * 2**20:
         raise RecipeError(
-            f"{where}: longer than {how.max_row_mib} MiB, expected rows below that (data.read.max_row_mib). Divide the "
-            "row, or set the option higher."
+            f"longer than {how.max_row_mib} MiB, expected rows below that (data.read.max_row_mib).",
+            code="too-large",
+            place=where,
+            remedy="Divide the row, or set the option higher.",
         )
 
 
@@ -31,8 +33,11 @@ def check_total(path: str, size: int, total: int, how: Read) -> None:
     """Raise an error for a file of ``size`` bytes with a content of ``total``, if that is more than its limit."""
     if total > (most := limit(size, how)):
         raise RecipeError(
-            f"{path}: has {size} bytes and expands to more than {most}, expected at most {how.max_expansion} times its "
-            "size (data.read.max_expansion). If the file is good, set the option higher."
+            f"has {size} bytes and expands to more than {most}, expected at most {how.max_expansion} times its size "
+            "(data.read.max_expansion).",
+            code="too-large",
+            place=str(path),
+            remedy="If the file is good, set the option higher.",
         )
 
 

@@ -85,7 +85,10 @@ class LineFile:
         for odd, name in ((1, "utf-16-le"), (0, "utf-16-be")):
             if head[odd::2].count(0) > len(head) / 4 and not head[1 - odd :: 2].count(0):
                 raise RecipeError(
-                    f"{self.path}, line 1: not UTF-8, but looks like UTF-16. If it is, give data.read.encoding={name}."
+                    "not UTF-8, but looks like UTF-16.",
+                    place=f"{self.path}, line 1",
+                    code="wrong-encoding",
+                    remedy=f"If it is, give data.read.encoding={name}.",
                 )
 
     def _stream(self) -> Any:

@@ -69,25 +69,31 @@ def find_files(
                 (hits for root in ([Path("/")] if absolute else roots) if (hits := sorted(root.glob(pattern)))), []
             )
             if not found:
-                raise RecipeError(f"{where}: no file matches {item}.")
+                raise RecipeError(f"no file matches {item}.", code="file-missing", place=where)
             paths += found
         elif path.is_dir():
             more = _patterns(path, item, split, formats) if split != "predict" else ""
             if (path / "dataset_dict.json").is_file():
                 more = f" `datasets` has saved its splits: give data.name={item} instead of data.files."
-            raise RecipeError(f"{where}: {path}: a folder, expected a file.{more}")
+            raise RecipeError(f"a folder, expected a file.{more}", code="not-a-file", place=f"{where}: {path}")
         else:
             paths.append(path)
     if not paths:
-        raise RecipeError(f"{where}: found an empty list, expected files.")
+        raise RecipeError(code="missing-value", place=where, found="an empty list", expected="files")
     for path in paths:
         if not path.is_file():
-            raise RecipeError(f"{where}: {path}: {'a folder, expected a file' if path.is_dir() else 'no such file'}.")
+            raise RecipeError(
+                f"{'a folder, expected a file' if path.is_dir() else 'no such file'}.",
+                code="file-missing",
+                place=f"{where}: {path}",
+            )
         suffix, codec = format_of(path)
         if suffix not in formats or (codec is not None and suffix in PACKED):
             raise RecipeError(
-                f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(formats)}, "
-                f"all but {', '.join(PACKED)} also with {', '.join(COMPRESSIONS)} behind it.{ARCHIVES.get(suffix, '')}"
+                f"cannot read files of type {path.suffix!r}. Expected one of: {', '.join(formats)}, all but "
+                f"{', '.join(PACKED)} also with {', '.join(COMPRESSIONS)} behind it.{ARCHIVES.get(suffix, '')}",
+                code="unknown-format",
+                place=f"{where}: {path}",
             )
     return paths
 
@@ -97,7 +103,7 @@ def refuse_url(item: str, where: str, what: str) -> None:
     if not URL.match(item):
         return
     if item.startswith("file://"):
-        raise RecipeError(f"{where}: {item} is a URL. Give the path without file://.")
+        raise RecipeError(f"{item} is a URL.", code="wrong-url", place=where, remedy="Give the path without file://.")
     page = DATASET_PAGE.match(item)
     remedy = (
         f" For this dataset of the hub: data.name={page[1]}."
@@ -105,7 +111,10 @@ def refuse_url(item: str, where: str, what: str) -> None:
         else " For a dataset of the hub: data.name=OWNER/NAME."
     )
     raise RecipeError(
-        f"{where}: {item} is a URL, and fastloop downloads no files. Download {what} first, and give its path.{remedy}"
+        f"{item} is a URL, and fastloop downloads no files.",
+        code="wrong-url",
+        place=where,
+        remedy=f"Download {what} first, and give its path.{remedy}",
     )
 
 
@@ -121,13 +130,18 @@ def refuse_options_without_files(how: Read, files: list[Path], where: str, known
             if getattr(how, name) is not None and not formats & kinds:
                 found = ", ".join(sorted(formats)) or "none"
                 raise RecipeError(
-                    f"{where}.{name}: it is for files of type {', '.join(sorted(kinds))}; data.files has {found}. "
-                    "Remove it."
+                    f"it is for files of type {', '.join(sorted(kinds))}; data.files has {found}.",
+                    code="unknown-option",
+                    place=f"{where}.{name}",
+                    remedy="Remove it.",
                 )
     if how.blank_lines and formats != {".txt"}:
         found = ", ".join(sorted(formats)) or "none"
         raise RecipeError(
-            f"{where}.blank_lines: it is for files of type .txt; data.files has {found}. Remove it, or give only those."
+            f"it is for files of type .txt; data.files has {found}.",
+            code="unknown-option",
+            place=f"{where}.blank_lines",
+            remedy="Remove it, or give only those.",
         )
 
 

@@ -150,8 +150,10 @@ def hold_out(
     if not held.any():
         rows = f"{total} rows with a class each" if total > 1 else f"{total} row"
         raise RecipeError(
-            f"{where}.validation_fraction: {rows} cannot be split into train and validation. Give a validation split, "
-            "or data.validation_fraction=0."
+            f"{rows} cannot be split into train and validation.",
+            code="too-few-rows",
+            place=f"{where}.validation_fraction",
+            remedy="Give a validation split, or data.validation_fraction=0.",
         )
     return flatnonzero(~held), flatnonzero(held)
 

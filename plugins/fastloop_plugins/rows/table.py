@@ -88,8 +88,9 @@ def missing_column(where: str, key: str, name: str, columns: Iterable[Any], reme
     names = [str(column) for column in columns]
     remedy = remedy or did_you_mean(name, names).partition(" Expected")[0]
     return RecipeError(
-        f"{where}: there is no column {name!r}, which data.{key} names. Its columns: "
-        f"{', '.join(names) or 'none'}.{remedy}"
+        f"there is no column {name!r}, which data.{key} names. Its columns: {', '.join(names) or 'none'}.{remedy}",
+        code="unknown-column",
+        place=where,
     )
 
 
@@ -99,7 +100,10 @@ def check_names(where: str, names: Iterable[str]) -> None:
     for name in names:
         if name and names.count(name) > 1:
             raise RecipeError(
-                f"{where}: the column name {name!r} is repeated in: {', '.join(names)}. Rename or remove one of them."
+                f"the column name {name!r} is repeated in: {', '.join(names)}.",
+                code="repeated-column",
+                place=where,
+                remedy="Rename or remove one of them.",
             )
 
 
@@ -163,7 +167,9 @@ def list_values(values: Any, where: str, key: str, name: str) -> list[Any]:
         return list(values.to_pylist() if hasattr(values, "to_pylist") else values)
     except UnicodeDecodeError as error:  # reading Parquet does not validate its text
         raise RecipeError(
-            f"{where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason})."
+            f"the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason}).",
+            code="wrong-encoding",
+            place=where,
         ) from None
 
 
@@ -185,7 +191,9 @@ def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | Non
     for start, (block,) in in_blocks([rows]):
         for number, row in enumerate(block, start + 1):
             if not isinstance(row, Mapping):
-                raise RecipeError(f"{where}, row {number}: found {show(row)}, expected a mapping of columns.")
+                raise RecipeError(
+                    code="invalid-row", place=f"{where}, row {number}", found=show(row), expected="a mapping of columns"
+                )
             if not row.keys() <= names.keys():
                 names |= dict.fromkeys(row)
         for name, column in found.items():

@@ -153,7 +153,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
             problem = "the {split} split has no two tokens: there is no next token to learn"
             if self.data.masked:
                 problem = "no row of the {split} split has a token with a loss among its first {size} (data.max_length)"
-            raise RecipeError(f"{self.data.where}: {problem.format(split=split, size=size)}.")
+            raise RecipeError(f"{problem.format(split=split, size=size)}.", code="invalid-split", place=self.data.where)
         if self.data.masked:
             name = self.data.name_part(split)
             self._checked[name] = dataset
@@ -174,8 +174,10 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
 
         if source is None:
             raise RecipeError(
-                f"{self.data.recipe.where}: plugins.causal-lm: continues texts, and a split has blocks of tokens. Give "
-                "a file or a text to predict."
+                "continues texts, and a split has blocks of tokens.",
+                code="nothing-to-predict",
+                place=f"{self.data.recipe.where}: plugins.causal-lm",
+                remedy="Give a file or a text to predict.",
             )
         self.text_model.load_tokenizer(self.data.options.max_length)
         self.room = self._prompt_room()
@@ -195,8 +197,10 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
             return None
         if positions <= self.max_new_tokens:
             raise RecipeError(
-                f"{self.data.recipe.where}: plugins.causal-lm.max_new_tokens: found {self.max_new_tokens}, expected "
-                f"fewer than the model's {positions} positions."
+                code="out-of-range",
+                place=f"{self.data.recipe.where}: plugins.causal-lm.max_new_tokens",
+                found=str(self.max_new_tokens),
+                expected=f"fewer than the model's {positions} positions",
             )
         return positions - self.max_new_tokens
 

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.chosen_tokens import WithPlaces, chunk_log_probabilities, log_probabilities
     from fastloop_plugins.text.generation import Completion, generate
     from fastloop_plugins.text.masks import compute, compute_all, pool, split
-    from fastloop_plugins.text.model import ModelOptions, OtherModel
+    from fastloop_plugins.text.model import ModelOptions
     from fastloop_plugins.text.next_token_loss import add_loss
     from fastloop_plugins.text.options import DataOptions, padded_traits, text_traits
     from fastloop_plugins.text.reference import ReferenceModel
+    from fastloop_plugins.text.second_model import OtherModel
     from fastloop_plugins.text.special_tokens import end_tokens
     from fastloop_plugins.text.task import TextTask
     from fastloop_plugins.text.tokens import Split
@@ -44,7 +45,7 @@ PLACES = {
     "Completion": "generation",
     "DataOptions": "options",
     "ModelOptions": "model",
-    "OtherModel": "model",
+    "OtherModel": "second_model",
     "Ragged": "batches",
     "ReferenceModel": "reference",
     "RowError": "streaming.rows",

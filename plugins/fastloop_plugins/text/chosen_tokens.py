@@ -76,8 +76,10 @@ def log_probabilities(
     """
     if with_loss(model) is None:
         raise PluginError(
-            f"log_probabilities: {type(model).__name__} takes no targets. Call fastloop_plugins.text.add_loss(model) "
-            "in build_model."
+            f"{type(model).__name__} takes no targets.",
+            code="unsupported-model",
+            place="log_probabilities",
+            remedy="Call fastloop_plugins.text.add_loss(model) in build_model.",
         )
     arguments: dict[str, Any] = {"reduction": "none", "temperature": temperature, "use_cache": False}
     losses: Tensor = compute(model, batch, targets=targets, places=places, **arguments).loss

@@ -48,7 +48,7 @@ def read_chunks(
 
 
 def _refuse(name: str, start: int, index: int, problem: str) -> None:
-    raise RecipeError(f"{name} {start + index + 1}: {problem}")
+    raise RecipeError(problem, code="invalid-row", place=f"{name} {start + index + 1}")
 
 
 class EmptyTexts:
@@ -74,8 +74,9 @@ def text_chunks(
     """``read_chunks`` as texts. At the end, logs how many are empty."""
     if not isinstance(source, Path) and len(data.columns) > 1:
         raise RecipeError(
-            f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file with "
-            "these."
+            f"found {data.columns}, and a text given by itself has one column. Predict a file with these.",
+            code="missing-column",
+            place=f"{data.where}.text",
         )
     empty = EmptyTexts()
     for rows, bad in read_chunks(data, source, start, size):

@@ -37,8 +37,10 @@ class ColumnData(TextData):
         for path in self.every_file() if len(self.places) > 1 else ():
             if format_of(path)[0] == ".txt":
                 raise RecipeError(
-                    f"{path}: a .txt file has one column, and {self.subject} reads {', '.join(self.places)}. Use "
-                    "another format."
+                    f"a .txt file has one column, and {self.subject} reads {', '.join(self.places)}.",
+                    code="unknown-format",
+                    place=str(path),
+                    remedy="Use another format.",
                 )
 
     def find_columns(self) -> list[str]:
@@ -48,7 +50,10 @@ class ColumnData(TextData):
             for name in self._named(key, where):
                 if name in places:
                     raise RecipeError(
-                        f"{where}: found {name!r}, the column of data.{places[name]} too. Name another column."
+                        f"found {name!r}, the column of data.{places[name]} too.",
+                        code="repeated-column",
+                        place=where,
+                        remedy="Name another column.",
                     )
                 places[name] = key
         return super().find_columns()
@@ -59,9 +64,16 @@ class ColumnData(TextData):
         if key in self.task.values:
             return [] if given is None else column_names(given, where)
         if given is None:
-            raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}=COLUMN.")
+            raise RecipeError(
+                "missing.",
+                code="missing-value",
+                place=where,
+                remedy=f"Name a column of texts, such as data.{key}=COLUMN.",
+            )
         if not isinstance(given, str):
-            raise RecipeError(f"{where}: found {given!r}, expected a column: {self.subject} reads one here.")
+            raise RecipeError(
+                code="wrong-type", place=where, found=repr(given), expected=f"a column: {self.subject} reads one here"
+            )
         return [given]
 
     def names_of(self, key: str) -> list[str]:

@@ -73,7 +73,9 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
     if data.inference is None and (unknown := unwanted - total.keys()):
         name = min(unknown)
         remedy = " Rows without a label have the key ''." if name.strip().lower() in MISSING else ""
-        raise RecipeError(f"{data.where}.label_map: the label {name!r} never occurs.{remedy}")
+        raise RecipeError(
+            f"the label {name!r} never occurs.{remedy}", code="unknown-label", place=f"{data.where}.label_map"
+        )
 
 
 def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Table]:
@@ -126,4 +128,6 @@ def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
 
 def _all_dropped(role: str, key: str, remedy: str, rows: int, data: TextData) -> RecipeError:
     remedy = remedy if role == "train" else f"To leave out the split: data.splits.{role}=null."
-    return RecipeError(f"{data.where}.{key}: leaves out all {rows} rows of the {role} split. {remedy}")
+    return RecipeError(
+        f"leaves out all {rows} rows of the {role} split. {remedy}", code="empty-split", place=f"{data.where}.{key}"
+    )

@@ -49,8 +49,10 @@ def check_samples(run: Run, task: str) -> None:
     """
     if "validation" not in run.datasets:
         raise RecipeError(
-            f"{run.recipe.where}: plugins.{task}.samples: there is no validation split, which has the prompts. Give "
-            "data.validation_fraction, or remove samples."
+            "there is no validation split, which has the prompts.",
+            code="unknown-split",
+            place=f"{run.recipe.where}: plugins.{task}.samples",
+            remedy="Give data.validation_fraction, or remove samples.",
         )
 
 

@@ -116,14 +116,22 @@ def check_generation(
     given, where = given or {}, f"{recipe}: {task}.generation"
     for name in given:
         if name in own:
-            raise RecipeError(f"{where}.{name}: the task has an option for it. Set {task}.{own[name]} instead.")
+            raise RecipeError(
+                "the task has an option for it.",
+                code="set-twice",
+                place=f"{where}.{name}",
+                remedy=f"Set {task}.{own[name]} instead.",
+            )
     parsed = parse(GenerationSettings, given, where)
     settings = {name: getattr(parsed, name) for name in given}
     if (settings.get("num_beams") or num_beams) == 1:
         for name in BEAM_SETTINGS:
             if settings.get(name) is not None:
                 raise RecipeError(
-                    f"{where}.{name}: it is for beam search, and num_beams is 1. Remove it, or set num_beams."
+                    "it is for beam search, and num_beams is 1.",
+                    code="unknown-option",
+                    place=f"{where}.{name}",
+                    remedy="Remove it, or set num_beams.",
                 )
     return settings
 
@@ -143,7 +151,10 @@ def check_token_ids(settings: Mapping[str, Any], vocab_size: int, where: str) ->
         for token in ids:
             if token is not None and not 0 <= token < vocab_size:
                 raise RecipeError(
-                    f"{where}.{name}: found the token id {token}, expected one from 0 to {vocab_size - 1}."
+                    code="out-of-range",
+                    place=f"{where}.{name}",
+                    found=f"the token id {token}",
+                    expected=f"one from 0 to {vocab_size - 1}",
                 )
 
 
@@ -269,8 +280,11 @@ def generating(run: Run) -> Iterator[Generator]:
         stack.enter_context(run.strategy.gathered(run))
         if run.world_size > 1 and run.settings.processes_per_batch != 1:
             raise PluginError(
-                f"{run.recipe.where}: plugin {run.settings.writers['processes_per_batch']!r} divides each sequence "
-                "over processes, and a part of the run needs whole ones, such as to generate texts. Use ddp or fsdp."
+                f"plugin {run.settings.writers['processes_per_batch']!r} divides each sequence over processes, and a "
+                "part of the run needs whole ones, such as to generate texts.",
+                code="unsupported-strategy",
+                place=run.recipe.where,
+                remedy="Use ddp or fsdp.",
             )
         stack.enter_context(evaluating(run.model))
         stack.enter_context(torch.no_grad())

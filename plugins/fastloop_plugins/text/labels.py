@@ -209,8 +209,11 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
             if unknown := values.first({label for label, index in table.items() if index is None}):
                 row, label = unknown
                 raise RecipeError(
-                    f"{row}: {what} holds {label!r}, which is no class of the model {model}. Its classes: "
-                    f"{list_labels(classes)}. To rename a label: data.label_map={{{label!r}: CLASS}}."
+                    f"{what} holds {label!r}, which is no class of the model {model}. Its classes: "
+                    f"{list_labels(classes)}.",
+                    code="unknown-label",
+                    place=str(row),
+                    remedy=f"To rename a label: data.label_map={{{label!r}: CLASS}}.",
                 )
             ids_of_parts.append(values.ids(table))
         found[role] = concatenate(ids_of_parts)
@@ -234,22 +237,27 @@ def _values(part: Table, options: DataOptions, what: str, notes: list[str]) -> V
         for number, value in enumerate(values, 1):
             if is_unlabelled(value):
                 raise RecipeError(
-                    f"{part.row(number)}: {what} is empty. Every row needs a label. "
-                    f"{leave_out_unlabelled(part, str(options.label))}"
+                    f"{what} is empty. Every row needs a label. {leave_out_unlabelled(part, str(options.label))}",
+                    code="missing-label",
+                    place=part.row(number),
                 )
             if not is_label(value):
                 kind = "classes" if isinstance(value, list) else "number" if isinstance(value, Real) else None
                 remedy = f" If these are labels: data.label_type={kind}." if kind else ""
                 raise RecipeError(
-                    f"{part.row(number)}: {what} holds {show(value)}, expected text, or whole numbers from 0.{remedy}"
+                    f"{what} holds {show(value)}, expected text, or whole numbers from 0.{remedy}",
+                    code="wrong-label",
+                    place=part.row(number),
                 )
     if options.label in {value for _, value in distinct if isinstance(value, str)}:
         column = options.text if isinstance(options.text, str) else options.text[0]
         for number, (label, text) in enumerate(zip(values, part.column("text", column), strict=True), 1):
             if label == options.label and text == column:
                 raise RecipeError(
-                    f"{part.row(number)}: found the column names ({text}, {label}), as where files were joined. Remove "
-                    "that row."
+                    f"found the column names ({text}, {label}), as where files were joined.",
+                    code="header-in-rows",
+                    place=part.row(number),
+                    remedy="Remove that row.",
                 )
     if whole := {value for kind, value in distinct if not issubclass(kind, str | Integral)}:
         notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
@@ -273,7 +281,9 @@ def _names(options: DataOptions) -> dict[str, Label]:
 def _renamed(values: dict[str, list[Values]], names: Mapping[str, Label], where: str) -> dict[str, list[Values]]:
     there = {label for found in values.values() for part in found for label in part.labels}
     if unknown := names.keys() - set(map(str, there)):
-        raise RecipeError(f"{where}: the label {min(unknown)!r} never occurs. There: {list_labels(there)}.")
+        raise RecipeError(
+            f"the label {min(unknown)!r} never occurs. There: {list_labels(there)}.", code="unknown-label", place=where
+        )
     return {role: [part.renamed(names) for part in found] for role, found in values.items()}
 
 
@@ -294,8 +304,10 @@ def _are_numbers(values: Sequence[Values], what: str) -> bool:
     if "fraction" in kinds:
         row, label = first("fraction")
         raise RecipeError(
-            f"{row}: {what} holds {label!r}, expected text, or whole numbers from 0. Or name it: data.label_map. "
-            "For regression: data.label_type=number."
+            f"{what} holds {label!r}, expected text, or whole numbers from 0.",
+            code="wrong-label",
+            place=str(row),
+            remedy="Or name it: data.label_map. For regression: data.label_type=number.",
         )
     if len(kinds) < 2:
         return kinds == {"number"}
@@ -314,8 +326,10 @@ def _are_numbers(values: Sequence[Values], what: str) -> bool:
     fewer = min(by_kind, key=len)
     names = ", ".join(f"{label!r}: NAME" for label in sorted(fewer, key=str)[:SHOWN])
     raise RecipeError(
-        f"{row}: {what} mixes text and numbers: it holds {label!r}, and {other_row} holds {other!r}. "
-        f"Write all one way, or name them: data.label_map={{{names}}}."
+        f"{what} mixes text and numbers: it holds {label!r}, and {other_row} holds {other!r}.",
+        code="mixed-labels",
+        place=str(row),
+        remedy=f"Write all one way, or name them: data.label_map={{{names}}}.",
     )
 
 
@@ -344,14 +358,17 @@ def _classes(
         remedy = "" if isinstance(labels[0], str) else " For regression: data.label_type=number."
         raise RecipeError(
             f"{where} has {len(seen)} different labels in {rows} rows, such as {labels[0]!r:.60}: nearly every row "
-            f"would be a class of its own. Expected a column with few different values.{remedy}"
+            f"would be a class of its own. Expected a column with few different values.{remedy}",
+            code="too-many-labels",
         )
     if len(seen) < 2:
-        raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.")
+        raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.", code="one-class")
     if isinstance(labels[0], str):
         if offset:
             raise RecipeError(
-                f"{where} holds text ({list_labels(seen)}), and data.label_offset is for numbers. Remove it."
+                f"{where} holds text ({list_labels(seen)}), and data.label_offset is for numbers.",
+                code="unknown-option",
+                remedy="Remove it.",
             )
         return {label: index for index, label in enumerate(sorted(seen, key=str))}, sorted(map(str, seen))
     ids: dict[Label, int] = {index + offset: index for index in range(len(names or seen))}
@@ -368,8 +385,9 @@ def _classes(
                 "data.label_map={-1: NAME}."
             )
         raise RecipeError(
-            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps. "
-            f"{remedy}"
+            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without "
+            f"gaps. {remedy}",
+            code="gaps-in-labels",
         )
     if offset:
         notes.append(
@@ -385,7 +403,9 @@ def _unknown(row: str, label: Label, ids: Mapping[Label, int], role: str, what: 
         f" To leave out its rows: data.label_map={{{label!r}: null}}. To leave this split out: data.splits.{role}=null."
     )
     return RecipeError(
-        f"{row}: {what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.{remedy}"
+        f"{what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.{remedy}",
+        code="unknown-label",
+        place=str(row),
     )
 
 

@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -121,14 +121,18 @@ class TextModel:
         if self.options.config is None:
             if isinstance(given, dict):
                 raise RecipeError(
-                    f"{self.where}.tokenizer: a tokenizer is trained only with model.config. A pretrained model has "
-                    "its own."
+                    "a tokenizer is trained only with model.config. A pretrained model has its own.",
+                    code="unknown-option",
+                    place=f"{self.where}.tokenizer",
                 )
         elif not isinstance(given, str):
             self.trained = parse(TrainedTokenizer, given or {}, f"{self.where}.tokenizer")
             if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
                 raise RecipeError(
-                    f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more for bpe."
+                    code="out-of-range",
+                    place=f"{self.where}.tokenizer.vocab_size",
+                    found=str(self.trained.vocab_size),
+                    expected="300 or more for bpe",
                 )
             self._check_units(self.trained.kind, given or {})
         self._check_code()
@@ -173,13 +177,18 @@ class TextModel:
         if kind in ("char", "byte") and "vocab_size" in given:
             has = "256 bytes" if kind == "byte" else "all characters of the training texts"
             raise RecipeError(
-                f"{self.where}.tokenizer.vocab_size: a tokenizer of kind {kind} has {has}. Remove vocab_size."
+                f"a tokenizer of kind {kind} has {has}.",
+                code="unknown-option",
+                place=f"{self.where}.tokenizer.vocab_size",
+                remedy="Remove vocab_size.",
             )
         if kind == "char" and self.recipe.data.get("streaming"):
             raise RecipeError(
-                f"{self.where}.tokenizer.kind: char needs all characters of the training texts, and data.streaming "
-                "reads only the first rows before training. Use kind: byte, or the tokenizer of another run: "
-                "model.tokenizer=RUN/model."
+                "char needs all characters of the training texts, and data.streaming reads only the first rows before "
+                "training.",
+                code="unsupported-tokenizer",
+                place=f"{self.where}.tokenizer.kind",
+                remedy="Use kind: byte, or the tokenizer of another run: model.tokenizer=RUN/model.",
             )
 
     def _check_architecture(self, config: dict[str, Any]) -> None:
@@ -188,7 +197,7 @@ class TextModel:
         if not isinstance(kind, str):
             return
         if problem := unsupported(kind, config, self.classify, self.trained is not None):
-            raise RecipeError(f"{self.where}.{key}: {problem}")
+            raise RecipeError(problem, code="invalid-value", place=f"{self.where}.{key}")
 
     def _check_name(self, key: str, name: str) -> None:
         path, wanted = self.recipe.find(name), ("tokenizer.json", "tokenizer_config.json")
@@ -203,10 +212,16 @@ class TextModel:
             outside = [name for name in names if name != Path(name).name]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecipeError(
-                f"{self.where}.{key}: {index}: not an index of weights: {type(error).__name__}: {error}."
+                f"not an index of weights: {type(error).__name__}: {error}.",
+                code="wrong-format",
+                place=f"{self.where}.{key}: {index}",
             ) from None
         if outside:
-            raise RecipeError(f"{self.where}.{key}: {index}: names {outside[0]!r}, which is not in its folder.")
+            raise RecipeError(
+                f"names {outside[0]!r}, which is not in its folder.",
+                code="unsafe-link",
+                place=f"{self.where}.{key}: {index}",
+            )
 
     # -- configuration and tokenizer: before the data, so that a missing model is found early --------------------------
 
@@ -230,7 +245,9 @@ class TextModel:
             self._check_architecture(self.config.to_dict())  # for a model of the hub, only known now
             if (layers := getattr(self.config, "num_hidden_layers", 0)) > LAYERS:
                 raise RecipeError(
-                    f"{self.where}.name: {self.options.name} claims {layers} layers, expected at most {LAYERS}."
+                    f"{self.options.name} claims {layers} layers, expected at most {LAYERS}.",
+                    code="too-large",
+                    place=f"{self.where}.name",
                 )
         if self.trained is None:
             self.tokenizer = self._pretrained_tokenizer()
@@ -250,8 +267,10 @@ class TextModel:
         # transformers makes an empty one if there are no files
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise RecipeError(
-                f"{self.where}.{source}: {getattr(self.options, source)} holds no tokenizer: every word would be "
-                "unknown. Put its files there, or name another: model.tokenizer=FOLDER."
+                f"{getattr(self.options, source)} holds no tokenizer: every word would be unknown.",
+                code="no-tokenizer",
+                place=f"{self.where}.{source}",
+                remedy="Put its files there, or name another: model.tokenizer=FOLDER.",
             )
         self.backend_state = BackendState(tokenizer)
         return tokenizer
@@ -306,8 +325,10 @@ class TextModel:
             self.tokenizer.pad_token = next((token for token in (*ends, self.tokenizer.unk_token) if token), None)
         if self.tokenizer.pad_token_id is None or (not self.classify and not any(ends)):
             raise RecipeError(
-                f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Use "
-                "another."
+                f"it has no token that {'pads' if self.classify else 'ends a text'}.",
+                code="missing-token",
+                place=f"{self.where}.tokenizer",
+                remedy="Use another.",
             )
 
     def fingerprint(self) -> str:
@@ -411,8 +432,10 @@ class TextModel:
             tokens, given = rows_needed(self.tokenizer), self.options.config.get("vocab_size")
             if given is not None and given < tokens:
                 raise RecipeError(
-                    f"{self.where}.config.vocab_size: found {given}, and the tokenizer has {tokens} tokens. Leave "
-                    "it out."
+                    f"found {given}, and the tokenizer has {tokens} tokens.",
+                    code="conflicting-values",
+                    place=f"{self.where}.config.vocab_size",
+                    remedy="Leave it out.",
                 )
             self.config.vocab_size = given or tokens
             for token in ("bos_token_id", "eos_token_id"):
@@ -428,7 +451,9 @@ class TextModel:
             with quiet():
                 return auto.from_config(config, **arguments)
         except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
-            raise RecipeError(f"{self.where}.config: {str(error).splitlines()[0]}") from None
+            raise RecipeError(
+                str(str(error).splitlines()[0]), code="invalid-value", place=f"{self.where}.config"
+            ) from None
 
     def weights(self, run: Run) -> dict[str, Tensor]:
         """The weights to export. Every process must call it."""
@@ -449,47 +474,3 @@ class TextModel:
         """Write the tokenizer as it was before the run's texts were cut to ``data.max_length``."""
         self.backend_state.restore(self.tokenizer)
         self.tokenizer.save_pretrained(folder)
-
-
-class OtherModel:
-    """A pretrained model beside the one that a run trains, such as a teacher.
-
-    Args:
-        options: Those of ``model``, such as ``name``.
-        auto_class: The Auto class of transformers that builds it.
-        key: The place of the options in the recipe, for messages.
-
-    Attributes:
-        config: None until ``load_tokenizer``, as ``tokenizer``.
-
-    Raises:
-        RecipeError: An option is invalid.
-    """
-
-    def __init__(self, recipe: Recipe, options: Mapping[str, Any], auto_class: str, key: str) -> None:
-        self._auto_class, classify = auto_class, not auto_class.endswith("ForCausalLM")
-        alone = replace(recipe, model=dict(options), inference=None, plugins={})  # `lora` trains no adapter of it
-        self._model = TextModel(alone, classify, key)
-        self.config: Any = None
-        self.tokenizer: Any = None
-
-    def load_tokenizer(self, max_length: int) -> None:
-        """Load configuration and tokenizer.
-
-        Raises:
-            RecipeError: One of them is missing or invalid, or the model cannot take ``max_length`` tokens.
-        """
-        self._model.load_tokenizer(max_length)
-        self.config, self.tokenizer = self._model.config, self._model.tokenizer
-
-    def build(self) -> tuple[Any, set[str]]:
-        """The model in float32 on the CPU, and the names of its weights that the checkpoint does not have. Call it
-        after ``load_tokenizer``.
-
-        Raises:
-            RecipeError: The weights cannot be loaded.
-        """
-        import transformers
-
-        model = self._model.build(getattr(transformers, self._auto_class))
-        return model, self._model.new

@@ -44,17 +44,25 @@ class NewTokens:
         for token in self.wanted:
             if not token or token != token.strip():
                 raise RecipeError(
-                    f"{where}.tokens: found {token!r}, expected a token that neither begins nor ends with a space."
+                    code="wrong-format",
+                    place=f"{where}.tokens",
+                    found=repr(token),
+                    expected="a token that neither begins nor ends with a space",
                 )
         for token in options.special_tokens or ():
             if token in (options.tokens or ()):
                 raise RecipeError(
-                    f"{where}.special_tokens: found {token!r}, which tokens has, too. Remove one of them."
+                    f"found {token!r}, which tokens has, too.",
+                    code="set-twice",
+                    place=f"{where}.special_tokens",
+                    remedy="Remove one of them.",
                 )
         if options.resize_embeddings and model is None:
             raise RecipeError(
-                f"{where}.resize_embeddings: found model.config, and a model from scratch has a row for each token of "
-                "its tokenizer. Leave it out."
+                "found model.config, and a model from scratch has a row for each token of its tokenizer.",
+                code="unknown-option",
+                place=f"{where}.resize_embeddings",
+                remedy="Leave it out.",
             )
 
     def add(self, tokenizer: Any, config: Any) -> None:
@@ -76,8 +84,13 @@ class NewTokens:
                 sizes = f"the tokenizer has {rows_needed(tokenizer)} tokens, and the embedding of {self.model} has "
                 sizes += f"{rows} rows: none for {named}"
                 raise RecipeError(
-                    f"{self.where}.{self.source}: {sizes}. To train rows for these tokens, set "
-                    f"{self.key}.resize_embeddings=true. Or use the tokenizer that the model was trained with."
+                    f"{sizes}.",
+                    code="tokens-differ",
+                    place=f"{self.where}.{self.source}",
+                    remedy=(
+                        f"To train rows for these tokens, set {self.key}.resize_embeddings=true. Or use the tokenizer "
+                        "that the model was trained with."
+                    ),
                 )
             self.ids += [tokenizer.convert_tokens_to_ids(token) for token in without_row]
         self.ids += add_tokens(tokenizer, self.options.tokens or [], special=False)

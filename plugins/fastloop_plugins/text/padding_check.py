@@ -96,12 +96,17 @@ def report_padding(run: Run, model: nn.Module, change: float) -> None:
     refuse_batched_predictions(run, effect, f", or {ALIKE}")
     if run.loaders.micro_steps > 1 and run.loaders.micro_batch_size > 1:
         raise RecipeError(
-            f"{run.recipe.where}: train.micro_batch_size: found {run.loaders.micro_batch_size}. {effect}, so "
-            f"micro-batches change what is trained. Remove it, or {ALIKE}."
+            f"found {run.loaders.micro_batch_size}. {effect}, so micro-batches change what is trained.",
+            code="padding-dependent",
+            place=f"{run.recipe.where}: train.micro_batch_size",
+            remedy=f"Remove it, or {ALIKE}.",
         )
     if "length-bucketing" in run.plugins.names() and "length-bucketing" not in run.recipe.selected:
         raise RecipeError(
-            f"{run.recipe.where}: plugins.length-bucketing: {effect}. Remove length-bucketing, or {ALIKE}."
+            f"{effect}.",
+            code="padding-dependent",
+            place=f"{run.recipe.where}: plugins.length-bucketing",
+            remedy=f"Remove length-bucketing, or {ALIKE}.",
         )
     logger.warning("%s. Results depend on the texts that share a batch. To avoid it, %s", effect, ALIKE)
 
@@ -156,8 +161,10 @@ def refuse_batched_predictions(run: Run, effect: str, remedy: str = "") -> None:
     inference, size = run.recipe.inference, run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
     if inference is not None and inference.chunk and min(size, len(run.datasets[run.loaders.first])) > 1:
         raise RecipeError(
-            f"{run.recipe.where}: train.eval_batch_size: batches have up to {size} texts. {effect}, so a prediction "
-            f"depends on the other texts of its batch. Predict one text at a time: train.eval_batch_size=1{remedy}."
+            f"batches have up to {size} texts. {effect}, so a prediction depends on the other texts of its batch. "
+            f"Predict one text at a time: train.eval_batch_size=1{remedy}.",
+            code="padding-dependent",
+            place=f"{run.recipe.where}: train.eval_batch_size",
         )
 
 

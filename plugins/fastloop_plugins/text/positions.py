@@ -32,7 +32,9 @@ def check_length(recipe: Recipe, max_length: int, config: Any, tokenizer_length:
     limit = min((size for size in sizes if isinstance(size, int) and size > 0), default=max_length)
     if max_length > limit:
         taken = f"{model} takes {limit} tokens at most"
-        raise RecipeError(f"{recipe.where}: data.max_length: found {max_length}, and {taken}.")
+        raise RecipeError(
+            f"found {max_length}, and {taken}.", code="out-of-range", place=f"{recipe.where}: data.max_length"
+        )
 
 
 def check_known_length(

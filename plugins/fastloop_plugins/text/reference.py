@@ -52,8 +52,11 @@ class ReferenceModel:
         is_meta = any(parameter.is_meta for parameter in model.parameters())
         if any(run.processes.all_gather_object(is_meta)):
             raise PluginError(
-                f"{run.recipe.where}: the model before training is needed as a second model, and {run.strategy.name!r} "
-                "builds the model on the main process only. Set meta_device: false."
+                f"the model before training is needed as a second model, and {run.strategy.name!r} builds the model "
+                "on the main process only.",
+                code="unsupported-strategy",
+                place=run.recipe.where,
+                remedy="Set meta_device: false.",
             )
         if not has_idle_adapters(model):
             self.copy = copy.deepcopy(model).eval().requires_grad_(False)

@@ -52,7 +52,12 @@ class Source:
         key = self.where.rpartition("data.")[2]
         own = column_names(data.columns if self.text is None else self.text, f"{self.where}.text")
         if len(own) != len(data.columns):
-            raise RecipeError(f"{self.where}.text: found {own}, expected as many columns as data.text: {data.columns}.")
+            raise RecipeError(
+                code="wrong-type",
+                place=f"{self.where}.text",
+                found=str(own),
+                expected=f"as many columns as data.text: {data.columns}",
+            )
         names = dict(zip(data.columns, ((name, f"{key}.text") for name in own), strict=True))
         names |= {name: (self.label or name, f"{key}.label") for name in data.labels}
         others = data.drop.columns()
@@ -78,12 +83,22 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
     found, where = [], f"{data.where}.sources"
     others = ("target", "messages", "prompt", "words", "tags")
     if data.text_key != "text" or data.several or any(data.recipe.data.get(key) is not None for key in others):
-        raise RecipeError(f"{where}: reads texts and one column of labels. Rename the columns, and use data.files.")
+        raise RecipeError(
+            "reads texts and one column of labels.",
+            code="unknown-option",
+            place=where,
+            remedy="Rename the columns, and use data.files.",
+        )
     for number, given in enumerate(data.options.sources or ()):
         source = parse(Source, given, f"{where}[{number}]")
         source.where = f"{where}[{number}]"
         if source.label is not None and not data.labels:
-            raise RecipeError(f"{source.where}.label: data.label is not there. Remove it, or name data.label too.")
+            raise RecipeError(
+                "data.label is not there.",
+                code="unknown-option",
+                place=f"{source.where}.label",
+                remedy="Remove it, or name data.label too.",
+            )
         if "train" in needed and not data.options.streaming:
             source.paths = find_files(data.recipe, source.files, "train", f"{source.where}.files", data.formats)
         found.append(source)
@@ -92,7 +107,8 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
         raise RecipeError(
             f"{weightless[0]}.weight: missing. Give each source a weight, or none."
             if found
-            else f"{where}: found an empty list, expected sources such as {{files: a.csv, text: review}}."
+            else f"{where}: found an empty list, expected sources such as {{files: a.csv, text: review}}.",
+            code="missing-value",
         )
     return found
 
@@ -118,7 +134,12 @@ def mix_sources(rows: Rows, data: TextData) -> Rows:
     lines, before, end = list[str](), 0, 0.0
     for number, ((source, ids), weight) in enumerate(zip(pairs, weights, strict=True)):
         if not len(ids):
-            raise RecipeError(f"{source.where}: has no rows left. Remove it, or what leaves out its rows.")
+            raise RecipeError(
+                "has no rows left.",
+                code="empty-split",
+                place=source.where,
+                remedy="Remove it, or what leaves out its rows.",
+            )
         end += weight / sum(weights) * len(rows)
         times, rest = divmod(round(end) - before, len(ids))
         before = round(end)

@@ -117,13 +117,17 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: Sequence[str], whe
             config.save_pretrained(folder)
             saved: Any = AutoTokenizer.from_pretrained(Path(folder))
     except OSError as error:
-        raise RecipeError(f"{where}.tokenizer: cannot be saved in {tempfile.gettempdir()}: {error}") from None
+        raise RecipeError(
+            f"cannot be saved in {tempfile.gettempdir()}: {error}", code="file-not-writable", place=f"{where}.tokenizer"
+        ) from None
     for text in (text[:CHARACTERS] for text in texts[:CHECKED]):
         expected, found = (made(text, verbose=False)["input_ids"] for made in (tokenizer, saved))
         if expected != found:
             raise RecipeError(
-                f"{where}.tokenizer: transformers reads a saved tokenizer of {config.model_type} as "
-                f"{type(saved).__name__}, which encodes {text[:30]!r} as {len(found)} tokens. Training would use other "
-                f"ones ({len(expected)}), so the exported model would be useless. Use a tokenizer of that class "
-                "(model.tokenizer=FOLDER), or another model_type."
+                f"transformers reads a saved tokenizer of {config.model_type} as {type(saved).__name__}, which "
+                f"encodes {text[:30]!r} as {len(found)} tokens. Training would use other ones ({len(expected)}), so "
+                "the exported model would be useless.",
+                code="unsupported-tokenizer",
+                place=f"{where}.tokenizer",
+                remedy="Use a tokenizer of that class (model.tokenizer=FOLDER), or another model_type.",
             )

@@ -102,8 +102,10 @@ def read(
 
     if first and data.stream is not None:
         raise RecipeError(
-            f"{data.where}.streaming: --samples reads rows in memory. Give data.streaming=false, and fewer files if "
-            "they are large."
+            "--samples reads rows in memory.",
+            code="no-streaming",
+            place=f"{data.where}.streaming",
+            remedy="Give data.streaming=false, and fewer files if they are large.",
         )
     model.load_tokenizer(data.options.max_length)
     if data.inference is not None and data.options.label is not None:

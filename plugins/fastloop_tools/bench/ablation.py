@@ -127,9 +127,13 @@ class Bench:
         self.say(f"a measurement takes {seconds:.0f} s here: {show_time(needed)} in all")
         if budget is not None and needed > budget:
             raise UsageError(
-                f"--budget: {self.processes()} processes of {seconds:.0f} s do not fit into {show_time(budget)}. Give "
-                f"--budget {math.ceil(needed / 60)}m, or measure less: shorter --seconds, --no-leave-one-out, "
-                "--no-numerics, or fewer plugins with --without."
+                f"{self.processes()} processes of {seconds:.0f} s do not fit into {show_time(budget)}.",
+                code="budget-too-small",
+                place="--budget",
+                remedy=(
+                    f"Give --budget {math.ceil(needed / 60)}m, or measure less: shorter --seconds, --no-leave-one-out, "
+                    "--no-numerics, or fewer plugins with --without."
+                ),
             )
 
     def _speed(self) -> None:

@@ -110,7 +110,7 @@ def bench(
     from fastloop_tools.trials.worker import Window
 
     if ranks.world_size() > 1:
-        raise UsageError("bench measures one process. Start it without a launcher.")
+        raise UsageError("bench measures one process.", code="one-process-only", remedy="Start it without a launcher.")
     allowed = parse_time(budget, "--budget") if budget else None
     quality = quality or quality_steps is not None
     # shells start jobs in the background with SIGINT ignored; processes that measure must not outlive a script
@@ -170,7 +170,10 @@ def refuse_ablation_options(given: Mapping[str, Any]) -> None:
     for option, value in given.items():
         if value:
             raise UsageError(
-                f"--select: {option} belongs to the ablation, which is not done. Leave one of the two out."
+                f"{option} belongs to the ablation, which is not done.",
+                code="exclusive-options",
+                place="--select",
+                remedy="Leave one of the two out.",
             )
 
 
@@ -202,10 +205,16 @@ def write_fastest(
     recipe = resolved.recipe
     resolved.plugins.hooks.check_recipe(recipe=recipe, plugins=resolved.plugins)
     if recipe.source is not None and target.resolve() == recipe.source.resolve():
-        raise UsageError(f"--select {target}: this is the recipe itself. Give another file.")
+        raise UsageError(
+            "this is the recipe itself.", code="file-in-use", place=f"--select {target}", remedy="Give another file."
+        )
     trials = target.with_suffix(".json")
     if trials == target:
-        raise UsageError(f"--select {target}: expected a .yaml file. The trials are written to a .json file beside it.")
+        raise UsageError(
+            "expected a .yaml file. The trials are written to a .json file beside it.",
+            code="unknown-format",
+            place=f"--select {target}",
+        )
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache:
         runner = TrialRunner(environment, Path(cache), typer.echo, budget)
         selection = Selection(recipe, accept, budget, runner, window, typer.echo, never)
@@ -291,7 +300,9 @@ def make_folder(folder: Path) -> Path:
             typer.echo(f"an earlier ablation was in {folder}: moved to {files.move_aside(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output {folder}: cannot be created: {error}.") from None
+        raise UsageError(
+            f"cannot be created: {error}.", code="folder-not-writable", place=f"--output {folder}"
+        ) from None
     files.check_links(folder)
     return folder
 

@@ -77,11 +77,17 @@ def make_ablation(recipe: Recipe, sets: Sequence[Sequence[str]], leave_one_out: 
             ablation.absent[name] = f"not measurable here: {plugin.name} {why}"
     for wanted in (name for names in sets for name in names if name not in tested):
         raise UsageError(
-            f"--variants: {wanted!r} is not a plugin that can be measured here.{did_you_mean(wanted, tested)}"
+            f"{wanted!r} is not a plugin that can be measured here.",
+            code="unknown-plugin",
+            place="--variants",
+            remedy=did_you_mean(wanted, tested),
         )
     if not tested:
         raise UsageError(
-            f"{recipe.where}: lists no plugin to measure. Add some: --with A,B. `fastloop plugins` lists them."
+            "lists no plugin to measure.",
+            code="nothing-to-measure",
+            place=recipe.where,
+            remedy="Add some: --with A,B. `fastloop plugins` lists them.",
         )
     # an error in the full set is an error in the recipe
     all_of_them = () if ablation.absent or sets else tested
@@ -100,7 +106,12 @@ def make_ablation(recipe: Recipe, sets: Sequence[Sequence[str]], leave_one_out: 
         why_not = "; ".join(reasons) or unresolvable(ablation, active)
         title = adds or ", ".join(here) or "no plugins"
         if any(title == variant.title for variant in ablation.variants):
-            raise UsageError("--variants: the same set of plugins is listed twice in a row. Remove one.")
+            raise UsageError(
+                "the same set of plugins is listed twice in a row.",
+                code="listed-twice",
+                place="--variants",
+                remedy="Remove one.",
+            )
         ablation.variants.append(Variant(title, active, before=ablation.full().title, adds=added, why_not=why_not))
         have = here
     full = ablation.full()

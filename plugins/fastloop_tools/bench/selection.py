@@ -163,8 +163,10 @@ class Selection:
         missing = cost + self.reserve() - self.left()
         if missing > 0:
             raise UsageError(
-                f"--budget: a measurement takes {cost:.0f} s here, and to try one edit and check it takes five more. "
-                f"Give at least --budget {math.ceil(self.budget + missing)}s."
+                f"a measurement takes {cost:.0f} s here, and to try one edit and check it takes five more.",
+                code="budget-too-small",
+                place="--budget",
+                remedy=f"Give at least --budget {math.ceil(self.budget + missing)}s.",
             )
 
     def proposals(self, here: Measurement) -> Iterator[Trial]:

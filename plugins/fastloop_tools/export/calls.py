@@ -158,7 +158,9 @@ def _synthetic(model: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
 
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in taken or "decoder_input_ids" in taken:
-        raise UsageError(f"{folder}: {type(model).__name__} needs batches of the recipe's data.")
+        raise UsageError(
+            f"{type(model).__name__} needs batches of the recipe's data.", code="wrong-batch", place=str(folder)
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     for count, length in SHAPES:
@@ -193,8 +195,9 @@ def _describe(model: nn.Module, calls: list[dict[str, Any]], synthetic: bool) ->
     for name, value in constants.items():
         if not isinstance(value, bool | int | float | str):
             raise UsageError(
-                f"{type(model).__name__} cannot be exported: its argument {name!r} is a {type(value).__name__}. "
-                "Expected tensors."
+                f"{type(model).__name__} cannot be exported: its argument {name!r} is a {type(value).__name__}.",
+                code="unsupported-model",
+                expected="tensors",
             )
     axes: dict[str, dict[int, str]] = {}
     for name, first in tensors[0].items():

@@ -75,7 +75,7 @@ def export(
     from fastloop_tools.export import quantize as int8
 
     if ranks.world_size() > 1:
-        raise UsageError("export uses one process. Start it without a launcher.")
+        raise UsageError("export uses one process.", code="one-process-only", remedy="Start it without a launcher.")
     int8.check(to, quantize)
     if to == "onnx":
         check_packages()
@@ -115,12 +115,15 @@ def check_packages() -> None:
             installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             raise UsageError(
-                f"--to onnx: {package}>={least} is not installed. Install it: pip install 'fastloop-train[onnx]'"
+                f"--to onnx: {package}>={least} is not installed.",
+                code="not-installed",
+                remedy="Install it: pip install 'fastloop-train[onnx]'",
             ) from None
         if Version(installed) < Version(least):
             raise UsageError(
-                f"--to onnx: needs {package}>={least}, found {installed}. Upgrade it: pip install -U "
-                "'fastloop-train[onnx]'"
+                f"--to onnx: needs {package}>={least}, found {installed}.",
+                code="not-installed",
+                remedy="Upgrade it: pip install -U 'fastloop-train[onnx]'",
             )
 
 

@@ -23,14 +23,24 @@ def check(folder: Path, overwrite: bool, source: Path) -> None:
             in it.
     """
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out {folder}: found a file, expected a folder.")
+        raise UsageError(code="not-a-folder", place=f"--out {folder}", found="a file", expected="a folder")
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not overwrite:
-        raise UsageError(f"--out {folder}: holds files. Expected a new or empty folder, or the option --overwrite.")
+        raise UsageError(
+            "holds files.",
+            code="folder-not-empty",
+            place=f"--out {folder}",
+            expected="a new or empty folder, or the option --overwrite",
+        )
     for inside in (Path.cwd(), source.resolve()):
         if inside.is_relative_to(folder.resolve()):
-            raise UsageError(f"--out {folder}: contains {inside}, so it cannot be replaced. Expected another folder.")
+            raise UsageError(
+                f"contains {inside}, so it cannot be replaced.",
+                code="folder-not-empty",
+                place=f"--out {folder}",
+                expected="another folder",
+            )
 
 
 @contextmanager
@@ -59,5 +69,5 @@ def written(folder: Path) -> Iterator[Path]:
             old.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, OSError):
-            raise SaveError(f"{folder} was not written: {error}.") from error
+            raise SaveError(f"{folder} was not written: {error}.", code="save-failed") from error
         raise

@@ -24,21 +24,27 @@ def check(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise UsageError(f"{where}: {_reason(error)}. Expected NAME/REPO.") from None
+        raise UsageError(f"{_reason(error)}.", code="wrong-format", place=where, expected="NAME/REPO") from None
     try:
         HfApi().whoami()
     except LocalTokenNotFoundError:
-        raise UsageError(f"{where}: found no token of the hub. {TOKEN}.") from None
+        raise UsageError(f"found no token of the hub. {TOKEN}.", code="no-token", place=where) from None
     except OfflineModeIsEnabled:
         raise UsageError(
-            f"{where}: HF_HUB_OFFLINE is set, so the hub is not used. Unset it, or leave out --push."
+            "HF_HUB_OFFLINE is set, so the hub is not used. Unset it, or leave out --push.",
+            code="hub-offline",
+            place=where,
         ) from None
     except HfHubHTTPError as error:
-        raise UsageError(f"{where}: the hub refused the token: {_reason(error)}. {TOKEN}.") from None
+        raise UsageError(
+            f"the hub refused the token: {_reason(error)}. {TOKEN}.", code="no-token", place=where
+        ) from None
     except Exception as error:  # the HTTP library's own errors
         raise UsageError(
-            f"{where}: the hub ({constants.ENDPOINT}) cannot be reached: {_reason(error)}. Check the network, or leave "
-            "out --push."
+            f"the hub ({constants.ENDPOINT}) cannot be reached: {_reason(error)}.",
+            code="unreachable-url",
+            place=where,
+            remedy="Check the network, or leave out --push.",
         ) from None
 
 
@@ -59,8 +65,10 @@ def upload(folder: Path, repository: str) -> str:
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload a model exported by fastloop")
     except Exception as error:  # the HTTP library's own errors, too
         raise FastloopError(
-            f"--push {repository}: {folder} is complete, but was not uploaded: {_reason(error)}. "
-            f"To upload it later: hf upload {repository} {folder}"
+            f"{folder} is complete, but was not uploaded: {_reason(error)}.",
+            code="upload-failed",
+            place=f"--push {repository}",
+            remedy=f"To upload it later: hf upload {repository} {folder}",
         ) from error
     return address
 

@@ -96,7 +96,10 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
         named = {f"output_{index}": value for index, value in enumerate(result)}
     tensors = {str(name): value for name, value in named.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise UsageError(f"the model returns a {type(result).__name__} without tensors, which ONNX cannot express.")
+        raise UsageError(
+            f"the model returns a {type(result).__name__} without tensors, which ONNX cannot express.",
+            code="unsupported-model",
+        )
     return tensors
 
 
@@ -132,16 +135,18 @@ def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported
             )
             program.save(file, external_data=size > LARGEST_FILE)
     except Exception as error:
-        raise UsageError(f"{label}. The exporter reports: {_reason(error)}.") from None
+        raise UsageError(f"{label}. The exporter reports: {_reason(error)}.", code="export-failed") from None
     try:
         difference, largest, shapes = compare(wrapped, calls, file)
     except Exception as error:
-        raise UsageError(f"{label}. onnxruntime reports: {_reason(error)}.") from None
+        raise UsageError(f"{label}. onnxruntime reports: {_reason(error)}.", code="export-failed") from None
     tolerance = TOLERANCE * max(1.0, largest)
     if not difference <= tolerance:
         raise FastloopError(
-            f"{where}: the exported model differs from {type(model).__name__}: largest difference {difference:.3g}, "
-            f"expected at most {tolerance:.3g}, on batches of the shapes {', '.join(shapes)}. Nothing was written."
+            f"the exported model differs from {type(model).__name__}: largest difference {difference:.3g}, expected "
+            f"at most {tolerance:.3g}, on batches of the shapes {', '.join(shapes)}. Nothing was written.",
+            code="export-differs",
+            place=where,
         )
     inputs = [(name, _dtype(tensor), _shape(tensor, calls.axes[name])) for name, tensor in example.items()]
     sizes = {value.name: str(value.shape).replace(",", ", ") for value in program.model.graph.outputs}

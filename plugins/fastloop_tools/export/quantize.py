@@ -31,10 +31,12 @@ def check(to: str, quantize: str | None) -> None:
     if quantize is None or to == "onnx":
         return
     if to == "adapter":
-        raise UsageError("--quantize int8: found --to adapter, expected safetensors or onnx.")
+        raise UsageError("--quantize int8: found --to adapter, expected safetensors or onnx.", code="exclusive-options")
     if importlib.util.find_spec("torchao") is None:
         raise UsageError(
-            "--quantize int8: torchao>=0.18 is not installed. Install it: pip install 'fastloop-train[int8]'"
+            "--quantize int8: torchao>=0.18 is not installed.",
+            code="not-installed",
+            remedy="Install it: pip install 'fastloop-train[int8]'",
         )
 
 
@@ -69,7 +71,11 @@ def quantize_folder(model: nn.Module, source: Path, made: Path) -> None:
     from transformers import PreTrainedModel, TorchAoConfig
 
     if not isinstance(model, PreTrainedModel):
-        raise UsageError(f"--quantize int8: {type(model).__name__} is not a model of transformers. Use --to onnx.")
+        raise UsageError(
+            f"--quantize int8: {type(model).__name__} is not a model of transformers.",
+            code="unsupported-model",
+            remedy="Use --to onnx.",
+        )
     quantized = type(model).from_pretrained(source, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
     for path in made.glob("*.safetensors*"):
         path.unlink()
@@ -134,7 +140,8 @@ def measure(recipe: Recipe, model: Path, change: Callable[[nn.Module], None]) ->
             loop.evaluate(run, SPLIT)
         except (AttributeError, KeyError, UsageError) as error:
             raise UsageError(
-                f"--quantize int8: the metrics cannot be computed from the outputs of the ONNX file: {error}."
+                f"--quantize int8: the metrics cannot be computed from the outputs of the ONNX file: {error}.",
+                code="metric-failed",
             ) from None
         return [(name, value, run.state.metrics[SPLIT][name]) for name, value in before.items()]
 

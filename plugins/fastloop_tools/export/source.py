@@ -47,24 +47,34 @@ def find_weights(
         run = Path(target)
         if not (run / "recipe.yaml").is_file():
             raise UsageError(
-                f"{target}: --checkpoint {checkpoint}: found no recipe.yaml. Expected a run folder, such as "
-                "runs/quickstart."
+                code="not-a-run",
+                place=f"{target}: --checkpoint {checkpoint}",
+                found="no recipe.yaml",
+                expected="a run folder, such as runs/quickstart",
             )
         check_links(run)
         if wrong := next((argument for argument in arguments if "=" not in argument), None):
             raise UsageError(
-                f"{wrong}: found a recipe for --checkpoint, which uses the recipe of its run. Leave it out."
+                "found a recipe for --checkpoint, which uses the recipe of its run.",
+                code="exclusive-options",
+                place=str(wrong),
+                remedy="Leave it out.",
             )
         recipe = load_recipe(str(run / "recipe.yaml"), arguments, with_plugins, without_plugins)
         recipe.source = recipe.source and started_from(recipe.source)
         weights = find_checkpoint(run, checkpoint)
     if adapter and recipe.plugins.get("lora", False) is False:
-        raise UsageError(f"{target}: --to adapter: the recipe trains no adapter: it does not list the plugin lora.")
+        raise UsageError(
+            "--to adapter: the recipe trains no adapter: it does not list the plugin lora.",
+            code="no-adapter",
+            place=str(target),
+        )
     if adapter and checkpoint is None and not is_adapter(weights):
         raise UsageError(
-            f"{target}: --to adapter: in the exported model, the adapter is merged into the weights. The run's "
-            "checkpoints have it alone: "
-            "add --checkpoint last, or best."
+            "--to adapter: in the exported model, the adapter is merged into the weights. The run's checkpoints have "
+            "it alone: add --checkpoint last, or best.",
+            code="no-adapter",
+            place=str(target),
         )
     return recipe, weights
 
@@ -89,9 +99,11 @@ def find_checkpoint(run: Path, name: str) -> Path:
     if not chosen:
         there = ", ".join(path.name for path in folders) or "none"
         hint = " The plugin checkpoint-best keeps the best one." if name == "best" else ""
-        raise CheckpointError(f"{run}: there is no checkpoint {name!r}. There are: {there}.{hint}")
+        raise CheckpointError(
+            f"there is no checkpoint {name!r}. There are: {there}.{hint}", code="no-checkpoint", place=str(run)
+        )
     if problem := checkpoint.verify(chosen[0]):
-        raise CheckpointError(f"{chosen[0]}: damaged: {problem}.")
+        raise CheckpointError(f"{chosen[0]}: damaged: {problem}.", code="damaged-checkpoint")
     return chosen[0]
 
 
@@ -124,7 +136,11 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
                 run.strategy.load_model_state(run, checkpoint.read(weights)[0])
             except RuntimeError as error:
                 problem = str(error).splitlines()[1:2] or [str(error)]
-                raise CheckpointError(f"{weights}: not a checkpoint of this model: {problem[0].strip()}") from None
+                raise CheckpointError(
+                    f"not a checkpoint of this model: {problem[0].strip()}",
+                    code="damaged-checkpoint",
+                    place=str(weights),
+                ) from None
         else:
             model: Any = run.unwrap_model()
             model.load_adapter(str(weights), "default")

@@ -37,7 +37,9 @@ def evaluate_tasks(
         FastloopError: lm-eval failed.
     """
     if ranks.world_size() > 1:
-        raise UsageError("--tasks: uses one process. Start it without a launcher.")
+        raise UsageError(
+            "uses one process.", code="one-process-only", place="--tasks", remedy="Start it without a launcher."
+        )
     check_folder(folder, trusted)
     recipe, model = find_model(target, arguments)
     train = recipe.train if recipe else Train()
@@ -50,7 +52,10 @@ def evaluate_tasks(
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise UsageError(
-            f"--tasks: lm-eval cannot be imported ({error}). Install it: pip install 'fastloop-train[lm-eval]'"
+            f"lm-eval cannot be imported ({error}).",
+            code="not-installed",
+            place="--tasks",
+            remedy="Install it: pip install 'fastloop-train[lm-eval]'",
         ) from None
     from fastloop.runtime.hardware import this_machine
     from fastloop_plugins.models.hub import first_line
@@ -69,8 +74,9 @@ def evaluate_tasks(
         results: Any = lm_eval.simple_evaluate(loaded, tasks=list(tasks), task_manager=manager, log_samples=False)
     except Exception as error:
         raise FastloopError(
-            f"--tasks {','.join(tasks)}: lm-eval {metadata.version('lm-eval')} failed: {type(error).__name__}: "
-            f"{first_line(error)}"
+            f"lm-eval {metadata.version('lm-eval')} failed: {type(error).__name__}: {first_line(error)}",
+            code="benchmark-failed",
+            place=f"--tasks {','.join(tasks)}",
         ) from error
     rows = list(read_results(results))
     return {
@@ -98,15 +104,20 @@ def check_folder(folder: Path | None, trusted: bool) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise UsageError(f"--task-folder {folder}: no such folder.")
+        raise UsageError("no such folder.", code="file-missing", place=f"--task-folder {folder}")
     if no_code.is_forbidden():
         raise UsageError(
-            f"--task-folder {folder}: task files run code, which {no_code.OPTION} refuses. Leave one of the two out."
+            f"task files run code, which {no_code.OPTION} refuses.",
+            code="code-refused",
+            place=f"--task-folder {folder}",
+            remedy="Leave one of the two out.",
         )
     if not trusted:
         raise UsageError(
-            f"--task-folder {folder}: task files run code: the functions of !function, metrics, and templates, which "
-            "lm-eval does not confine. Read them first. If you trust them, add --trust-task-code."
+            "task files run code: the functions of !function, metrics, and templates, which lm-eval does not confine.",
+            code="code-refused",
+            place=f"--task-folder {folder}",
+            remedy="Read them first. If you trust them, add --trust-task-code.",
         )
 
 
@@ -146,14 +157,19 @@ def check_model(model: Path, remote: bool) -> None:
 
     if is_adapter(model):
         raise UsageError(
-            f"--tasks: {model}: found an adapter, expected a whole model. Merge it first: fastloop export RUN --to "
-            "safetensors"
+            code="unsupported-model",
+            place=f"--tasks: {model}",
+            found="an adapter",
+            expected="a whole model",
+            remedy="Merge it first: fastloop export RUN --to safetensors",
         )
     config = read_json_object(model / "config.json")
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
     found = config.get("architectures") or ["no transformers model"]
     if not known.intersection(found) and not (remote and "AutoModelForCausalLM" in (config.get("auto_map") or {})):
-        raise UsageError(f"--tasks: {model}: found {', '.join(found)}, expected a language model.")
+        raise UsageError(
+            code="unsupported-model", place=f"--tasks: {model}", found=", ".join(found), expected="a language model"
+        )
 
 
 def find_tasks(tasks: Sequence[str], folder: Path | None) -> Any:
@@ -174,8 +190,10 @@ def find_tasks(tasks: Sequence[str], folder: Path | None) -> Any:
         if task not in manager.all_tasks:
             there = f" {folder} has: {', '.join(own.all_tasks) or 'none'}." if own else ""
             raise UsageError(
-                f"--tasks: lm-eval {metadata.version('lm-eval')} has no task {task!r}.{there}"
-                f"{did_you_mean(task, manager.all_tasks)}"
+                f"lm-eval {metadata.version('lm-eval')} has no task "
+                f"{task!r}.{there}{did_you_mean(task, manager.all_tasks)}",
+                code="unknown-task",
+                place="--tasks",
             )
     return manager
 

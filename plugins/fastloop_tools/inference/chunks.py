@@ -50,7 +50,12 @@ class Chunks(Plugin):
         chunks = split_chunks(run, source, wanted.start, wanted.chunk) if found is None else iter(found)
         first: Any = next(chunks, [])
         if self.input is not None and len(first) == 0:
-            raise UsageError(f"{self.input}: found nothing to predict. Expected at least one sample.")
+            raise UsageError(
+                code="nothing-to-predict",
+                place=str(self.input),
+                found="nothing to predict",
+                expected="at least one sample",
+            )
         if self.kept is not None and self.kept.listed:
             self.kept.open(run, source, wanted.start)
         self.chunks = chain([first], chunks)
@@ -66,7 +71,9 @@ def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
     task, split = run.plugins.in_slot("task"), run.loaders.first
     if source is not None:
         raise RecipeError(
-            f"{run.recipe.where}: the task {task!r} reads no files or texts to predict. Predict a split: --split test."
+            f"the task {task!r} reads no files or texts to predict. Predict a split: --split test.",
+            code="unsupported-task",
+            place=run.recipe.where,
         )
     datasets = run.hooks.build_datasets(run=run) or {}
     dataset: Any = datasets.get(split)
@@ -74,7 +81,10 @@ def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
         there = f"there are: {', '.join(datasets) or 'none'}"
         found = f"it is {type(dataset).__name__}, which is iterable" if split in datasets else there
         raise RecipeError(
-            f"{run.recipe.where}: data: cannot predict the split {split!r}: {found}. Expected a map-style split."
+            f"cannot predict the split {split!r}: {found}.",
+            code="iterable-dataset",
+            place=f"{run.recipe.where}: data",
+            expected="a map-style split",
         )
     ends = range(start, len(dataset), size)
     return (Subset(dataset, range(first, min(first + size, len(dataset)))) for first in ends)
@@ -118,7 +128,11 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
                         f" The collator made {batch.samples} of {batch.drawn} samples, and which ones is not known. "
                         "Predict a dataset of which it keeps every sample, such as a torch.utils.data.Subset."
                     )
-                raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.{remedy}")
+                raise PluginError(
+                    f"the task {task!r} cannot predict: {problem}.{remedy}",
+                    code="unsupported-task",
+                    place=run.recipe.where,
+                )
             for name, values in found.items():
                 values = values.cpu() if isinstance(values, torch.Tensor) else values
                 columns.setdefault(name, {}).update(zip(batch.ids, values, strict=True))

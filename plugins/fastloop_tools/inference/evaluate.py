@@ -84,12 +84,19 @@ def evaluate(
     from fastloop_tools.inference.target import default_split, load, open_inference, read_file_instead
 
     if task_folder and not tasks:
-        raise UsageError(f"--task-folder {task_folder}: expected the names of its tasks, too: --tasks A,B")
+        raise UsageError(
+            "expected the names of its tasks, too: --tasks A,B",
+            code="missing-value",
+            place=f"--task-folder {task_folder}",
+        )
     if tasks:
         others = {"--file": file, "--worst": worst, "--nproc": nproc, "--with": with_, "--without": without}
         if given := [name for name, value in others.items() if value]:
             raise UsageError(
-                f"--tasks: found {', '.join(given)} beside it, which has no effect on tasks. Leave it out."
+                f"found {', '.join(given)} beside it, which has no effect on tasks.",
+                code="exclusive-options",
+                place="--tasks",
+                remedy="Leave it out.",
             )
         from fastloop_tools.inference import benchmarks
 

@@ -109,8 +109,9 @@ class KeptColumns:
             if source not in names:
                 suggestion = did_you_mean(source, names).partition(" Expected")[0]
                 raise UsageError(
-                    f"--keep: {self.path}: there is no column {source!r}. Its columns: {', '.join(names) or 'none'}."
-                    f"{suggestion}"
+                    f"there is no column {source!r}. Its columns: {', '.join(names) or 'none'}.{suggestion}",
+                    code="unknown-column",
+                    place=f"--keep: {self.path}",
                 )
             chosen.append(KeptColumn(name, source))
         if ALL in self.listed:
@@ -119,7 +120,12 @@ class KeptColumns:
         kept = [column.name for column in chosen]
         for name in kept:
             if kept.count(name) > 1:
-                raise UsageError(f"--keep: found two columns with the name {name!r}. Give another one: NAME=COLUMN.")
+                raise UsageError(
+                    f"found two columns with the name {name!r}.",
+                    code="repeated-column",
+                    place="--keep",
+                    remedy="Give another one: NAME=COLUMN.",
+                )
         return chosen
 
     def check_names(self, predicted: Collection[str]) -> None:
@@ -131,8 +137,10 @@ class KeptColumns:
         for column in self.columns:
             if column.name in predicted:
                 raise UsageError(
-                    f"--keep: the task predicts a column {column.name!r}, too. Give the column of {self.path} another "
-                    f"name: --keep input_{column.name}={column.source}"
+                    f"the task predicts a column {column.name!r}, too.",
+                    code="repeated-column",
+                    place="--keep",
+                    remedy=f"Give the column of {self.path} another name: --keep input_{column.name}={column.source}",
                 )
 
     def take(self, count: int) -> dict[str, list[Any]]:
@@ -159,7 +167,9 @@ class KeptColumns:
 
     def _other_count(self) -> UsageError:
         return UsageError(
-            f"--keep: {self.path}: the task does not predict one sample for each row, so no column can be kept."
+            "the task does not predict one sample for each row, so no column can be kept.",
+            code="unsupported-task",
+            place=f"--keep: {self.path}",
         )
 
 
@@ -176,6 +186,8 @@ def reading_task(run: Run, path: Path) -> TextTask:
             if isinstance(plugin, TextTask):
                 return plugin
     raise UsageError(
-        f"--keep: the task {run.plugins.in_slot('task')!r} reads no columns from {path}. Predict a file with rows, or "
-        "leave out --keep."
+        f"the task {run.plugins.in_slot('task')!r} reads no columns from {path}. Predict a file with rows, or leave "
+        "out --keep.",
+        code="unsupported-task",
+        place="--keep",
     )

@@ -49,12 +49,19 @@ class PredictionOutput:
         if path is None:
             return
         if path.suffix not in FORMATS:
-            raise UsageError(f"--out {path}: found the suffix {path.suffix!r}, expected one of: {', '.join(FORMATS)}.")
+            raise UsageError(
+                code="unknown-format",
+                place=f"--out {path}",
+                found=f"the suffix {path.suffix!r}",
+                expected=f"one of: {', '.join(FORMATS)}",
+            )
         self.folder, identity = path.with_name(f"{path.name}.parts"), json.dumps(job, sort_keys=True)
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
             raise UsageError(
-                f"--out {path}: {self.folder} is a link or a file, where the parts are kept. Remove it, or give "
-                "another file."
+                f"{self.folder} is a link or a file, where the parts are kept.",
+                code="unsafe-link",
+                place=f"--out {path}",
+                remedy="Remove it, or give another file.",
             )
         files.check_links(self.folder)
         if (
@@ -157,8 +164,10 @@ def json_value(value: Any) -> str:
     if isinstance(value, Decimal | timedelta | UUID):
         return str(value)
     raise UsageError(
-        f"--keep: found a value of type {type(value).__name__}, which only .parquet can hold. Write --out "
-        "FILE.parquet, or leave out its column."
+        f"found a value of type {type(value).__name__}, which only .parquet can hold.",
+        code="unknown-format",
+        place="--keep",
+        remedy="Write --out FILE.parquet, or leave out its column.",
     )
 
 
@@ -256,7 +265,12 @@ def common_schema(schemas: Sequence[Any]) -> Any:
 
 def several_types(problem: object) -> UsageError:
     """The error for a column that Parquet cannot hold."""
-    return UsageError(f"--out: .parquet needs one type for each column: {problem}. Write .jsonl, or leave it out.")
+    return UsageError(
+        f".parquet needs one type for each column: {problem}.",
+        code="unknown-format",
+        place="--out",
+        remedy="Write .jsonl, or leave it out.",
+    )
 
 
 def join_parquet(parts: Sequence[Path], path: Path) -> None:
@@ -276,7 +290,10 @@ def write_npy(part: Part, path: Path) -> None:
     arrays = list(part.columns.values())
     if len(arrays) != 1 or isinstance(arrays[0], list):
         raise UsageError(
-            f"--out: .npy holds one column of numbers, and the task predicts {', '.join(part.columns)}. Write .parquet."
+            f".npy holds one column of numbers, and the task predicts {', '.join(part.columns)}.",
+            code="unknown-format",
+            place="--out",
+            remedy="Write .parquet.",
         )
     with path.open("wb") as file:
         np.save(file, arrays[0], allow_pickle=False)

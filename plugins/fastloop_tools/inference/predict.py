@@ -67,15 +67,22 @@ def predict(
     from fastloop_tools.inference.target import load, open_inference
 
     if ranks.world_size() > 1:
-        raise UsageError("predict uses one process. Start it without a launcher.")
+        raise UsageError("predict uses one process.", code="one-process-only", remedy="Start it without a launcher.")
     given = list(arguments or ())
     if split is None and not given:
-        raise UsageError("found nothing to predict. Expected a FILE, - for stdin, a TEXT, or --split NAME.")
+        raise UsageError(
+            code="nothing-to-predict",
+            found="nothing to predict",
+            expected="a FILE, - for stdin, a TEXT, or --split NAME",
+        )
     name = None if split is not None else given.pop(0)
     source = None if name is None else read_source(name)
     if out is not None and isinstance(source, Path) and out.exists() and out.samefile(source):
         raise UsageError(
-            f"--out {out}: this is the file to predict, which the predictions would replace. Give another file."
+            "this is the file to predict, which the predictions would replace.",
+            code="file-in-use",
+            place=f"--out {out}",
+            remedy="Give another file.",
         )
     kept = read_keep(keep, source, out)
     recipe = load(
@@ -113,14 +120,16 @@ def read_source(name: str) -> Path | Iterable[str]:
     if name == "-":
         return (line.rstrip("\r\n") for line in sys.stdin)
     if not name.strip():
-        raise UsageError("found an empty text to predict. Expected a FILE, - for stdin, or a TEXT.")
+        raise UsageError(
+            code="nothing-to-predict", found="an empty text to predict", expected="a FILE, - for stdin, or a TEXT"
+        )
     if len(name) < 4096 and "\n" not in name:
         from fastloop_plugins.rows.paths import COMPRESSIONS, CONLL, FORMATS, installed_formats
 
         if Path(name).exists():
             return Path(name)
         if " " not in name and name.lower().endswith((*FORMATS, *installed_formats(), CONLL, *COMPRESSIONS)):
-            raise UsageError(f"{name}: no such file.")
+            raise UsageError("no such file.", code="file-missing", place=name)
     return [name]
 
 
@@ -135,13 +144,24 @@ def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: 
     listed = names(keep)
     if listed and source is None:
         raise UsageError(
-            "--keep: found --split, and columns are kept of a FILE only. Predict the file of that split: fastloop "
-            "predict RUN FILE --keep ..."
+            "found --split, and columns are kept of a FILE only. Predict the file of that split: fastloop predict RUN "
+            "FILE --keep ...",
+            code="exclusive-options",
+            place="--keep",
         )
     if listed and not isinstance(source, Path):
-        raise UsageError("--keep: found texts, which have no columns. Predict a FILE, or leave out --keep.")
+        raise UsageError(
+            "found texts, which have no columns. Predict a FILE, or leave out --keep.",
+            code="exclusive-options",
+            place="--keep",
+        )
     if listed and out is not None and out.suffix == ".npy":
-        raise UsageError(f"--out {out}: .npy holds one column, and --keep adds others. Write .parquet.")
+        raise UsageError(
+            ".npy holds one column, and --keep adds others.",
+            code="exclusive-options",
+            place=f"--out {out}",
+            remedy="Write .parquet.",
+        )
     return KeptColumns(listed)
 
 

@@ -54,12 +54,17 @@ def load(
     overrides = [argument for argument in arguments if "=" in argument]
     if len(named) > 1:
         raise UsageError(
-            f"found {len(named)} recipes: {', '.join(named)}. Expected at most one; overrides are KEY=VALUE."
+            code="several-recipes",
+            found=f"{len(named)} recipes: {', '.join(named)}",
+            expected="at most one; overrides are KEY=VALUE",
         )
     folder = Path(target)
     if not folder.is_dir():
         raise UsageError(
-            f"{target}: no such folder. Expected a run folder, such as runs/quickstart, or an exported model."
+            "no such folder.",
+            code="not-a-run",
+            place=str(target),
+            expected="a run folder, such as runs/quickstart, or an exported model",
         )
     run = next((place for place in (folder, folder.parent) if (place / "recipe.yaml").is_file()), None)
     if run is not None:
@@ -68,14 +73,27 @@ def load(
     if not any(model.glob("*.safetensors")):
         if run == folder:
             raise UsageError(
-                f"{target}: this run has exported no model: there are no weights in {model}. It failed, was stopped or "
-                "still trains. "
-                f"To complete it: fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} "
-                "--resume"
+                f"this run has exported no model: there are no weights in {model}. It failed, was stopped or still "
+                "trains.",
+                code="no-exported-model",
+                place=str(target),
+                remedy=(
+                    f"To complete it: fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} "
+                    "--resume"
+                ),
             )
-        raise UsageError(f"{target}: neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).")
+        raise UsageError(
+            "neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).",
+            code="not-a-run",
+            place=str(target),
+        )
     if not named and (run is None or model != run / "model"):
-        raise UsageError(f"{target}: an exported model. Name the recipe that gives its task and data: {target} RECIPE.")
+        raise UsageError(
+            "an exported model.",
+            code="no-recipe",
+            place=str(target),
+            remedy=f"Name the recipe that gives its task and data: {target} RECIPE.",
+        )
     recipe = load_recipe(
         named[0] if named else str(run / "recipe.yaml" if run else ""), overrides, with_plugins, without_plugins
     )
@@ -117,7 +135,7 @@ def read_file_instead(recipe: Recipe, file: Path) -> None:
     """Make a file the recipe's only data, as the evaluated split."""
     assert recipe.inference is not None
     if not file.is_file():
-        raise UsageError(f"--file {file}: no such file.")
+        raise UsageError("no such file.", code="file-missing", place=f"--file {file}")
     elsewhere = {"name", "subset", "revision", "sources", "module", "arguments", "splits", "limit"}
     elsewhere |= {"streaming", "shuffle_buffer", "lanes", "mix"}  # of training rows
     recipe.data = {key: value for key, value in recipe.data.items() if key not in elsewhere}
@@ -145,7 +163,10 @@ def open_inference(
     section = getattr(task, "sections", {}).get("data")
     if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
         raise UsageError(
-            f"--file {file}: the task {task.name if task else 'none'!r} reads no files (data.files). Use --split."
+            f"the task {task.name if task else 'none'!r} reads no files (data.files).",
+            code="unsupported-task",
+            place=f"--file {file}",
+            remedy="Use --split.",
         )
     if names := [name for name in resolved.plugins.names() if name in resolved.recipe.selected]:
         log.info("auto: selects %s (--without auto: none)", ", ".join(names))

@@ -68,7 +68,9 @@ def load_model(model: nn.Module, folder: Path, where: str) -> None:
         # torch's first line names the model
         problem = lines[isinstance(error, RuntimeError) and len(lines) > 1].strip().rstrip(".:")
         raise RecipeError(
-            f"{folder}: its weights are not those of {type(model).__name__}, the model of {where}: {problem}."
+            f"its weights are not those of {type(model).__name__}, the model of {where}: {problem}.",
+            code="weights-differ",
+            place=str(folder),
         ) from None
 
 

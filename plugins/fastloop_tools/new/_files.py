@@ -44,12 +44,15 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
         UsageError: A file exists already, or cannot be written.
     """
     if there := [path for path in files if os.path.lexists(folder / path)]:
-        raise UsageError(f"{folder} already contains {', '.join(there)}. Nothing was written; use another --folder.")
+        raise UsageError(
+            f"{folder} already contains {', '.join(there)}. Nothing was written; use another --folder.",
+            code="folder-not-empty",
+        )
     try:
         for path, text in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error}.") from None
+        raise UsageError(f"cannot be written: {error}.", code="folder-not-writable", place=str(folder)) from None
     for path in files:
         typer.echo(str(folder / path))

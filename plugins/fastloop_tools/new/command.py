@@ -82,9 +82,11 @@ def create(name: str, folder: Path | None, license: str, author: str, task: bool
     """
     check_name(name)
     if license not in LICENSES:
-        raise UsageError(f"--license: found {license!r}.{did_you_mean(license, LICENSES)}")
+        raise UsageError(
+            f"found {license!r}.", code="unknown-choice", place="--license", remedy=did_you_mean(license, LICENSES)
+        )
     if not author.isprintable():
-        raise UsageError("--author: expected one line of text.")
+        raise UsageError(code="wrong-format", place="--author", expected="one line of text")
     folder = folder or Path(name)
     write(folder, render(name, license, author, task))
     typer.echo(f"\nNext steps:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml")
@@ -103,22 +105,25 @@ def check_name(name: str) -> None:
         hint = f" Did you mean {proposal!r}?" if proposal else ""
         raise UsageError(
             f"{name!r} cannot be a plugin's name. Expected lower case words joined by hyphens, such as "
-            f"'my-plugin'.{hint}"
+            f"'my-plugin'.{hint}",
+            code="wrong-format",
         )
     for key, point in installed().items():
         if key.rpartition(":")[2] == name:
             owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
             raise UsageError(
-                f"{name!r} is the name of a plugin of {owner}: a recipe could not distinguish the two. Choose "
-                "another name."
+                f"{name!r} is the name of a plugin of {owner}: a recipe could not distinguish the two.",
+                code="name-taken",
+                remedy="Choose another name.",
             )
     module = name.replace("-", "_")
     spec = None if keyword.iskeyword(module) else importlib.util.find_spec(module)
     # no origin: just a folder of this name
     if keyword.iskeyword(module) or (spec is not None and spec.origin is not None):
         raise UsageError(
-            f"{name!r} would be the Python module {module!r}, which already exists. Choose another name, such as "
-            f"'my-{name}'."
+            f"{name!r} would be the Python module {module!r}, which already exists.",
+            code="name-taken",
+            remedy=f"Choose another name, such as 'my-{name}'.",
         )
 
 

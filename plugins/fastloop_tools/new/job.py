@@ -58,20 +58,28 @@ def job(
         kind for kind, is_wanted in (("slurm", slurm), ("kubernetes", kubernetes), ("skypilot", skypilot)) if is_wanted
     ]
     if not chosen:
-        raise UsageError("fastloop new job: expected at least one of --slurm, --kubernetes, --skypilot.")
+        raise UsageError(
+            "fastloop new job: expected at least one of --slurm, --kubernetes, --skypilot.", code="missing-value"
+        )
     if name is None:
         name = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower())[:40].strip("-0123456789")
     if not re.fullmatch(NAME, name):
         raise UsageError(
-            f"--name: found {name!r}. Expected at most 40 lower-case letters, digits and hyphens, such as 'my-run'."
+            code="wrong-format",
+            place="--name",
+            found=repr(name),
+            expected="at most 40 lower-case letters, digits and hyphens, such as 'my-run'",
         )
     if not re.fullmatch(r"(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d", time):
         raise UsageError(
-            f"--time: found {time!r}. Expected hours, minutes and seconds, such as 04:00:00 or 2-12:00:00."
+            code="wrong-format",
+            place="--time",
+            found=repr(time),
+            expected="hours, minutes and seconds, such as 04:00:00 or 2-12:00:00",
         )
     image = image or f"{name}:latest"
     if re.search(r"\s", image + gpu):
-        raise UsageError("--image and --gpu: expected no spaces.")
+        raise UsageError("--image and --gpu: expected no spaces.", code="wrong-format")
     words = {
         "recipe": recipe,
         "nnodes": nnodes,

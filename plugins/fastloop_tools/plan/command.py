@@ -54,13 +54,22 @@ def plan(
     if samples is not None:
         if json_file or device_memory:
             option = "--json" if json_file else "--device-memory"
-            raise UsageError(f"--samples and {option}: plan does one of them at a time. Leave one out.")
+            raise UsageError(
+                f"--samples and {option}: plan does one of them at a time.",
+                code="exclusive-options",
+                remedy="Leave one out.",
+            )
         from fastloop_tools.samples.command import show_samples
 
         show_samples(arguments, samples, output)
         return
     if output is not None:
-        raise UsageError("--output: it is for the page of --samples. Give both, such as --samples 3.")
+        raise UsageError(
+            "it is for the page of --samples.",
+            code="missing-value",
+            place="--output",
+            remedy="Give both, such as --samples 3.",
+        )
     if nnodes is not None or device_flops is not None or device_memory or bandwidth or json_file:
         from fastloop_tools.scale.command import estimate_memory
 

@@ -26,7 +26,9 @@ def prepare(
 
     arguments = RecipeArguments.read(recipe, overrides, with_, without)
     if ranks.world_size() > 1:
-        raise UsageError("prepare reads the data in one process. Start it without a launcher.")
+        raise UsageError(
+            "prepare reads the data in one process.", code="one-process-only", remedy="Start it without a launcher."
+        )
     show_messages()
     expanded = expand(arguments.load())
     from fastloop_tools.prepare.data import prepare_data  # imports torch, and errors of the recipe come before

@@ -70,8 +70,10 @@ def prepare_data(recipe: Recipe) -> PreparedData:
 
     if recipe.data.get("streaming"):
         raise UsageError(
-            f"{recipe.where}: data.streaming: the training files are read while training, so there is nothing to "
-            "prepare. Give data.streaming=false: then their token ids are mapped from the disk, too."
+            "the training files are read while training, so there is nothing to prepare.",
+            code="nothing-to-prepare",
+            place=f"{recipe.where}: data.streaming",
+            remedy="Give data.streaming=false: then their token ids are mapped from the disk, too.",
         )
     options = recipe.plugins.get(TokenCache.name)
     is_selected = isinstance(options, dict)
@@ -90,7 +92,9 @@ def prepare_data(recipe: Recipe) -> PreparedData:
             pass
     if not builder.entries:
         raise UsageError(
-            f"{recipe.where}: the task {plugins.in_slot('task')!r} keeps no token ids. prepare is for tasks with the "
-            "trait 'cached-token-ids', without model.trust_remote_code."
+            f"the task {plugins.in_slot('task')!r} keeps no token ids. prepare is for tasks with the trait "
+            "'cached-token-ids', without model.trust_remote_code.",
+            code="unsupported-task",
+            place=recipe.where,
         )
     return PreparedData(folder, builder.entries, is_selected)

@@ -51,7 +51,9 @@ def profile(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output {folder}: cannot be created: {error}.") from None
+        raise UsageError(
+            f"cannot be created: {error}.", code="folder-not-writable", place=f"--output {folder}"
+        ) from None
     check_links(folder)
     plugins = {"--with": names(with_), "--without": names(without)}
     given = [recipe, *(overrides or ()), *option_words(plugins)]

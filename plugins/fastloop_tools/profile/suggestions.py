@@ -96,7 +96,7 @@ def edit(recipe: Recipe, cls: type[Plugin], estimate: SpeedupEstimate) -> Recipe
     plugin, machine = cls(**options), this_machine(recipe.train.device)
     for need in cls.requirements:
         if missing := need.missing(plugin, machine):
-            raise UsageError(missing)
+            raise UsageError(missing, code="requirement-missing")
     return edited(recipe, {}, {cls.name: options})
 
 

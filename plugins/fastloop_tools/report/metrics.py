@@ -103,7 +103,7 @@ def read_log(path: Path) -> dict[str, Series]:
                         found.setdefault(name, Series()).extend(points)
                 number += data.count(b"\n")
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error}.") from None
+        raise UsageError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
     return found
 
 
@@ -125,7 +125,9 @@ def _parse(data: bytes, path: Path, before: int) -> dict[str, NDArray[np.float64
         if not count:
             return {}
         number = before + 1 + find_malformed(data)
-        raise UsageError(f"{path}, line {number}: expected one JSON object with a step, and numbers.") from None
+        raise UsageError(
+            code="wrong-format", place=f"{path}, line {number}", expected="one JSON object with a step, and numbers"
+        ) from None
 
 
 def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:

@@ -123,7 +123,10 @@ def read(folders: Iterable[Path]) -> Found:
         if file is None:
             what = "contains no run, sweep, ablation or profile" if folder.is_dir() else "no such folder"
             raise UsageError(
-                f"{folder}: {what}. Expected an output folder of `fastloop train`, `sweep`, `bench` or `profile`."
+                f"{what}.",
+                code="not-a-run",
+                place=str(folder),
+                expected="an output folder of `fastloop train`, `sweep`, `bench` or `profile`",
             )
         record = read_json(folder / file)
         part = Found()
@@ -154,7 +157,9 @@ def _check(part: Found, path: Path) -> None:
     except (*MALFORMED, TemplateError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UsageError(
-            f"{path}: expected the results that fastloop writes ({reason}). Repeat the command, or remove the file."
+            f"expected the results that fastloop writes ({reason}). Repeat the command, or remove the file.",
+            code="wrong-format",
+            place=str(path),
         ) from None
 
 
@@ -173,7 +178,9 @@ def _run(folder: Path, name: str) -> TrainedRun:
     try:
         recipe = safe_yaml.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{folder / 'recipe.yaml'}: cannot be read: {error}.") from None
+        raise UsageError(
+            f"cannot be read: {error}.", code="file-unreadable", place=str(folder / "recipe.yaml")
+        ) from None
     run.recipe = recipe if isinstance(recipe, dict) else {}
     if (path := folder / "metrics.jsonl").is_file():
         run.lines = read_log(path)
@@ -192,7 +199,7 @@ def read_last_rows(path: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         last = [row for row in rows if row["step"] == rows[-1]["step"]]
     except (OSError, *MALFORMED) as error:
-        raise UsageError(f"{path}: cannot be read: {error}.") from None
+        raise UsageError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
     return last[:MOST_ROWS]
 
 
@@ -210,6 +217,9 @@ def read_evaluation(path: Path) -> Evaluation:
             raise ValueError("the classes and their confusions differ in number")
     except MALFORMED:
         raise UsageError(
-            f"{path}: expected the results that `fastloop evaluate` writes. Evaluate the run again, or remove the file."
+            code="wrong-format",
+            place=str(path),
+            expected="the results that `fastloop evaluate` writes",
+            remedy="Evaluate the run again, or remove the file.",
         ) from None
     return found

@@ -26,7 +26,9 @@ def show_samples(arguments: RecipeArguments, count: int, output: Path | None) ->
     from fastloop.runtime.files import write
 
     if ranks.world_size() > 1:
-        raise UsageError("--samples reads the data in one process. Start it without a launcher.")
+        raise UsageError(
+            "--samples reads the data in one process.", code="one-process-only", remedy="Start it without a launcher."
+        )
     show_messages()
     recipe = expand(arguments.load())
     from fastloop_tools.samples.read import read_samples  # imports torch, and errors of the recipe come before

@@ -81,7 +81,11 @@ def read_samples(recipe: Recipe, count: int) -> list[Sample]:
         kept = [plugin.name for plugin in plugins if {plugin.slot, plugin.name} & readers - {None}]
         stack.enter_context(open_run(resolved.with_only(kept), [reader]))
     if not reader.samples:
-        raise UsageError(f"{recipe.where}: --samples {count}: the training split has no sample that can be shown.")
+        raise UsageError(
+            "the training split has no sample that can be shown.",
+            code="empty-split",
+            place=f"{recipe.where}: --samples {count}",
+        )
     return reader.samples
 
 
@@ -94,7 +98,9 @@ def describe_samples(run: Run, count: int) -> Iterable[Sample]:
     dataset = run.datasets["train"]
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise RecipeError(
-            f"{run.recipe.where}: data: --samples reads samples by index, and {type(dataset).__name__} is iterable."
+            f"--samples reads samples by index, and {type(dataset).__name__} is iterable.",
+            code="iterable-dataset",
+            place=f"{run.recipe.where}: data",
         )
     for index in range(min(count, len(dataset))):
         sample = dataset[index]

@@ -34,11 +34,17 @@ def estimate_memory(
     from fastloop_tools.scale.sizes import parse_bytes
 
     if ranks.world_size() > 1:
-        raise UsageError("plan estimates several processes in one. Start it without a launcher, and with --nproc N.")
+        raise UsageError(
+            "plan estimates several processes in one.",
+            code="one-process-only",
+            remedy="Start it without a launcher, and with --nproc N.",
+        )
     if (device_flops is None) != (not bandwidth):
-        raise UsageError("--device-flops and --bandwidth: step times need both.")
+        raise UsageError("--device-flops and --bandwidth: step times need both.", code="missing-value")
     if device_flops is not None and not device_flops > 0:
-        raise UsageError(f"--device-flops {device_flops:g}: expected a number above 0, such as 400e12.")
+        raise UsageError(
+            code="out-of-range", place=f"--device-flops {device_flops:g}", expected="a number above 0, such as 400e12"
+        )
     memory = parse_bytes(device_memory, "--device-memory") if device_memory else None
     rate = parse_bytes(bandwidth.removesuffix("/s"), "--bandwidth") if bandwidth else None
     if json_file == "-":

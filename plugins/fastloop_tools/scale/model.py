@@ -128,7 +128,7 @@ def open_fake(resolved: ResolvedRecipe, precision: str, samples: int) -> Iterato
         except FastloopError as error:
             if not _is_of_meta(error):
                 raise
-            raise RecipeError(f"{recipe.where}: {explain(error)}") from error
+            raise RecipeError(explain(error), code="unsupported-model", place=recipe.where) from error
         batches = list(islice(run.train_loader.batches(), BATCHES))
         run.loaders.close()
         inputs = max((batch.inputs for batch in batches), key=_elements)

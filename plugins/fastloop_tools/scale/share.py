@@ -67,8 +67,10 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
         state = state_bytes(optimizer, fake.mode)
     except Exception as error:
         raise RecipeError(
-            f"{fake.run.recipe.where}: train.optimizer: {type(optimizer).__name__} cannot step without memory for "
-            f"weights: {str(error).splitlines()[0]}. Plan with another optimizer, such as train.optimizer=AdamW."
+            f"{type(optimizer).__name__} cannot step without memory for weights: {str(error).splitlines()[0]}.",
+            code="unsupported-optimizer",
+            place=f"{fake.run.recipe.where}: train.optimizer",
+            remedy="Plan with another optimizer, such as train.optimizer=AdamW.",
         ) from error
     group_of: dict[int, int] = {}
     state_of: dict[int, int] = {}
@@ -144,7 +146,7 @@ def measure(
                 errors[cast] = error
     if not measured:
         reason = next(iter(errors.values()))
-        raise RecipeError(f"{run.recipe.where}: {explain(reason)}") from reason
+        raise RecipeError(explain(reason), code="unsupported-model", place=run.recipe.where) from reason
     for cast, reason in errors.items():
         logger.warning(
             "%s: no rows of strategies that keep weights in %s: %s",

@@ -27,7 +27,9 @@ def parse_bytes(text: str, option: str) -> float:
     prefix = (match[2] or "") if match else ""
     prefix = {"K": "k", "ki": "Ki"}.get(prefix, prefix)
     if match is None or not number > 0:
-        raise UsageError(f"{option} {text}: expected a size above 0, such as 80GiB, 50GB or 400Gbit.")
+        raise UsageError(
+            code="wrong-format", place=f"{option} {text}", expected="a size above 0, such as 80GiB, 50GB or 400Gbit"
+        )
     return number * PREFIXES[prefix] / (8 if match[3] == "bit" else 1)
 
 

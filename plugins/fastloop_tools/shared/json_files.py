@@ -21,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}.") from None
+        raise UsageError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: expected one JSON object.")
+        raise UsageError(code="wrong-format", place=str(path), expected="one JSON object")
     return content

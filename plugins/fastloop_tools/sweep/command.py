@@ -100,15 +100,28 @@ def sweep(
     if trials is not None:
         if folds is not None or resume:
             option = "--resume" if resume else "--folds"
-            raise UsageError(f"--trials and {option} exclude each other. Leave one of the two out.")
+            raise UsageError(
+                f"--trials and {option} exclude each other.",
+                code="exclusive-options",
+                remedy="Leave one of the two out.",
+            )
         search(recipe, values or [], trials, storage, monitor, mode, seeds, with_, without, nproc, heartbeat or 60)
         return
     for option, value in (("--storage", storage), ("--heartbeat", heartbeat)):
         if value is not None:
-            raise UsageError(f"{option}: it is for workers that share trials. Give --trials N, too.")
+            raise UsageError(
+                "it is for workers that share trials.",
+                code="missing-value",
+                place=option,
+                remedy="Give --trials N, too.",
+            )
     for axis in space.parse(values or ())[0]:
         if not axis.values:
-            raise UsageError(f"{axis.key}={axis.text}: a range has no grid. Give --trials N, or a list of values.")
+            raise UsageError(
+                f"{axis.key}={axis.text}: a range has no grid.",
+                code="missing-value",
+                remedy="Give --trials N, or a list of values.",
+            )
     monitor = monitor or "loss"
     parsed, added = grid.parse(values or ()), names(with_)
     options: dict[str, Any] = {"--with": added, "--without": names(without), "--seeds": seeds, "--folds": folds}
@@ -116,18 +129,28 @@ def sweep(
     again = command_line("sweep", [recipe, *(values or ())], options)
     if folds is not None:
         if key := next((key for key in (*parsed.axes, *parsed.fixed) if key.startswith("plugins.folds.")), None):
-            raise UsageError(f"{key}: --folds sets the options of the plugin 'folds', too. Leave one of the two out.")
+            raise UsageError(
+                "--folds sets the options of the plugin 'folds', too.",
+                code="set-twice",
+                place=key,
+                remedy="Leave one of the two out.",
+            )
         parsed.fixed.append(f"plugins.folds.of={folds}")
         added = [*added, "folds"]
     shared = Trials(recipe, parsed.fixed, added, names(without), monitor, nproc)
     base, folder = shared.base, shared.folder
     if not parsed.axes and seeds is None and folds is None:
         raise UsageError(
-            "there is nothing to sweep. Expected a key with several values, such as train.lr=1e-5,3e-5, or --seeds N, "
-            "or --folds K."
+            "there is nothing to sweep.",
+            code="nothing-to-sweep",
+            expected="a key with several values, such as train.lr=1e-5,3e-5, or --seeds N, or --folds K",
         )
     if seeds is not None and "train.seed" in parsed.axes:
-        raise UsageError("train.seed has several values, and --seeds sets it, too. Leave one of the two out.")
+        raise UsageError(
+            "train.seed has several values, and --seeds sets it, too.",
+            code="set-twice",
+            remedy="Leave one of the two out.",
+        )
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
     runs = parsed.runs(numbers, range(folds) if folds is not None else (None,))
     for run in runs:  # a value that is wrong ends the sweep before the first run

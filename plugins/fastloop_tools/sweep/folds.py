@@ -53,9 +53,11 @@ class Folds(Plugin):
             )
         if recipe.inference is not None and recipe.inference.split in POOLED:
             raise RecipeError(
-                f"{recipe.where}: plugins.folds: the run trained on parts of the splits train and validation, so their "
-                "metrics would mislead. Its summary.json has the metrics of its fold. Evaluate another split: --split "
-                "test."
+                "the run trained on parts of the splits train and validation, so their metrics would mislead. Its "
+                "summary.json has the metrics of its fold.",
+                code="trained-on-split",
+                place=f"{recipe.where}: plugins.folds",
+                remedy="Evaluate another split: --split test.",
             )
 
     @hookimpl(wrapper=True)
@@ -67,10 +69,20 @@ class Folds(Plugin):
         pooled = [datasets[split] for split in POOLED if split in datasets]
         for dataset in pooled:
             if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-                raise RecipeError(f"{where}: {type(dataset).__name__} is iterable. Expected map-style data.")
+                raise RecipeError(
+                    f"{type(dataset).__name__} is iterable.",
+                    code="iterable-dataset",
+                    place=where,
+                    expected="map-style data",
+                )
         size = sum(map(len, pooled))
         if size < self.of:
-            raise RecipeError(f"{where}.of: found {self.of} folds for {size} samples. Expected at most {size}.")
+            raise RecipeError(
+                code="out-of-range",
+                place=f"{where}.of",
+                found=f"{self.of} folds for {size} samples",
+                expected=f"at most {size}",
+            )
         classes = classes_of(pooled)
         folds = divide(size, self.of, run.recipe.train.seed, classes)
         train = Part(pooled, (folds != self.number).nonzero()[0])
@@ -87,9 +99,10 @@ class Folds(Plugin):
         sampler = yield
         if sampler is not None and split in POOLED:
             raise PluginError(
-                f"{run.recipe.where}: plugins.folds: the {split} split has a sampler, whose indices are those of the "
-                "undivided data. "
-                "Leave the sampler out, or give a dataset instead of a loader."
+                f"the {split} split has a sampler, whose indices are those of the undivided data.",
+                code="own-sampler",
+                place=f"{run.recipe.where}: plugins.folds",
+                remedy="Leave the sampler out, or give a dataset instead of a loader.",
             )
         return sampler
 

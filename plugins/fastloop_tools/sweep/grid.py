@@ -48,17 +48,26 @@ def parse(overrides: Iterable[str]) -> Grid:
     for item in overrides:
         key, _, text = item.partition("=")
         if key in keys:
-            raise UsageError(f"{item}: {key} occurs twice. Separate its values by commas: {key}=A,B.")
+            raise UsageError(
+                f"{key} occurs twice. Separate its values by commas: {key}=A,B.", code="repeated-key", place=item
+            )
         keys.add(key)
         values = split_values(text)
         if len(values) == 1:
             grid.fixed.append(item)
             continue
         if "" in values or len(set(values)) < len(values):
-            raise UsageError(f"{item}: found an empty or repeated value. Expected different values, such as {key}=A,B.")
+            raise UsageError(
+                code="repeated-value",
+                place=item,
+                found="an empty or repeated value",
+                expected=f"different values, such as {key}=A,B",
+            )
         _check_different(item, key, values)
         if key == "output":
-            raise UsageError(f"{item}: expected one folder. Each run gets a folder of its own in it.")
+            raise UsageError(
+                "expected one folder. Each run gets a folder of its own in it.", code="wrong-format", place=item
+            )
         grid.axes[key] = values
     return grid
 
@@ -69,7 +78,12 @@ def _check_different(item: str, key: str, values: Iterable[str]) -> None:
     for value in values:
         read = as_read(key, value)
         if read in earlier:
-            raise UsageError(f"{item}: {earlier[read]} and {value} are the same value. Remove one.")
+            raise UsageError(
+                f"{earlier[read]} and {value} are the same value.",
+                code="repeated-value",
+                place=item,
+                remedy="Remove one.",
+            )
         earlier[read] = value
 
 

@@ -47,7 +47,10 @@ def search(
         from fastloop.errors import UsageError
 
         raise UsageError(
-            "--trials: Optuna is not installed. Install it: pip install 'fastloop-train[optuna]'"
+            "Optuna is not installed.",
+            code="not-installed",
+            place="--trials",
+            remedy="Install it: pip install 'fastloop-train[optuna]'",
         ) from None
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
@@ -64,11 +67,14 @@ def search(
     axes, fixed = space.parse(values or ())
     if not axes:
         raise UsageError(
-            "there is nothing to search. Expected a range or a list, such as train.lr=1e-5..1e-3 or "
-            "train.batch_size=16,32."
+            "there is nothing to search.",
+            code="nothing-to-sweep",
+            expected="a range or a list, such as train.lr=1e-5..1e-3 or train.batch_size=16,32",
         )
     if seeds is not None and any(axis.key == "train.seed" for axis in axes):
-        raise UsageError("train.seed is searched, and --seeds sets it, too. Leave one of the two out.")
+        raise UsageError(
+            "train.seed is searched, and --seeds sets it, too.", code="set-twice", remedy="Leave one of the two out."
+        )
     shared = Trials(recipe, fixed, names(with_), names(without), monitor or "", nproc)
     for axis in axes:  # a key or value that is wrong ends the search before the first trial
         others = [f"{other.key}={other.examples()[0]}" for other in axes if other is not axis]
@@ -137,9 +143,10 @@ def measure_mode(trials: Trials, overrides: Iterable[str]) -> MetricMode:
     result = run_process(spec, length, os.environ, None)
     if "error" in result:
         raise UsageError(
-            f"--mode: found auto, and a step of training, which would show whether a lower or a higher "
-            f"{trials.monitor!r} is better, fails: {result['error']} Repair the recipe, or set --mode min or "
-            "--mode max."
+            f"found auto, and a step of training, which would show whether a lower or a higher {trials.monitor!r} is "
+            f"better, fails: {result['error']} Repair the recipe, or set --mode min or --mode max.",
+            code="unknown-direction",
+            place="--mode",
         )
     return trials.read_mode(result["summary"])
 
@@ -161,5 +168,8 @@ def check_folder(folder: Path) -> None:
     searched = "study" in read_json(record) if record.exists() else not (folder / "recipe.yaml").is_file()
     if not (folder.is_dir() and searched):
         raise UsageError(
-            f"output: {folder} contains a run or a sweep. Set another output, such as output={folder}-search."
+            f"{folder} contains a run or a sweep.",
+            code="folder-not-empty",
+            place="output",
+            remedy=f"Set another output, such as output={folder}-search.",
         )

@@ -87,14 +87,26 @@ def _parse_range(item: str) -> Axis | None:
         return None
     if found is None or low is None or high is None or bool(found[1]) != bool(found[4]):
         raise UsageError(
-            f"{item}: not a range of numbers. Expected such as {key}=1e-5..1e-3, {key}=4..16 or {key}=log(1..1024)."
+            "not a range of numbers.",
+            code="wrong-format",
+            place=item,
+            expected=f"such as {key}=1e-5..1e-3, {key}=4..16 or {key}=log(1..1024)",
         )
     if key == "output":
-        raise UsageError(f"{item}: expected one folder. Each run gets a folder of its own in it.")
+        raise UsageError(
+            "expected one folder. Each run gets a folder of its own in it.", code="wrong-format", place=item
+        )
     if low >= high:
-        raise UsageError(f"{item}: found an empty range. Expected the lower end first, and two different ends.")
+        raise UsageError(
+            code="out-of-range",
+            place=item,
+            found="an empty range",
+            expected="the lower end first, and two different ends",
+        )
     if log and low <= 0:
-        raise UsageError(f"{item}: found {low} on a logarithmic scale. Expected two positive ends.")
+        raise UsageError(
+            code="out-of-range", place=item, found=f"{low} on a logarithmic scale", expected="two positive ends"
+        )
     if not (isinstance(low, int) and isinstance(high, int)):
         low, high = float(low), float(high)
         # as decimals: as floats, 9e-3 / 9e-5 is less than 100

@@ -60,8 +60,10 @@ def open_study(url: str, name: str, mode: MetricMode, origin: Mapping[str, Any],
         if ORIGIN not in study.user_attrs:
             if read_trials(study):
                 raise UsageError(
-                    f"--storage: the study {name!r} was not made by `fastloop sweep --trials`. Set another "
-                    "output or another storage."
+                    f"the study {name!r} was not made by `fastloop sweep --trials`.",
+                    code="wrong-study",
+                    place="--storage",
+                    remedy="Set another output or another storage.",
                 )
             study.set_user_attr(ORIGIN, origin)
         check_origin(name, study.user_attrs[ORIGIN], origin)
@@ -81,8 +83,13 @@ def _open_storage(url: str, heartbeat: int) -> optuna.storages.RDBStorage:
             if attempt == ATTEMPTS or not isinstance(error, SQLAlchemyError | StorageInternalError) or "://" not in url:
                 reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
                 raise UsageError(
-                    f"--storage {hide_password(url)}: cannot be opened: {reason}. Expected a database that SQLAlchemy "
-                    "can reach, such as sqlite:///study.db or postgresql://USER:PASSWORD@HOST/NAME."
+                    f"cannot be opened: {reason}.",
+                    code="unreachable-url",
+                    place=f"--storage {hide_password(url)}",
+                    expected=(
+                        "a database that SQLAlchemy can reach, such as sqlite:///study.db or "
+                        "postgresql://USER:PASSWORD@HOST/NAME"
+                    ),
                 ) from None
             time.sleep(0.2 * attempt)
     raise AssertionError
@@ -108,8 +115,9 @@ def storage_errors(url: str) -> Iterator[None]:
     except (SQLAlchemyError, StorageInternalError) as error:
         reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         raise FastloopError(
-            f"--storage {hide_password(url)}: the database failed: {reason}. Finished trials are kept: repeat the "
-            "command to continue."
+            f"the database failed: {reason}. Finished trials are kept: repeat the command to continue.",
+            code="storage-failed",
+            place=f"--storage {hide_password(url)}",
         ) from error
 
 
@@ -125,8 +133,10 @@ def malformed(name: str) -> Iterator[None]:
     except MALFORMED as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise UsageError(
-            f"--storage: the study {name!r} is malformed: {type(error).__name__}: {reason}. Restore its database, or "
-            "set another output or another storage for a new search."
+            f"the study {name!r} is malformed: {type(error).__name__}: {reason}. Restore its database, or set another "
+            "output or another storage for a new search.",
+            code="wrong-study",
+            place="--storage",
         ) from None
 
 
@@ -170,8 +180,10 @@ def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
         if len(parts) > 5:
             parts[5:] = [f"and {len(parts) - 5} more"]
         raise UsageError(
-            f"--storage: the study {name!r} was made with other settings: {'; '.join(parts)}. Use the same settings, "
-            "or set another output or another storage for a new search."
+            f"the study {name!r} was made with other settings: {'; '.join(parts)}.",
+            code="wrong-study",
+            place="--storage",
+            remedy="Use the same settings, or set another output or another storage for a new search.",
         )
 
 

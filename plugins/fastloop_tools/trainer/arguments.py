@@ -54,7 +54,7 @@ def check_arguments(given: Iterable[str], known: Iterable[str]) -> None:
         instead = INSTEAD.get(name)
         if instead is None:
             instead = did_you_mean(name, [*known, *keys]).strip()
-        raise UsageError(f"Trainer: there is no argument {name!r}. {instead}")
+        raise UsageError(f"there is no argument {name!r}. {instead}", code="unknown-argument", place="Trainer")
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> None:
@@ -68,7 +68,14 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> None:
     for name, metric in (metrics or {}).items():
         if not isinstance(metric, Metric):
             raise UsageError(
-                f"Trainer: metrics[{name!r}]: found {type(metric).__name__}, expected a metric of torchmetrics, such "
-                "as torchmetrics.classification.MulticlassF1Score(num_classes=3). For a function of your own, write a "
-                "subclass of torchmetrics.Metric with update(predictions, targets) and compute()."
+                code="wrong-type",
+                place=f"Trainer: metrics[{name!r}]",
+                found=str(type(metric).__name__),
+                expected=(
+                    "a metric of torchmetrics, such as torchmetrics.classification.MulticlassF1Score(num_classes=3)"
+                ),
+                remedy=(
+                    "For a function of your own, write a subclass of torchmetrics.Metric with update(predictions, "
+                    "targets) and compute()."
+                ),
             )

@@ -36,8 +36,10 @@ class BatchList(Dataset[Any]):
             rows = _rows(batch)
             if rows is None:
                 raise UsageError(
-                    f"{name}: found a list of batches, and the tensors of batch {number} have no common number of "
-                    "rows. Give a list of samples and batch_size=, or a DataLoader."
+                    f"found a list of batches, and the tensors of batch {number} have no common number of rows.",
+                    code="wrong-dataset",
+                    place=name,
+                    remedy="Give a list of samples and batch_size=, or a DataLoader.",
                 )
             sizes.append(rows)
         self.batch_size = sizes[0]
@@ -45,9 +47,11 @@ class BatchList(Dataset[Any]):
         if any(size != self.batch_size for size in sizes[:-1]) or sizes[-1] > self.batch_size:
             different = next(size for size in sizes if size != self.batch_size)
             raise UsageError(
-                f"{name}: found a list of batches with {self.batch_size} and {different} samples. Expected one size, "
-                "and at most as many samples in the last batch. Give a list of samples and batch_size=, or a "
-                "DataLoader."
+                code="wrong-dataset",
+                place=name,
+                found=f"a list of batches with {self.batch_size} and {different} samples",
+                expected="one size, and at most as many samples in the last batch",
+                remedy="Give a list of samples and batch_size=, or a DataLoader.",
             )
         log.info(
             "%s: a list of %d batches of %d samples. For a list of samples, give batch_size=",

@@ -55,24 +55,32 @@ class UserOptimizer:
         self.known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
             raise UsageError(
-                f"optimizer: found a {type(optimizer).__name__}. Expected a name, an optimizer, or a function: "
-                f"{FUNCTION}."
+                code="wrong-type",
+                place="optimizer",
+                found=f"a {type(optimizer).__name__}",
+                expected=f"a name, an optimizer, or a function: {FUNCTION}",
             )
         if optimizer is not None and (keys := [key for key in REPLACED if key in train]):
             raise UsageError(
-                f"{keys[0]}={train[keys[0]]!r} would have no effect: the optimizer has settings of its own. Set "
-                "it there."
+                f"{keys[0]}={train[keys[0]]!r} would have no effect: the optimizer has settings of its own.",
+                code="option-without-effect",
+                remedy="Set it there.",
             )
         if isinstance(scheduler, LRScheduler):
             if getattr(scheduler, "optimizer", None) is not optimizer:
                 raise UsageError(
-                    "scheduler: it is built for another optimizer than optimizer=. Pass the optimizer that it "
-                    f"schedules, too, or pass a function: {SCHEDULER_FUNCTION}."
+                    "it is built for another optimizer than optimizer=.",
+                    code="other-optimizer",
+                    place="scheduler",
+                    remedy=f"Pass the optimizer that it schedules, too, or pass a function: {SCHEDULER_FUNCTION}.",
                 )
             _check_scheduler(scheduler)
         elif scheduler is not None and (not callable(scheduler) or isinstance(scheduler, type)):
             raise UsageError(
-                f"scheduler: found {scheduler!r}. Expected a scheduler, or a function: {SCHEDULER_FUNCTION}."
+                code="wrong-type",
+                place="scheduler",
+                found=repr(scheduler),
+                expected=f"a scheduler, or a function: {SCHEDULER_FUNCTION}",
             )
 
     def build(self, run: Run, model: nn.Module) -> Optimizer | None:
@@ -94,7 +102,10 @@ class UserOptimizer:
             optimizer = given(model)
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
-                f"optimizer: the function returned a {type(optimizer).__name__}. Expected a torch.optim.Optimizer."
+                f"the function returned a {type(optimizer).__name__}.",
+                code="wrong-result",
+                place="optimizer",
+                expected="a torch.optim.Optimizer",
             )
         if run.settings.optimizer:
             names = ", ".join(f"{name}={value!r}" for name, value in run.settings.optimizer.items())
@@ -129,8 +140,10 @@ class UserOptimizer:
         ]
         if not held & current and not replaced:
             raise UsageError(
-                "optimizer: it holds no parameter of the model. Build it from model.parameters() of the model given to "
-                "Trainer."
+                "it holds no parameter of the model.",
+                code="other-optimizer",
+                place="optimizer",
+                remedy="Build it from model.parameters() of the model given to Trainer.",
             )
         if not replaced and not added:
             return
@@ -141,8 +154,10 @@ class UserOptimizer:
             else f"added parameters, such as {added[0]!r}"
         )
         raise UsageError(
-            f"optimizer: it was built before plugins changed the model, and they {problem} (in before_prepare: "
-            f"{plugins}). Pass a function instead, which is called with the changed model: {FUNCTION}."
+            f"it was built before plugins changed the model, and they {problem} (in before_prepare: {plugins}).",
+            code="other-optimizer",
+            place="optimizer",
+            remedy=f"Pass a function instead, which is called with the changed model: {FUNCTION}.",
         )
 
     def _is_known(self, parameter: nn.Parameter) -> bool:
@@ -154,10 +169,17 @@ class UserOptimizer:
 def _check_scheduler(scheduler: Any) -> None:
     if not isinstance(scheduler, LRScheduler):
         raise UsageError(
-            f"scheduler: the function returned a {type(scheduler).__name__}. Expected a torch LRScheduler."
+            f"the function returned a {type(scheduler).__name__}.",
+            code="wrong-result",
+            place="scheduler",
+            expected="a torch LRScheduler",
         )
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError(f"scheduler: ReduceLROnPlateau steps by a metric. {REMEDIES['build_scheduler']}")
+        raise UsageError(
+            f"ReduceLROnPlateau steps by a metric. {REMEDIES['build_scheduler']}",
+            code="unsupported-schedule",
+            place="scheduler",
+        )
 
 
 def _record(train: Train, optimizer: Optimizer) -> None:

@@ -71,23 +71,32 @@ class Fits:
         self._step = step = max(self._step, run.state.step)
         if self._completed:
             raise UsageError(
-                f"fit: an earlier call completed the run after {step} steps. To train longer, raise epochs or "
-                "max_steps: "
-                "Trainer(..., epochs=N, resume=True). For a new run with the trained weights, make a new Trainer."
+                f"an earlier call completed the run after {step} steps.",
+                code="run-complete",
+                place="fit",
+                remedy=(
+                    "To train longer, raise epochs or max_steps: Trainer(..., epochs=N, resume=True). For a new run "
+                    "with the trained weights, make a new Trainer."
+                ),
             )
         if modules != self._modules:
             name = next(name for name in modules | self._modules if modules.get(name) != self._modules.get(name))
             raise UsageError(
-                "fit: plugins changed the structure of the model in the earlier call (first at "
-                f"{name or 'the model itself'!r}), so a run cannot be built with it again. Make the model again, and "
-                "continue with Trainer(..., resume=True)."
+                "plugins changed the structure of the model in the earlier call (first at "
+                f"{name or 'the model itself'!r}), so a run cannot be built with it again.",
+                code="model-changed",
+                place="fit",
+                remedy="Make the model again, and continue with Trainer(..., resume=True).",
             )
         if step and checkpoints(run.folder):
             return run.folder
         if step and self.resume is None:
             raise UsageError(
-                f"fit: the earlier call ended after {step} steps without a checkpoint, and the model's weights have "
-                "changed. Make the model again for a new run. To have checkpoints more often, set save_every."
+                f"the earlier call ended after {step} steps without a checkpoint, and the model's weights have "
+                "changed.",
+                code="model-changed",
+                place="fit",
+                remedy="Make the model again for a new run. To have checkpoints more often, set save_every.",
             )
         return self.resume
 
@@ -182,9 +191,11 @@ def in_order(loader: UserLoader) -> UserLoader:
     complete = isinstance(order, SequentialSampler) or (isinstance(order, RandomSampler) and not order.replacement)
     if not complete or len(order) != len(loader.dataset):
         raise UsageError(
-            f"data: the loader's sampler ({type(order).__name__}) may leave samples out or repeat them. Predictions "
-            "are in the order of the dataset. Give a dataset, such as torch.utils.data.Subset, or a loader without a "
-            "sampler."
+            f"the loader's sampler ({type(order).__name__}) may leave samples out or repeat them. Predictions are in "
+            "the order of the dataset.",
+            code="samples-left-out",
+            place="data",
+            remedy="Give a dataset, such as torch.utils.data.Subset, or a loader without a sampler.",
         )
     sampler = BatchSampler(SequentialSampler(loader.dataset), loader.sampler.batch_size, drop_last=False)
     return dataclasses.replace(loader, sampler=sampler)

@@ -48,8 +48,10 @@ class TrainerTask(Plugin):
         super().__init__()
         if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
             raise UsageError(
-                f"processing_class: {type(processing_class).__name__} has no save_pretrained. Expected a tokenizer or "
-                "image processor."
+                f"{type(processing_class).__name__} has no save_pretrained.",
+                code="wrong-type",
+                place="processing_class",
+                expected="a tokenizer or image processor",
             )
         check_mean(loss, "loss")
         self.model, self.splits, self.loss, self.metrics, self.processing_class = (

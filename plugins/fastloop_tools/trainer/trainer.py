@@ -172,7 +172,12 @@ class Trainer:
             Exception: The original exception of user code, as in ``fit``.
         """
         if data is None and "validation" not in self.task.splits:
-            raise UsageError("validate: found no data. Pass a loader or a dataset, or eval_loader= to Trainer.")
+            raise UsageError(
+                "found no data.",
+                code="no-dataset",
+                place="validate",
+                remedy="Pass a loader or a dataset, or eval_loader= to Trainer.",
+            )
         task = self.task if data is None else self._with_split("validation", data)
 
         def evaluate() -> dict[str, float]:

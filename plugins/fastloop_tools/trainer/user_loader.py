@@ -44,41 +44,51 @@ def read_loader(name: str, loader: Any, has_batch_size: bool) -> UserLoader:
     if not isinstance(loader, DataLoader):
         if not isinstance(loader, Dataset) and hasattr(loader, "dataset") and hasattr(loader, "batch_size"):
             raise UsageError(
-                f"{name} is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader, or a dataset."
+                f"{name} is a {type(loader).__name__}.",
+                code="wrong-type",
+                expected="a torch.utils.data.DataLoader, or a dataset",
             )
         check_dataset(loader, name)
         return UserLoader(loader) if has_batch_size else _read_elements(name, loader)
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__:
         raise UsageError(
-            f"{name}: {kind.__name__} has an __iter__ of its own, which fastloop would not call: it reads the dataset "
-            "itself. "
-            "Give a torch.utils.data.DataLoader. If Accelerate prepared it, give the loader before prepare()."
+            f"{kind.__name__} has an __iter__ of its own, which fastloop would not call: it reads the dataset itself.",
+            code="wrong-dataset",
+            place=name,
+            remedy="Give a torch.utils.data.DataLoader. If Accelerate prepared it, give the loader before prepare().",
         )
     batches = loader.batch_sampler
     if batches is None:
         raise UsageError(
-            f"{name} has batch_size=None: its dataset makes batches itself, and fastloop counts samples. "
-            "Give a dataset of samples and DataLoader(batch_size=...)."
+            f"{name} has batch_size=None: its dataset makes batches itself, and fastloop counts samples.",
+            code="wrong-dataset",
+            remedy="Give a dataset of samples and DataLoader(batch_size=...).",
         )
     if type(batches) is not BatchSampler:
         raise UsageError(
-            f"{name}: the batch sampler {type(batches).__name__} is not kept: fastloop cuts an order of samples into "
-            "batches itself, the same for any number of processes. Give DataLoader(sampler=..., batch_size=...), or a "
-            "plugin that arranges samples."
+            f"the batch sampler {type(batches).__name__} is not kept: fastloop cuts an order of samples into batches "
+            "itself, the same for any number of processes.",
+            code="own-sampler",
+            place=name,
+            remedy="Give DataLoader(sampler=..., batch_size=...), or a plugin that arranges samples.",
         )
     sampler: Any = batches.sampler
     if hasattr(sampler, "num_replicas"):
         raise UsageError(
-            f"{name}: {type(sampler).__name__} shares samples between processes, which fastloop does itself. "
-            "Leave sampler= out, and set shuffle=True to shuffle."
+            f"{type(sampler).__name__} shares samples between processes, which fastloop does itself.",
+            code="own-sampler",
+            place=name,
+            remedy="Leave sampler= out, and set shuffle=True to shuffle.",
         )
     is_sharded = isinstance(loader.dataset, IterableDataset) and not getattr(loader.dataset, "shards_itself", False)
     if is_sharded and loader.worker_init_fn is not None:
         raise UsageError(
-            f"{name}: worker_init_fn with {type(loader.dataset).__name__}, which is iterable: fastloop shares its "
-            "samples between workers itself, and a function that does so too would lose some. Remove it; or, if the "
-            "dataset does the sharding alone, give it the attribute shards_itself = True."
+            f"worker_init_fn with {type(loader.dataset).__name__}, which is iterable: fastloop shares its samples "
+            "between workers itself, and a function that does so too would lose some.",
+            code="wrong-dataset",
+            place=name,
+            remedy="Remove it; or, if the dataset does the sharding alone, give it the attribute shards_itself = True.",
         )
     if loader.generator is not None and getattr(sampler, "generator", None) is loader.generator:
         sampler = SharedGeneratorSampler(sampler, once=loader.persistent_workers)
@@ -106,14 +116,21 @@ def _read_elements(name: str, dataset: Any) -> UserLoader:
         return UserLoader(dataset)
     if kind == "unclear":
         raise UsageError(
-            f"{name}: found a {type(dataset).__name__} whose elements may be samples or batches: their tensors have "
-            "equal lengths. If they are samples, give batch_size=. If they are batches, give "
-            "DataLoader(TensorDataset(...), batch_size=...)."
+            f"found a {type(dataset).__name__} whose elements may be samples or batches: their tensors have equal "
+            "lengths.",
+            code="wrong-dataset",
+            place=name,
+            remedy=(
+                "If they are samples, give batch_size=. If they are batches, give DataLoader(TensorDataset(...), "
+                "batch_size=...)."
+            ),
         )
     if not is_list:
         raise UsageError(
-            f"{name}: found a {type(dataset).__name__}, which gives batches, and fastloop cuts samples into batches "
-            "itself. Give list(...) of it, or a torch.utils.data.IterableDataset of samples and batch_size=."
+            f"found a {type(dataset).__name__}, which gives batches, and fastloop cuts samples into batches itself.",
+            code="wrong-dataset",
+            place=name,
+            remedy="Give list(...) of it, or a torch.utils.data.IterableDataset of samples and batch_size=.",
         )
     batches = BatchList(dataset, name)
     return UserLoader(batches, sampler=BatchSampler(SequentialSampler(batches), batches.batch_size, drop_last=False))

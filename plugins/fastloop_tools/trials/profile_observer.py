@@ -103,7 +103,9 @@ class ProfileObserver(StepMeter):
     def result(self, run: Run) -> dict[str, Any]:
         if self.profile is None:
             raise UsageError(
-                f"training ended after {run.state.step} steps: too few to profile. Lower the warm-up or the steps."
+                f"training ended after {run.state.step} steps: too few to profile.",
+                code="too-few-steps",
+                remedy="Lower the warm-up or the steps.",
             )
         return self.timed | {"profile": self.profile.to_dict()}
 

@@ -48,13 +48,21 @@ class Record:
         """
         folder = self.file.parent
         if not resume and self.file.is_file():
-            raise UsageError(f"output: {folder} contains a sweep. Set another output, or continue it with: {again}")
+            raise UsageError(
+                f"{folder} contains a sweep.",
+                code="folder-not-empty",
+                place="output",
+                remedy=f"Set another output, or continue it with: {again}",
+            )
         if self.file.is_file():
             files.check_links(folder)
             self._take_over(read_json(self.file))
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(
-                f"output: {folder} is not an empty folder. Set another output, such as output={folder}-sweep."
+                f"{folder} is not an empty folder.",
+                code="folder-not-empty",
+                place="output",
+                remedy=f"Set another output, such as output={folder}-sweep.",
             )
         folder.mkdir(parents=True, exist_ok=True)
         self.write()
@@ -64,10 +72,15 @@ class Record:
             finished = [run for run in parse_runs(earlier["runs"]) if run.status == "finished"]
         except MALFORMED as error:
             reason = " ".join(str(error).split())[:200]
-            raise UsageError(f"{self.file}: expected the runs that `fastloop sweep` writes: {reason}.") from None
+            raise UsageError(
+                code="wrong-format", place=str(self.file), expected=f"the runs that `fastloop sweep` writes: {reason}"
+            ) from None
         if any(earlier.get(key) != value for key, value in self.origin.items()):
             raise UsageError(
-                f"{self.file}: the recipe or its overrides have changed since this sweep began. Set another output."
+                "the recipe or its overrides have changed since this sweep began.",
+                code="resume-differs",
+                place=str(self.file),
+                remedy="Set another output.",
             )
         known = {run.point: run for run in finished}
         for run in self.runs:

@@ -150,7 +150,9 @@ class Trials:
         if run.status == "finished" and self.monitor not in (run.metrics or {}):
             there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
             hint = did_you_mean(self.monitor, run.metrics or ())
-            raise UsageError(f"--monitor {self.monitor}: the validation split {there}.{hint}")
+            raise UsageError(
+                f"the validation split {there}.{hint}", code="unknown-split", place=f"--monitor {self.monitor}"
+            )
 
     def known_mode(self, mode: str) -> MetricMode | None:
         """Which values of the metric are better, as far as it is known before a run.

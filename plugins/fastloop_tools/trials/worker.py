@@ -146,7 +146,8 @@ class StepMeter(Plugin):
         steps = run.state.step - step
         if steps < 1:
             raise UsageError(
-                f"training ended after {run.state.step} steps, within the {self.spec.warmup} of the warm-up."
+                f"training ended after {run.state.step} steps, within the {self.spec.warmup} of the warm-up.",
+                code="too-few-steps",
             )
         seconds = self.times[-1] - self.times[step]
         usual = seconds / steps

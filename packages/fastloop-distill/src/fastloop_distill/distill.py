@@ -67,20 +67,38 @@ class Distill(Plugin):
         if "next-token-loss" in self.task.declare_traits(recipe):
             self.auto = "AutoModelForCausalLM"
         elif self.auto not in CLASSIFIERS or self.task.labels == "none":
-            raise RecipeError(f"{self.where}: the task is {self.task.name}, expected causal-lm or text-classification.")
+            raise RecipeError(
+                f"the task is {self.task.name}, expected causal-lm or text-classification.",
+                code="unsupported-task",
+                place=self.where,
+            )
         loss = (recipe.plugins.get(self.task.name) or {}).get("loss")
         if isinstance(loss, Mapping) and loss.get("class_weights") is not None:
             where = f"{recipe.where}: plugins.{self.task.name}.loss"
-            raise RecipeError(f"{where}.class_weights: the soft loss counts all samples alike. Remove one of both.")
+            raise RecipeError(
+                "the soft loss counts all samples alike.",
+                code="conflicting-values",
+                place=f"{where}.class_weights",
+                remedy="Remove one of both.",
+            )
         if layers and (recipe.model.get("name") is None or layers != sorted({*layers}) or layers[0] < 0):
-            raise RecipeError(f"{self.where}.layers: found {layers}, expected layers of model.name in their order.")
+            raise RecipeError(
+                code="out-of-range",
+                place=f"{self.where}.layers",
+                found=str(layers),
+                expected="layers of model.name in their order",
+            )
         self.teacher_model = Teacher(recipe, self.teacher, self.auto)
         self.cache = Cache(self.cache_mb * 2**20)
 
     @hookimpl(wrapper=True)
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
         if (kind := getattr(self.task.data, "label_type", "class")) != "class":
-            raise RecipeError(f"{run.recipe.where}: data.label_type: found {kind}, and distill needs class.")
+            raise RecipeError(
+                f"found {kind}, and distill needs class.",
+                code="wrong-label",
+                place=f"{run.recipe.where}: data.label_type",
+            )
         self.teacher_model.check_inputs(self.task.text_model, self.task.data.options.max_length)
         datasets = yield
         if self.auto in CLASSIFIERS:
@@ -142,7 +160,9 @@ class Distill(Plugin):
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
         if state["teacher"] != self.teacher_model.digest:
             raise UsageError(
-                f"{self.where}.teacher: {self.teacher_model.name} has other weights than before the break."
+                f"{self.teacher_model.name} has other weights than before the break.",
+                code="weights-differ",
+                place=f"{self.where}.teacher",
             )
         self.cache.load(state, run.processes)
 

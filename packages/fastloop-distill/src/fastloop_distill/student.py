@@ -25,7 +25,12 @@ def keep_layers(model: Any, layers: list[int], where: str) -> None:
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     if layers[-1] >= count or len(lists) != 1:
         found = f"{type(model).__name__} has {len(lists)} list of {count} layers"
-        raise RecipeError(f"{where}: found {layers}, and {found}. Expected one list with all of them, counted from 0.")
+        raise RecipeError(
+            code="out-of-range",
+            place=where,
+            found=f"{layers}, and {found}",
+            expected="one list with all of them, counted from 0",
+        )
     kept = [lists[0][layer] for layer in layers]
     del lists[0][:]
     lists[0].extend(kept)
@@ -48,7 +53,7 @@ def pair_layers(model: Any, teacher: Any, given: list[int], where: str) -> list[
     pairs = given or [(layer + 1) * theirs // ours - 1 for layer in range(ours)]
     if len(pairs) != ours or not all(0 <= layer < theirs for layer in pairs):
         found = f"found {pairs}, expected one of the teacher's {theirs} layers for each of {ours}"
-        raise RecipeError(f"{where}.teacher_layers: {found}.")
+        raise RecipeError(f"{found}.", code="out-of-range", place=f"{where}.teacher_layers")
     return pairs
 
 

@@ -48,12 +48,12 @@ class Teacher:
         advice = f"Expected the same one. Set model.tokenizer={self.source}."
         if student.trained is not None:
             found = f"{self.name} has a tokenizer, and the student's is made from the training texts"
-            raise RecipeError(f"{self.where}: {found}. {advice}")
+            raise RecipeError(f"{found}. {advice}", code="tokens-differ", place=self.where)
         student.load_tokenizer(max_length)
         ours = student.tokenizer
         if ours.get_vocab() != theirs.get_vocab() or ours(PROBE)["input_ids"] != theirs(PROBE)["input_ids"]:
             found = f"the tokenizer of {self.name} has {len(theirs)} tokens, and the student's has {len(ours)}"
-            raise RecipeError(f"{self.where}: {found}, or other rules. {advice}")
+            raise RecipeError(f"{found}, or other rules. {advice}", code="tokens-differ", place=self.where)
 
     def check_labels(self, names: list[str]) -> None:
         """Raise an error unless the classes have these names, in any order."""
@@ -61,7 +61,13 @@ class Teacher:
         ours, known = ([name.strip().casefold() for name in each] for each in (names, theirs))
         if sorted(ours) != sorted(known):
             found = f"the classes of {self.name} are {', '.join(theirs)}, and those of the data {', '.join(names)}"
-            raise RecipeError(f"{self.where}: {found}. Expected the same names. Rename those of the data.")
+            raise RecipeError(
+                f"{found}.",
+                code="labels-differ",
+                place=self.where,
+                expected="the same names",
+                remedy="Rename those of the data.",
+            )
         self.order = [known.index(name) for name in ours]
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -69,7 +75,9 @@ class Teacher:
         model, missing = self.saved.build()
         if missing:
             found = f"it has no weights {', '.join(sorted(missing))}"
-            raise RecipeError(f"{self.where}: {self.name} is not trained for the task: {found}.")
+            raise RecipeError(
+                f"{self.name} is not trained for the task: {found}.", code="unsupported-model", place=self.where
+            )
         content = hashlib.blake2b()
         for weight in model.state_dict().values():
             content.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy())

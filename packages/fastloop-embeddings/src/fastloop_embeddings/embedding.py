@@ -73,7 +73,12 @@ class Embedding(PairTask):
     def check_recipe(self, recipe: Any) -> None:
         loss = self.loss
         if loss == "triplet" and recipe.data.get("negative") is None:
-            raise RecipeError(f"{recipe.where}: data.negative: missing, and the loss triplet reads it. Name a column.")
+            raise RecipeError(
+                "missing, and the loss triplet reads it.",
+                code="missing-value",
+                place=f"{recipe.where}: data.negative",
+                remedy="Name a column.",
+            )
         # of scores: torchmetrics does not declare which values of pearson are better
         self.adds_metrics = dict.fromkeys(("pearson",) if loss in SCORED else ("recall@10", *RANKINGS), "max")
         self.read_columns(recipe, loss, scored=loss in SCORED)
@@ -151,7 +156,12 @@ class Embedding(PairTask):
         size = self.vector_size()
         if self.dims and max(self.dims) > size:
             found = f"found {max(self.dims)}, and vectors of the model have {size} numbers"
-            raise RecipeError(f"{run.recipe.where}: plugins.embedding.dims: {found}. Expected at most {size}.")
+            raise RecipeError(
+                f"{found}.",
+                code="out-of-range",
+                place=f"{run.recipe.where}: plugins.embedding.dims",
+                expected=f"at most {size}",
+            )
         model = super().build_model(run)
         pooled = self.hidden_size() * len(self.sentence_modules().pooling_modes())
         self.head = build_head(self.sentence_modules(), pooled, f"{run.recipe.where}: model.name")
@@ -166,7 +176,7 @@ class Embedding(PairTask):
         if is_sharded(self.head_of(run.model)):
             folder = self.sentence_modules().folder
             problem = f"{folder} has a module Dense, whose weights cannot be sharded. Use ddp."
-            raise RecipeError(f"{run.recipe.where}: model.name: {problem}")
+            raise RecipeError(problem, code="unsupported-model", place=f"{run.recipe.where}: model.name")
 
     def hidden_size(self) -> int:
         """Numbers of a token's vector."""

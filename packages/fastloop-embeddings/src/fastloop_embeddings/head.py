@@ -126,13 +126,17 @@ def load_dense(modules: SentenceModules, module: Module, size: int, where: str) 
     shape = (module.config["out_features"], module.config["in_features"])
     if shape[1] != size:
         raise RecipeError(
-            f"{where}: {place}/config.json: in_features: found {shape[1]}, and its input has {size} numbers."
+            f"found {shape[1]}, and its input has {size} numbers.",
+            code="wrong-shape",
+            place=f"{where}: {place}/config.json: in_features",
         )
     activation = find_activation(module.config.get("activation_function"), f"{where}: {place}/config.json")
     try:
         weights = load_file(place / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise RecipeError(f"{where}: {place / WEIGHTS}: cannot be read: {error}.") from None
+        raise RecipeError(
+            f"cannot be read: {error}.", code="file-unreadable", place=f"{where}: {place / WEIGHTS}"
+        ) from None
     expected = {"linear.weight": shape} | {
         f"activation_function.{name}": tuple(value.shape) for name, value in activation.state_dict().items()
     }
@@ -140,7 +144,9 @@ def load_dense(modules: SentenceModules, module: Module, size: int, where: str) 
         expected["linear.bias"] = shape[:1]
     found = {name: tuple(value.shape) for name, value in weights.items()}
     if found != expected:
-        raise RecipeError(f"{where}: {place / WEIGHTS}: found weights {found}, expected {expected}.")
+        raise RecipeError(
+            code="wrong-shape", place=f"{where}: {place / WEIGHTS}", found=f"weights {found}", expected=str(expected)
+        )
     for name, parameter in activation.named_parameters():
         parameter.data.copy_(weights[f"activation_function.{name}"])
     return Dense(weights, activation)
@@ -164,7 +170,12 @@ def find_activation(name: str | None, where: str, default: str = TANH) -> nn.Mod
     try:
         activation: nn.Module = getattr(nn, known[name])()
     except (KeyError, TypeError):  # TypeError: it needs arguments, such as MultiheadAttention
-        raise RecipeError(f"{where}: the activation function {name!r} is not supported. Use another base.") from None
+        raise RecipeError(
+            f"the activation function {name!r} is not supported.",
+            code="unsupported-model",
+            place=where,
+            remedy="Use another base.",
+        ) from None
     return activation
 
 

@@ -156,7 +156,11 @@ def find_folder(recipe: Any, model: Any, download: bool) -> Path | None:
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError):
         return None  # fastloop reports that the model is missing
     except HfHubHTTPError as error:
-        raise RecipeError(f"{recipe.where}: model.name: {model.name} cannot be read from the hub: {error}.") from None
+        raise RecipeError(
+            f"{model.name} cannot be read from the hub: {error}.",
+            code="file-unreadable",
+            place=f"{recipe.where}: model.name",
+        ) from None
     if not (folder / "modules.json").is_file():
         try:
             file_exists(model.name, "modules.json", revision=model.revision)
@@ -181,9 +185,11 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{where}: {path}: cannot be read: {error}.") from None
+        raise RecipeError(f"cannot be read: {error}.", code="file-unreadable", place=f"{where}: {path}") from None
     if not isinstance(content, dict):
-        raise RecipeError(f"{where}: {path}: found {type(content).__name__}, expected an object.")
+        raise RecipeError(
+            code="wrong-type", place=f"{where}: {path}", found=str(type(content).__name__), expected="an object"
+        )
     return content
 
 
@@ -199,17 +205,27 @@ def list_modules(folder: Path, where: str) -> list[Module]:
     try:
         entries = [(str(entry["path"]), str(entry["type"])) for entry in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecipeError(f"{where}: {path}: expected a list of objects with path and type: {error!r}.") from None
+        raise RecipeError(
+            code="wrong-type", place=f"{where}: {path}", expected=f"a list of objects with path and type: {error!r}"
+        ) from None
     modules = []
     for subfolder, class_name in entries:
         kind = class_name.rpartition(".")[2]
         if not class_name.startswith("sentence_transformers.") or kind not in SUPPORTED:
             raise RecipeError(
-                f"{where}: {path}: found the module {class_name}, which cannot be trained here. Expected "
-                f"{', '.join(SUPPORTED)}. Use another base, or one without modules.json."
+                code="unsupported-model",
+                place=f"{where}: {path}",
+                found=f"the module {class_name}, which cannot be trained here",
+                expected=", ".join(SUPPORTED),
+                remedy="Use another base, or one without modules.json.",
             )
         if Path(subfolder).name != subfolder:
-            raise RecipeError(f"{where}: {path}: found the path {subfolder!r}, expected a folder beside the file.")
+            raise RecipeError(
+                code="wrong-path",
+                place=f"{where}: {path}",
+                found=f"the path {subfolder!r}",
+                expected="a folder beside the file",
+            )
         config = {} if kind == "Transformer" else read_json(folder / subfolder / "config.json", where)
         modules.append(Module(kind=kind, path=subfolder, type=class_name, config=config))
     return modules
@@ -227,11 +243,22 @@ def check_transformer(config: Mapping[str, Any], expected: Mapping[str, Any], wh
     for key, value in found.items():
         wanted = {"method": "forward", **expected}.get(key)
         if value != wanted:
-            raise RecipeError(f"{where}: {key}: found {value!r}, expected {wanted!r}. Use another base.")
+            raise RecipeError(
+                code="unsupported-model",
+                place=f"{where}: {key}",
+                found=repr(value),
+                expected=repr(wanted),
+                remedy="Use another base.",
+            )
     for key, value in config.items():
         ignored = key in (*HARMLESS, *expected, "modality_config") or key.endswith(("_args", "_kwargs"))
         if value and (not ignored or key == "processing_kwargs"):
-            raise RecipeError(f"{where}: {key}: found {value!r}, which is not supported here. Use another base.")
+            raise RecipeError(
+                f"found {value!r}, which is not supported here.",
+                code="unsupported-model",
+                place=f"{where}: {key}",
+                remedy="Use another base.",
+            )
 
 
 def read_transformer(folder: Path, expected: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -259,8 +286,10 @@ def read_modules(folder: Path, where: str) -> SentenceModules | None:
     kinds = [module.kind for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or {*kinds[2:]} & {"Transformer", "Pooling"} or modules[0].path:
         raise RecipeError(
-            f"{where}: {folder / 'modules.json'}: found {', '.join(kinds)}. Expected a Transformer in the folder "
-            "itself, a Pooling, and then any of Dense and Normalize."
+            code="unsupported-model",
+            place=f"{where}: {folder / 'modules.json'}",
+            found=", ".join(kinds),
+            expected="a Transformer in the folder itself, a Pooling, and then any of Dense and Normalize",
         )
     transformer = read_transformer(folder, OF_VECTORS, where)
     found = SentenceModules(
@@ -272,7 +301,7 @@ def read_modules(folder: Path, where: str) -> SentenceModules | None:
         lowercase=bool(transformer.get("do_lower_case")),
     )
     for problem in problems(found):
-        raise RecipeError(f"{where}: {problem}. Use another base.")
+        raise RecipeError(f"{problem}.", code="unsupported-model", place=where, remedy="Use another base.")
     return found
 
 
@@ -314,12 +343,20 @@ def read_score_activation(folder: Path, where: str) -> str | None:
         kinds = [module.kind for module in list_modules(folder, where)]
         if kinds != ["Transformer"]:
             raise RecipeError(
-                f"{where}: {folder / 'modules.json'}: found {', '.join(kinds)}. Expected a Transformer alone, whose "
-                "own head gives the scores. Use another base, or one without modules.json."
+                code="unsupported-model",
+                place=f"{where}: {folder / 'modules.json'}",
+                found=", ".join(kinds),
+                expected="a Transformer alone, whose own head gives the scores",
+                remedy="Use another base, or one without modules.json.",
             )
         read_transformer(folder, OF_SCORES, where)
         if any(own.get("prompts", {}).values()):
-            raise RecipeError(f"{where}: {path}: prompts: pairs with prompts are not supported here. Use another base.")
+            raise RecipeError(
+                "pairs with prompts are not supported here.",
+                code="unsupported-model",
+                place=f"{where}: {path}: prompts",
+                remedy="Use another base.",
+            )
         if own.get("activation_fn") is not None:
             return str(own["activation_fn"])
     config = read_json(folder / "config.json", where)
@@ -363,12 +400,17 @@ def check_options(options: Embedding, base: SentenceModules, where: str) -> None
         contradictions.append(("document_prompt", options.document_prompt, f"the prompt {document!r}"))
     for key, value, has in contradictions:
         raise RecipeError(
-            f"{where}.{key}: found {value!r}, and {base.folder} has {has}. Remove the option, or use a base without "
-            "modules.json."
+            f"found {value!r}, and {base.folder} has {has}.",
+            code="conflicting-values",
+            place=f"{where}.{key}",
+            remedy="Remove the option, or use a base without modules.json.",
         )
     prompts = (options.query_prompt or query) + (options.document_prompt or document)
     if prompts and base.pooling.get("include_prompt") is False:
         raise RecipeError(
-            f"{where}: {base.folder}/{base.modules[1].path}/config.json has include_prompt: false, so vectors leave "
-            "out the tokens of prompts. This is not supported here. Use another base."
+            f"{base.folder}/{base.modules[1].path}/config.json has include_prompt: false, so vectors leave out the "
+            "tokens of prompts. This is not supported here.",
+            code="unsupported-model",
+            place=where,
+            remedy="Use another base.",
         )

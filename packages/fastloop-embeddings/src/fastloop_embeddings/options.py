@@ -63,13 +63,18 @@ class PairTask(TextTask):
         not."""
         data, negative = f"{recipe.where}: data", recipe.data.get("negative") is not None
         if scored and negative:
-            raise RecipeError(f"{data}.negative: the loss {loss} reads a score for each pair. Remove it.")
+            raise RecipeError(
+                f"the loss {loss} reads a score for each pair.",
+                code="unknown-option",
+                place=f"{data}.negative",
+                remedy="Remove it.",
+            )
         self.columns = ("text", "other", "negative") if negative else ("text", "other")
         self.labels = "required" if scored else "none"
         TextTask.check_recipe(self, recipe)
         if scored and self.data.label_type != "number":
             found = f"found {self.data.label_type}, expected number: scores are numbers"
-            raise RecipeError(f"{data}.label_type: {found}.")
+            raise RecipeError(f"{found}.", code="wrong-label", place=f"{data}.label_type")
         self.folder = None if self.data.options.beir is None else recipe.find(self.data.options.beir)
         if self.folder is None:
             return
@@ -77,7 +82,12 @@ class PairTask(TextTask):
         self.adds_metrics = {**self.adds_metrics, **dict.fromkeys(beir, "max")}
         for name in ("corpus.jsonl", "queries.jsonl", "qrels"):
             if not (self.folder / name).exists():
-                raise RecipeError(f"{data}.beir: {self.folder / name} is missing. Expected a folder as BEIR has it.")
+                raise RecipeError(
+                    f"{self.folder / name} is missing.",
+                    code="file-missing",
+                    place=f"{data}.beir",
+                    expected="a folder as BEIR has it",
+                )
 
     def check_negatives(self, split: str, rows: Any) -> None:
         """Raise an error if all rows of train have the same second text, so that no row has a negative."""
@@ -86,8 +96,11 @@ class PairTask(TextTask):
         first = key_of(rows[0]["other"])
         if all(key_of(rows[index]["other"]) == first for index in range(1, len(rows))):
             raise RecipeError(
-                f"{self.data.where}.other: all {len(rows)} rows of {split} have the same text here, and the loss "
-                "multiple_negatives compares each row with other texts. Name another column, or add data.negative."
+                f"all {len(rows)} rows of {split} have the same text here, and the loss multiple_negatives compares "
+                "each row with other texts.",
+                code="repeated-value",
+                place=f"{self.data.where}.other",
+                remedy="Name another column, or add data.negative.",
             )
 
     @hookimpl(wrapper=True, trylast=True)

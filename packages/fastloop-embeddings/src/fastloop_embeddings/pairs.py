@@ -33,7 +33,7 @@ class Joiner:
         size, self.left = len(text), tokenizer.truncation_side == "left"
         problem = f"{where}.tokenizer: it does not only put special tokens around the texts of a pair. Use another."
         if not size or len(both) != 2 * size:
-            raise RecipeError(problem)
+            raise RecipeError(problem, code="invalid-row")
         self.around = text[0], len(alone["input_ids"]) - 1 - text[-1]  # special tokens before and after a text alone
         self.columns = [name for name in ("input_ids", "token_type_ids") if name in pair]
         rows = np.array([pair[name] for name in self.columns], np.int32)
@@ -45,7 +45,7 @@ class Joiner:
             own = self(*(np.array(tokenizer(each)["input_ids"], np.int32) for each in probe))
             theirs = tokenizer(*probe, truncation="longest_first", max_length=self.max_length)
             if any(theirs[name] != row.tolist() for name, row in own.items()):
-                raise RecipeError(problem)
+                raise RecipeError(problem, code="invalid-row")
         self.max_length = max_length
 
     def __call__(self, first: Any, second: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Reranker(PairTask):
         loss = self.loss
         if loss != "binary" and recipe.data.get("streaming"):
             problem = f"the loss {loss} reads several rows at once. Use the loss binary."
-            raise RecipeError(f"{recipe.where}: data.streaming: {problem}")
+            raise RecipeError(problem, code="no-streaming", place=f"{recipe.where}: data.streaming")
         # of scores: torchmetrics does not declare which values of pearson are better
         self.adds_metrics = dict.fromkeys(("pearson",) if loss == "binary" else RANKINGS, "max")
         self.read_columns(recipe, loss, scored=loss != "multiple_negatives")
@@ -69,10 +69,12 @@ class Reranker(PairTask):
         self.candidates = None if options.candidates is None else recipe.find(options.candidates)
         if self.candidates is not None and (self.folder is None or not self.candidates.is_file()):
             found = f"found {self.candidates}, and data.beir is {options.beir}"
-            raise RecipeError(f"{where}: {found}. Expected a file, and the folder of its documents.")
+            raise RecipeError(
+                f"{found}.", code="exclusive-options", place=where, expected="a file, and the folder of its documents"
+            )
         self.holds_out = loss == "list_net" and options.validation_fraction > 0 and self.data.inference is None
         if self.holds_out and self.data.files and self.data.splits.validation not in self.data.files:
-            raise RecipeError(f"{recipe.where}: {NO_VALIDATION}")
+            raise RecipeError(NO_VALIDATION, code="unknown-split", place=recipe.where)
         if loss == "list_net":
             options.validation_fraction = 0.0  # rows that are held out would be drawn one by one
 
@@ -80,7 +82,7 @@ class Reranker(PairTask):
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         datasets: Mapping[str, Any] = super().build_datasets(run)
         if self.holds_out and "validation" not in datasets:
-            raise RecipeError(f"{run.recipe.where}: {NO_VALIDATION}")
+            raise RecipeError(NO_VALIDATION, code="unknown-split", place=run.recipe.where)
         lists = dict[str, Any]()
         for split, rows in datasets.items():
             if self.loss == "list_net":
@@ -91,7 +93,7 @@ class Reranker(PairTask):
                 lists[split] = draw(rows, self.columns[1:], self.negatives, seed)
             elif (labels := getattr(rows, "labels", None)) is not None and not 0 <= labels.min() <= labels.max() <= 1:
                 found = f"found numbers from {labels.min():g} to {labels.max():g}, and the loss binary needs 0 to 1"
-                raise RecipeError(f"{run.recipe.where}: data.label: {split}: {found}.")
+                raise RecipeError(f"{found}.", code="wrong-label", place=f"{run.recipe.where}: data.label: {split}")
         return lists or datasets
 
     @hookimpl

@@ -86,7 +86,9 @@ def encode_and_compute(
 
 
 def refuse(path: Path, number: int, line: str, expected: str) -> NoReturn:
-    raise RecipeError(f"{path}, line {number}: found {line[:80]!r}, expected {expected}.") from None
+    raise RecipeError(
+        code="invalid-row", place=f"{path}, line {number}", found=repr(line[:80]), expected=str(expected)
+    ) from None
 
 
 def read_texts(path: Path) -> dict[str, str]:
@@ -129,5 +131,10 @@ def read_candidates(path: Path, queries: Collection[str], corpus: Collection[str
         if query in found:
             found[query].append(document)
     if not any(found.values()):
-        raise RecipeError(f"{path}: found no document for the {len(found)} queries with relevant ones. Name another.")
+        raise RecipeError(
+            f"found no document for the {len(found)} queries with relevant ones.",
+            code="empty-file",
+            place=str(path),
+            remedy="Name another.",
+        )
     return found

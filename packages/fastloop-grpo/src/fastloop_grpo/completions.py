@@ -85,18 +85,31 @@ def check_completions(completions: Sequence[Completion], expected: int, vocabula
     """
     hook = "generate_completions"
     if len(completions) != expected:
-        raise PluginError(f"{hook}: found {len(completions)} completions, expected {expected}: `count` of each prompt.")
+        raise PluginError(
+            code="wrong-result",
+            place=str(hook),
+            found=f"{len(completions)} completions",
+            expected=f"{expected}: `count` of each prompt",
+        )
     for place, completion in enumerate(completions):
         size = len(completion.ids)
         if not size:
-            raise PluginError(f"{hook}: completion {place + 1} has no token, expected at least its end token.")
+            raise PluginError(
+                f"completion {place + 1} has no token, expected at least its end token.",
+                code="wrong-result",
+                place=str(hook),
+            )
         if min(completion.ids) < 0 or max(completion.ids) >= vocabulary:
             raise PluginError(
-                f"{hook}: completion {place + 1} has the tokens {completion.ids}, expected ids below {vocabulary}."
+                f"completion {place + 1} has the tokens {completion.ids}, expected ids below {vocabulary}.",
+                code="wrong-result",
+                place=str(hook),
             )
         given = completion.log_probabilities
         if given is not None and len(given) != size:
             raise PluginError(
-                f"{hook}: completion {place + 1} has {size} tokens and {len(given)} log-probabilities, expected one "
-                "for each token, or None."
+                f"completion {place + 1} has {size} tokens and {len(given)} log-probabilities, expected one for each "
+                "token, or None.",
+                code="wrong-result",
+                place=str(hook),
             )

@@ -128,7 +128,12 @@ class GRPO(TextTask):
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
         if recipe.data.get("streaming"):
-            raise RecipeError(f"{recipe.where}: data.streaming: grpo reads all prompts before training. Remove it.")
+            raise RecipeError(
+                "grpo reads all prompts before training.",
+                code="no-streaming",
+                place=f"{recipe.where}: data.streaming",
+                remedy="Remove it.",
+            )
         super().check_recipe(recipe)
         name = self.data.options.chat_template
         if name not in (None, "tokenizer") and recipe.inference is None:  # an exported tokenizer has it
@@ -150,7 +155,11 @@ class GRPO(TextTask):
     def check_dataset(self, split: str, dataset: prompts.Prompts) -> None:
         size = self.data.options.max_length
         if not len(dataset):
-            raise RecipeError(f"{self.data.where}.max_length: no prompt of the {split} split has 1 to {size} tokens.")
+            raise RecipeError(
+                f"no prompt of the {split} split has 1 to {size} tokens.",
+                code="empty-split",
+                place=f"{self.data.where}.max_length",
+            )
         count = len(dataset.left_out)
         if count:
             text = "data: %s: %d prompts are left out: not 1 to %d tokens (data.max_length). The first is row %d"
@@ -178,8 +187,11 @@ class GRPO(TextTask):
         longest = max(int(dataset.lengths.max()) for dataset in datasets.values())
         if isinstance(positions, int) and 0 < positions < longest + self.max_new_tokens:
             raise RecipeError(
-                f"{self.where}.max_new_tokens: found {self.max_new_tokens}, and the longest prompt has {longest} "
-                f"tokens: more than the model's {positions} positions. Set one smaller, or data.max_length."
+                f"found {self.max_new_tokens}, and the longest prompt has {longest} tokens: more than the model's "
+                f"{positions} positions.",
+                code="out-of-range",
+                place=f"{self.where}.max_new_tokens",
+                remedy="Set one smaller, or data.max_length.",
             )
 
     def try_rewards(self) -> None:

@@ -86,7 +86,7 @@ class RewardFunction:
         except Exception as error:
             line = traceback.extract_tb(error.__traceback__)[-1]
             problem = f"raised {type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
-            raise RecipeError(f"{self.place} {problem}.") from error
+            raise RecipeError(f"{self.place} {problem}.", code="call-failed") from error
         return self.read(result, scored)
 
     def read(self, result: Any, scored: Scored) -> list[float]:
@@ -95,9 +95,13 @@ class RewardFunction:
             result = result.tolist()
         if not isinstance(result, Sequence) or isinstance(result, str):
             kind = type(result).__name__
-            raise RecipeError(f"{self.place} returned a {kind}, expected a list of {scored.count} numbers.")
+            raise RecipeError(
+                f"{self.place} returned a {kind}, expected a list of {scored.count} numbers.", code="wrong-result"
+            )
         if len(result) != scored.count:
-            raise RecipeError(f"{self.place} returned {len(result)} values for {scored.count} completions.")
+            raise RecipeError(
+                f"{self.place} returned {len(result)} values for {scored.count} completions.", code="wrong-result"
+            )
         rewards = []
         for value, completion in zip(result, scored.values["completions"], strict=True):
             if value is None:
@@ -107,7 +111,8 @@ class RewardFunction:
             else:
                 raise RecipeError(
                     f"{self.place} returned {value!r} for the completion {completion!r:.200}, expected a finite "
-                    "number, or None if it does not apply."
+                    "number, or None if it does not apply.",
+                    code="wrong-result",
                 )
         return rewards
 
@@ -132,17 +137,29 @@ def load_rewards(
     """
     where = f"{recipe.where}: plugins.grpo"
     if not references:
-        raise RecipeError(f"{where}.rewards: the list is empty. Name a function: file.py:name.")
+        raise RecipeError(
+            "the list is empty.",
+            code="missing-value",
+            place=f"{where}.rewards",
+            remedy="Name a function: file.py:name.",
+        )
     if weights is not None and len(weights) != len(references):
         raise RecipeError(
-            f"{where}.reward_weights: found {len(weights)} weights for {len(references)} functions, expected one for "
-            "each."
+            code="wrong-weights",
+            place=f"{where}.reward_weights",
+            found=f"{len(weights)} weights for {len(references)} functions",
+            expected="one for each",
         )
     names = [reference.rpartition(":")[2] for reference in references]
     functions = []
     for place, reference in enumerate(references):
         if references.count(reference) > 1:
-            raise RecipeError(f"{where}.rewards: {reference} is listed twice. Give it a larger weight instead.")
+            raise RecipeError(
+                f"{reference} is listed twice.",
+                code="listed-twice",
+                place=f"{where}.rewards",
+                remedy="Give it a larger weight instead.",
+            )
         function = import_object(reference, recipe, "plugins.grpo.rewards")
         parameters = check_parameters(function, f"{where}.rewards: {reference}", columns)
         name = names[place] if names.count(names[place]) == 1 else reference
@@ -159,7 +176,7 @@ def check_parameters(function: Any, place: str, columns: Sequence[str]) -> froze
         RecipeError: It is no function, or needs an argument that there is not.
     """
     if not callable(function):
-        raise RecipeError(f"{place} is a {type(function).__name__}, expected a function.")
+        raise RecipeError(f"{place} is a {type(function).__name__}, expected a function.", code="wrong-type")
     known = {*OWN_ARGUMENTS, *columns}
     taken = set()
     takes_all = False
@@ -171,9 +188,12 @@ def check_parameters(function: Any, place: str, columns: Sequence[str]) -> froze
         taken.add(parameter.name)
         if parameter.default is parameter.empty and parameter.name not in known:
             raise RecipeError(
-                f"{place} needs the argument {parameter.name!r}, and no column has this name."
-                f"{did_you_mean(parameter.name, known)} Name the columns that it reads: "
-                f"data.columns=[{parameter.name}]."
+                f"{place} needs the argument {parameter.name!r}, and no column has this name.",
+                code="unknown-column",
+                remedy=(
+                    f"{did_you_mean(parameter.name, known)} Name the columns that it reads: "
+                    f"data.columns=[{parameter.name}]."
+                ),
             )
     return None if takes_all else frozenset(taken & known)
 

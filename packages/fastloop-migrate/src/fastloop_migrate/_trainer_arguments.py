@@ -33,17 +33,26 @@ def find_callbacks(
     for entry in listed:
         named = {entry: {}} if isinstance(entry, str) else entry
         if len(named) != 1:
-            raise RecipeError(f"{recipe.where}: {key}: found {dict(named)!r}, expected one {{CALLBACK: arguments}}.")
+            raise RecipeError(
+                code="wrong-type",
+                place=f"{recipe.where}: {key}",
+                found=repr(dict(named)),
+                expected="one {CALLBACK: arguments}",
+            )
         ((reference, arguments),) = named.items()
         cls = import_object(reference, recipe, key)
         where = f"{recipe.where}: {key}: {reference}"
         if not (isinstance(cls, type) and issubclass(cls, TrainerCallback)):
-            raise RecipeError(f"{where} is no class of transformers' TrainerCallback. List a class, not an object.")
+            raise RecipeError(
+                f"{where} is no class of transformers' TrainerCallback.",
+                code="wrong-type",
+                remedy="List a class, not an object.",
+            )
         try:
             inspect.signature(cls).bind(**arguments)
         except TypeError as error:
             known = ", ".join(inspect.signature(cls).parameters) or "none"
-            raise RecipeError(f"{where}: {error}. Arguments of the class: {known}.") from None
+            raise RecipeError(f"{error}. Arguments of the class: {known}.", code="call-failed", place=where) from None
         found.append((cls, arguments))
     return found
 
@@ -57,9 +66,19 @@ def check_arguments(given: Mapping[str, Any], recipe: Recipe, key: str) -> None:
     known = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
     for name in given:
         if name not in known:
-            raise RecipeError(f"{recipe.where}: {key}.{name}: no such field.{did_you_mean(name, known)}")
+            raise RecipeError(
+                "no such field.",
+                code="unknown-option",
+                place=f"{recipe.where}: {key}.{name}",
+                remedy=did_you_mean(name, known),
+            )
         if name in ENGINE or name.startswith("torch_compile"):
-            raise RecipeError(f"{recipe.where}: {key}.{name}: fastloop does not take it. List a plugin for it instead.")
+            raise RecipeError(
+                "fastloop does not take it.",
+                code="unknown-option",
+                place=f"{recipe.where}: {key}.{name}",
+                remedy="List a plugin for it instead.",
+            )
 
 
 def training_arguments(run: Run, given: Mapping[str, Any]) -> TrainingArguments:
@@ -125,7 +144,10 @@ def _greater_is_better(run: Run, name: str, best: Mapping[str, Any]) -> bool:
     if mode is None:
         key = f"{run.recipe.where}: plugins.transformers-callbacks.arguments.greater_is_better"
         raise UsageError(
-            f"{key}: neither the class of the metric {name!r} nor a plugin declares whether a lower or a higher value "
-            "is better. Set it to true or false."
+            f"neither the class of the metric {name!r} nor a plugin declares whether a lower or a higher value is "
+            "better.",
+            code="unknown-direction",
+            place=key,
+            remedy="Set it to true or false.",
         )
     return bool(mode == "max")

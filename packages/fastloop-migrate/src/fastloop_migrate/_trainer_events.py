@@ -62,7 +62,7 @@ class Handler(CallbackHandler):
                     self.stopped_by = f"{type(callback).__name__} in {event}"
         except Exception as error:
             where = f"plugin 'transformers-callbacks': {type(callback).__name__} failed in {event}"
-            raise PluginError(f"{where}: {type(error).__name__}: {error}") from error
+            raise PluginError(f"{where}: {type(error).__name__}: {error}", code="plugin-crashed") from error
         finally:
             self.callbacks = every
         return control
@@ -180,8 +180,10 @@ class TrainerEvents:
         run, control, where = self.run, self.control, f"{self.run.recipe.where}: plugins.transformers-callbacks"
         if control.should_epoch_stop:
             raise PluginError(
-                f"{where}: a callback set control.should_epoch_stop in {event}. An epoch cannot end early in fastloop. "
-                "Set should_training_stop instead, or train.max_steps in the recipe."
+                f"a callback set control.should_epoch_stop in {event}. An epoch cannot end early in fastloop.",
+                code="unsupported-callback",
+                place=where,
+                remedy="Set should_training_stop instead, or train.max_steps in the recipe.",
             )
         if self.handler.stopped_by is not None:
             run.state.request_stop(f"transformers-callbacks: {self.handler.stopped_by}")
@@ -198,8 +200,10 @@ class TrainerEvents:
         if control.should_evaluate and self.evaluating is None:
             if "validation" not in run.eval_loaders:
                 raise PluginError(
-                    f"{where}: a callback set control.should_evaluate in {event}, and the run has no validation split. "
-                    "Add one (data.validation_fraction), or remove the callback."
+                    f"a callback set control.should_evaluate in {event}, and the run has no validation split.",
+                    code="unknown-split",
+                    place=where,
+                    remedy="Add one (data.validation_fraction), or remove the callback.",
                 )
             run.state.request_evaluate()
 

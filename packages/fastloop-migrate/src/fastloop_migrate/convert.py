@@ -50,7 +50,9 @@ class Conversion:
             return float(value) if isinstance(value, str) else float("x")
         except ValueError:
             name = self._original.get(key, key)
-            raise UsageError(f"{self._file}: {name}: found {value!r}, expected a number.") from None
+            raise UsageError(
+                code="wrong-type", place=f"{self._file}: {name}", found=repr(value), expected="a number"
+            ) from None
 
     def note(self, key: str, reason: str) -> None:
         """Explain a key that has no equal counterpart, by its name in the config."""

@@ -43,7 +43,9 @@ def import_config(
         recipe, notes = convert(config, kind, nproc, file, trainer)
     except (AttributeError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise UsageError(f"{file}: a value has another form than in configs of {kind}: {why}.") from error
+        raise UsageError(
+            f"a value has another form than in configs of {kind}: {why}.", code="wrong-format", place=str(file)
+        ) from error
     make_recipe(recipe)  # checks its values
     head = [f"Made by `fastloop import` from {' '.join(file.name.split())} ({kind})."]
     if notes:

@@ -147,7 +147,10 @@ def find_trainer(config: Mapping[str, Any], format: str, trainer: str, file: Pat
     for key, other in OTHER_TRAINERS.items():
         if config.get(key) is not None:
             raise UsageError(
-                f"{file}: {key}: found a key of {other}, and fastloop has no such training. Use TRL for it."
+                f"found a key of {other}, and fastloop has no such training.",
+                code="unknown-key",
+                place=f"{file}: {key}",
+                remedy="Use TRL for it.",
             )
     if trainer != "auto":
         return trainer
@@ -162,8 +165,10 @@ def find_trainer(config: Mapping[str, Any], format: str, trainer: str, file: Pat
     shared = [key for key in SHARED if key in config]
     if shared:
         raise UsageError(
-            f"{file}: {shared[0]}: found a key of preference tuning, which configs of DPO, KTO and ORPO have. Say "
-            "which trainer reads the file: --trainer dpo, --trainer kto or --trainer orpo."
+            "found a key of preference tuning, which configs of DPO, KTO and ORPO have.",
+            code="ambiguous-name",
+            place=f"{file}: {shared[0]}",
+            remedy="Say which trainer reads the file: --trainer dpo, --trainer kto or --trainer orpo.",
         )
     return "sft"
 
@@ -171,7 +176,9 @@ def find_trainer(config: Mapping[str, Any], format: str, trainer: str, file: Pat
 def _find_axolotl(config: Mapping[str, Any], file: Path) -> str:
     if config.get("process_reward_model"):
         raise UsageError(
-            f"{file}: process_reward_model: found true, and fastloop has reward models of whole completions only."
+            "found true, and fastloop has reward models of whole completions only.",
+            code="unknown-key",
+            place=f"{file}: process_reward_model",
         )
     if config.get("reward_model"):
         return "reward"
@@ -181,7 +188,11 @@ def _find_axolotl(config: Mapping[str, Any], file: Path) -> str:
     if str(kind) not in AXOLOTL_RL:
         known = ", ".join(AXOLOTL_RL)
         raise UsageError(
-            f"{file}: rl: found {kind}, expected one of {known}, which {PACKAGE} has. Use Axolotl for {kind}."
+            code="unknown-choice",
+            place=f"{file}: rl",
+            found=str(kind),
+            expected=f"one of {known}, which {PACKAGE} has",
+            remedy=f"Use Axolotl for {kind}.",
         )
     return AXOLOTL_RL[str(kind)][0]
 
@@ -208,14 +219,21 @@ def check_values(given: Mapping[str, Any], original: Mapping[str, str], trainer:
         value = given.get(key)
         if value is not None and value != accepted:
             name = original.get(key, key)
-            raise UsageError(f"{file}: {name}: found {value!r}, and {why}. Remove the key, or use the other library.")
+            raise UsageError(
+                f"found {value!r}, and {why}.",
+                code="unknown-choice",
+                place=f"{file}: {name}",
+                remedy="Remove the key, or use the other library.",
+            )
     losses = sorted(_losses(given))
     known = {"dpo": ("sigmoid", "robust", "ipo"), "kto": ("kto",)}.get(trainer)
     if known is not None and losses and (len(losses) > 1 or losses[0] not in known):
         name = original.get("loss_type", "loss_type")
         raise UsageError(
-            f"{file}: {name}: found {', '.join(losses)}, expected one of {', '.join(known)}: {PACKAGE} has no other "
-            f"loss of {trainer.upper()}."
+            code="unknown-choice",
+            place=f"{file}: {name}",
+            found=", ".join(losses),
+            expected=f"one of {', '.join(known)}: {PACKAGE} has no other loss of {trainer.upper()}",
         )
 
 
@@ -249,8 +267,10 @@ def convert_tuning(result: Conversion, trainer: str, format: str, file: Path) ->
     if smoothing:
         if loss != "robust":
             raise UsageError(
-                f"{file}: label_smoothing: found {smoothing:g} with the loss {loss}, and dpo has it for the loss "
-                "robust only. Set loss_type: robust, or remove it."
+                f"found {smoothing:g} with the loss {loss}, and dpo has it for the loss robust only.",
+                code="unknown-key",
+                place=f"{file}: label_smoothing",
+                remedy="Set loss_type: robust, or remove it.",
             )
         options["label_smoothing"] = smoothing
     for name in ("desirable_weight", "undesirable_weight"):

@@ -23,13 +23,23 @@ def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
         config = json.loads(text) if file.suffix == ".json" else load_yaml(text, str(file))
     except (OSError, ValueError, RecursionError) as error:
         why = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise UsageError(f"{file}: cannot be read as YAML or JSON: {why}.") from None
+        raise UsageError(f"cannot be read as YAML or JSON: {why}.", code="file-unreadable", place=str(file)) from None
     if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
-        raise UsageError(f"{file}: found a {type(config).__name__}, expected a mapping of keys to values.")
+        raise UsageError(
+            code="wrong-type",
+            place=str(file),
+            found=f"a {type(config).__name__}",
+            expected="a mapping of keys to values",
+        )
     if format == "auto":
         found = next((name for name in FORMATS if not config.keys().isdisjoint(MARKS[name])), None)
         if found is None:
             known = ", ".join(f"{MARKS[name][0]} ({name})" for name in FORMATS)
-            raise UsageError(f"{file}: no key of a known format. Expected one such as {known}, or give --format.")
+            raise UsageError(
+                "no key of a known format.",
+                code="unknown-format",
+                place=str(file),
+                expected=f"one such as {known}, or give --format",
+            )
         format = found
     return config, format

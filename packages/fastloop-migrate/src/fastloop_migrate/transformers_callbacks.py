@@ -86,7 +86,9 @@ class TransformersCallbacks(Plugin):
                 callbacks.append(cls(**arguments))
             except Exception as error:
                 where = f"{run.recipe.where}: plugins.transformers-callbacks.callbacks: {cls.__name__}"
-                raise PluginError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
+                raise PluginError(
+                    f"{where} cannot be made: {type(error).__name__}: {error}", code="call-failed"
+                ) from error
         self.events = TrainerEvents(run, callbacks, training_arguments(run, self.arguments))
         self.events.fire("on_init_end")
 

@@ -52,7 +52,12 @@ class DPO(PolicyTask):
         self.has_reference = self.loss != "orpo"
         if self.label_smoothing and self.loss != "robust":
             where = f"{recipe.where}: plugins.dpo.label_smoothing"
-            raise RecipeError(f"{where}: it is for the loss robust, and the loss is {self.loss}. Remove it.")
+            raise RecipeError(
+                f"it is for the loss robust, and the loss is {self.loss}.",
+                code="unknown-option",
+                place=where,
+                remedy="Remove it.",
+            )
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:

@@ -54,7 +54,9 @@ class KTO(PolicyTask):
         datasets = super().build_datasets(run)
         if self.data.classes not in LABELS:
             where, found = f"{self.data.where}.label", ", ".join(self.data.classes)
-            raise RecipeError(f"{where}: found the labels {found}, expected true and false, or 1 and 0.")
+            raise RecipeError(
+                code="wrong-label", place=where, found=f"the labels {found}", expected="true and false, or 1 and 0"
+            )
         return datasets
 
     @hookimpl

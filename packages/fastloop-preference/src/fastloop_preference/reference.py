@@ -109,7 +109,11 @@ def load_model(run: Run, task: PolicyTask) -> nn.Module:
     """The model that a run was trained from, for rows that the run did not have. Only ``model.name`` has one."""
     if run.recipe.model.get("name") is None:
         problem = "a reward needs the model before training, and this run did not begin from a model.name"
-        raise UsageError(f"{run.recipe.place(task.name)}: {problem}. Predict a split of the run's data: --split NAME.")
+        raise UsageError(
+            f"{problem}. Predict a split of the run's data: --split NAME.",
+            code="nothing-to-predict",
+            place=run.recipe.place(task.name),
+        )
     other = OtherModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model")
     other.load_tokenizer(task.data.options.max_length)
     model, _ = other.build()

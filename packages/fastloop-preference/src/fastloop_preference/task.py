@@ -48,7 +48,12 @@ class PreferenceTask(TextTask):
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
         if recipe.data.get("streaming"):
-            raise RecipeError(f"{recipe.where}: data.streaming: {self.name} reads all rows before training. Remove it.")
+            raise RecipeError(
+                f"{self.name} reads all rows before training.",
+                code="no-streaming",
+                place=f"{recipe.where}: data.streaming",
+                remedy="Remove it.",
+            )
         data = self.sections["data"].__dataclass_fields__
         given = [key for key in ("prompt",) if recipe.data.get(key, key) is not None]
         self.conversations = (*given, *(key for key in COMPLETIONS if key in data))
@@ -74,7 +79,11 @@ class PreferenceTask(TextTask):
     def check_dataset(self, split: str, dataset: rows.Completions) -> None:
         size = self.data.options.max_length
         if not len(dataset):
-            raise RecipeError(f"{self.data.where}.max_length: no row of the {split} split fits into {size} tokens.")
+            raise RecipeError(
+                f"no row of the {split} split fits into {size} tokens.",
+                code="empty-split",
+                place=f"{self.data.where}.max_length",
+            )
         for what, found in dataset.findings.items():
             if len(found):
                 text = "data: %s: %d rows %s. The first is row %d of the split"

@@ -105,8 +105,10 @@ class ChatModel(DecoderModel):
         self.template = template_text(recipe, template) if template is not None and recipe.inference is None else None
         if self.trained is not None and self.trained.kind == "char":
             raise RecipeError(
-                f"{self.where}.tokenizer.kind: char has the characters of the messages, and a chat template adds "
-                "others. Use kind: byte or bpe."
+                "char has the characters of the messages, and a chat template adds others.",
+                code="unsupported-tokenizer",
+                place=f"{self.where}.tokenizer.kind",
+                remedy="Use kind: byte or bpe.",
             )
         self.marks = sorted(set(SPECIAL.findall(self.template or "")))
         if self.trained is not None and self.trained.vocab_size - len(self.marks) > 8:
@@ -142,8 +144,10 @@ class ChatModel(DecoderModel):
             self.tokenizer.chat_template = self.template
         if not self.tokenizer.chat_template:
             raise RecipeError(
-                f"{self.recipe.where}: data.messages: the tokenizer has no chat template. Give one: "
-                f"data.chat_template=FILE.jinja, or a built-in name ({', '.join(BUILT_IN)})."
+                "the tokenizer has no chat template.",
+                code="no-chat-template",
+                place=f"{self.recipe.where}: data.messages",
+                remedy=f"Give one: data.chat_template=FILE.jinja, or a built-in name ({', '.join(BUILT_IN)}).",
             )
         if self.recipe.inference is None:
             self._check_ends()

@@ -46,7 +46,11 @@ def chat_chunks(
         RecipeError: The file or a row cannot be read, or the template rejects a conversation.
     """
     if isinstance(source, Path) and format_of(source)[0] in (".csv", ".tsv") and len(data.chat_columns) > 1:
-        raise RecipeError(f"{source}: instructions and inputs need a file of type .jsonl, .json or .parquet.")
+        raise RecipeError(
+            "instructions and inputs need a file of type .jsonl, .json or .parquet.",
+            code="unknown-format",
+            place=str(source),
+        )
     renderer, keys, empty = ChatRenderer(tokenizer), Counter[str](), EmptyTexts()
     cut = CutPrompts(room)
     names = [*data.columns, *data.optional_columns()]

@@ -68,13 +68,17 @@ def template_text(recipe: Recipe, name: str) -> str:
     if not path.is_file():
         names = ", ".join(BUILT_IN)
         raise RecipeError(
-            f"{recipe.where}: data.chat_template: {name}: no such file. Expected a Jinja file, or a built-in name: "
-            f"{names}."
+            "no such file.",
+            code="file-missing",
+            place=f"{recipe.where}: data.chat_template: {name}",
+            expected=f"a Jinja file, or a built-in name: {names}",
         )
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise RecipeError(f"{recipe.where}: data.chat_template: {path}: cannot be read: {error}.") from None
+        raise RecipeError(
+            f"cannot be read: {error}.", code="file-unreadable", place=f"{recipe.where}: data.chat_template: {path}"
+        ) from None
 
 
 @lru_cache

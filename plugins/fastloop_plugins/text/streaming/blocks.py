@@ -95,7 +95,10 @@ class BlockReader:
             yield (ids,)
             return
         raise DataError(
-            f"{self.index.paths[self.index.file[group]]}: has fewer tokens than when the run started. Start it again."
+            "has fewer tokens than when the run started.",
+            code="data-changed",
+            place=str(self.index.paths[self.index.file[group]]),
+            remedy="Start it again.",
         )
 
     def _tokens(self, group: int, end: int) -> Iterator[NDArray[np.int32]]:
@@ -108,8 +111,10 @@ class BlockReader:
             if total != self.counts[number]:
                 path = self.index.paths[self.index.file[number]]
                 raise DataError(
-                    f"{path}: a row group has {total} tokens, and had {self.counts[number]} when the run started. "
-                    "Start it again; if that does not help, remove the folder of token-cache."
+                    f"a row group has {total} tokens, and had {self.counts[number]} when the run started.",
+                    code="data-changed",
+                    place=str(path),
+                    remedy="Start it again; if that does not help, remove the folder of token-cache.",
                 )
 
     def close(self) -> None:
@@ -167,8 +172,9 @@ def index_blocks(index: Index, counts: NDArray[np.int64], sources: Sequence[int]
         blocks = total // size + (total % size > 1)  # one token has no next token to predict
         if not blocks:
             raise RecipeError(
-                f"{where}: the train split, or a source of data.mix, has no two tokens: there is no next token "
-                "to learn."
+                "the train split, or a source of data.mix, has no two tokens: there is no next token to learn.",
+                code="too-few-tokens",
+                place=where,
             )
         rows.append(np.diff(np.minimum(-(-ends // size), blocks), prepend=0))
     return replace(index, rows=np.concatenate(rows).astype(np.int64), labels={})

@@ -180,12 +180,14 @@ class LabelReader:
         where = f"{name}: column {self.column!r} (data.label) holds {show(value)}"
         if not self.numbers:
             if value not in self.table:
-                raise DataError(f"{where}, which was not there when the run started. Start it again.")
+                raise DataError(
+                    f"{where}, which was not there when the run started.", code="data-changed", remedy="Start it again."
+                )
             label: float = self.table[value]
             return label
         if (number := read_number(value, self.untyped)) is None:
             remedy = f" {drop_line(self.column, 'empty: true')}" if is_unlabelled(value) else ""
-            raise DataError(f"{where}, expected a finite number (data.label_type=number).{remedy}")
+            raise DataError(f"{where}, expected a finite number (data.label_type=number).{remedy}", code="wrong-label")
         return number
 
 
@@ -231,8 +233,10 @@ class Streaming:
             if len(set(paths)) < len(paths) and not data.sources:
                 twice = next(path for path in paths if paths.count(path) > 1)
                 raise RecipeError(
-                    f"{data.where}.files.train: {twice} is listed twice, and its rows would come twice an epoch. Name "
-                    "it once, or give each source a share with data.mix."
+                    f"{twice} is listed twice, and its rows would come twice an epoch.",
+                    code="listed-twice",
+                    place=f"{data.where}.files.train",
+                    remedy="Name it once, or give each source a share with data.mix.",
                 )
 
     @property
@@ -303,8 +307,10 @@ class Streaming:
             if self.weights is not None and rows.sum() < lanes:
                 key = "sources" if self.data.sources else "mix"
                 raise RecipeError(
-                    f"{self.data.where}.{key}: {paths[0]} has {rows.sum()} samples, and data.lanes is {lanes}. Set "
-                    "data.lanes to fewer."
+                    f"{paths[0]} has {rows.sum()} samples, and data.lanes is {lanes}.",
+                    code="too-few-rows",
+                    place=f"{self.data.where}.{key}",
+                    remedy="Set data.lanes to fewer.",
                 )
 
     def put_end_to_end(self, run: Run, encode: Tokens, size: int, tokenizer: str | None) -> None:
@@ -330,10 +336,11 @@ class Streaming:
         found = run.processes.all_gather_object(own)
         if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
             raise RecipeError(
-                f"{self.data.where}.files.train: process {other} found {found[other][0]} files with {found[other][1]} "
-                f"rows, and process 0 {found[0][0]} with "
-                f"{found[0][1]}{', of other content' * (found[other][:2] == found[0][:2])}. Every process must read "
-                "the same files: compare them on the machines."
+                f"process {other} found {found[other][0]} files with {found[other][1]} rows, and process 0 "
+                f"{found[0][0]} with {found[0][1]}{', of other content' * (found[other][:2] == found[0][:2])}. Every "
+                "process must read the same files: compare them on the machines.",
+                code="processes-disagree",
+                place=f"{self.data.where}.files.train",
             )
 
     def order(self, seed: int, batch_size: int) -> Callable[[], Order]:

@@ -69,7 +69,10 @@ class StreamedData:
 
         if self.inference is not None:
             raise RecipeError(
-                f"{self.where}.streaming: the training split is only streamed, and not evaluated. Choose another split."
+                "the training split is only streamed, and not evaluated.",
+                code="unknown-split",
+                place=f"{self.where}.streaming",
+                remedy="Choose another split.",
             )
         entries: list[list[str]]
         if self.shards is not None:
@@ -131,7 +134,7 @@ class StreamedData:
 
 def refuse(data: TextData, key: str, reason: str) -> RecipeError:
     """The error for an option that a stream does not support."""
-    return RecipeError(f"{data.where}.{key}: cannot hold with data.streaming: {reason}.")
+    return RecipeError(f"cannot hold with data.streaming: {reason}.", code="no-streaming", place=f"{data.where}.{key}")
 
 
 def check_streaming(data: TextData, given: dict[str, Any]) -> None:
@@ -148,16 +151,27 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
         for key in ("shuffle_buffer", "lanes", "mix"):
             if given.get(key) is not None:
                 raise RecipeError(
-                    f"{where}.{key}: it is for data.streaming, which is not on. Remove it, or set data.streaming=true."
+                    "it is for data.streaming, which is not on.",
+                    code="unknown-option",
+                    place=f"{where}.{key}",
+                    remedy="Remove it, or set data.streaming=true.",
                 )
         return
 
     if options.files is None and options.sources is None and options.name is None:
         raise RecipeError(
-            f"{where}.streaming: it reads files, and there are none. Give data.files.train, data.sources or data.name."
+            "it reads files, and there are none.",
+            code="missing-value",
+            place=f"{where}.streaming",
+            remedy="Give data.files.train, data.sources or data.name.",
         )
     if options.sources is not None and options.mix is not None:
-        raise RecipeError(f"{where}.mix: is for data.files.train. Give each entry of data.sources a weight.")
+        raise RecipeError(
+            "is for data.files.train.",
+            code="unknown-option",
+            place=f"{where}.mix",
+            remedy="Give each entry of data.sources a weight.",
+        )
     if data.limit.train is not None:
         raise refuse(data, "limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
     named = options.files is None and options.sources is None
@@ -187,17 +201,27 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
         entries = train if isinstance(train, list) else [""]
         if len(options.mix) != len(entries) or len(entries) < 2 or min(options.mix) <= 0:
             raise RecipeError(
-                f"{where}.mix: found {options.mix} for {len(entries)} entries of data.files.train. Expected two "
-                "entries or more, and a positive number for each, such as files.train: [a/*.parquet, b/*.parquet] "
-                "with mix: [0.7, 0.3]."
+                code="wrong-weights",
+                place=f"{where}.mix",
+                found=f"{options.mix} for {len(entries)} entries of data.files.train",
+                expected=(
+                    "two entries or more, and a positive number for each, such as files.train: [a/*.parquet, "
+                    "b/*.parquet] with mix: [0.7, 0.3]"
+                ),
             )
     for name, reason in PLUGINS.items():
         if isinstance(plugins.get(name), dict):
-            raise RecipeError(f"{data.recipe.where}: plugins.{name}: cannot hold with data.streaming: {reason}.")
+            raise RecipeError(
+                f"cannot hold with data.streaming: {reason}.",
+                code="no-streaming",
+                place=f"{data.recipe.where}: plugins.{name}",
+            )
     for name, chosen in plugins.items():
         loss = chosen.get("loss") if isinstance(chosen, dict) else None
         if isinstance(loss, dict) and loss.get("class_weights") == "balanced":
             raise RecipeError(
-                f"{data.recipe.where}: plugins.{name}.loss.class_weights: balanced cannot hold with data.streaming: it "
-                "counts rows in memory. Give a list of weights, or a mapping of the classes' names."
+                "balanced cannot hold with data.streaming: it counts rows in memory.",
+                code="no-streaming",
+                place=f"{data.recipe.where}: plugins.{name}.loss.class_weights",
+                remedy="Give a list of weights, or a mapping of the classes' names.",
             )

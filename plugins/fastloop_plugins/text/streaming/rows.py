@@ -55,7 +55,7 @@ class StreamedRows:
         from fastloop_plugins.text.tokens import Split
 
         def bad(index: int, problem: str) -> None:
-            raise DataError(f"{names[index]}: {problem}")
+            raise DataError(problem, code="invalid-row", place=str(names[index]))
 
         ids = self.encode(self.tokenizer, self.data.parse_rows(rows, names), self.arguments)
         labels = None if self.labels is None else self.labels.read(rows, names)

@@ -73,9 +73,11 @@ def list_shards(data: TextData) -> Shards:
         from huggingface_hub import constants
 
         raise RecipeError(
-            f"{where}: {name!r} is not a local folder, and the hub ({constants.ENDPOINT}), which data.streaming reads, "
-            "cannot be reached from here, or HF_HUB_OFFLINE is set. A stream does not use the hub's local cache. Use a "
-            "local copy: data.name=FOLDER or data.files.train=FILE."
+            f"{name!r} is not a local folder, and the hub ({constants.ENDPOINT}), which data.streaming reads, cannot "
+            "be reached from here, or HF_HUB_OFFLINE is set. A stream does not use the hub's local cache.",
+            code="unreachable-url",
+            place=where,
+            remedy="Use a local copy: data.name=FOLDER or data.files.train=FILE.",
         )
     try:
         with quiet():
@@ -89,22 +91,24 @@ def list_shards(data: TextData) -> Shards:
         problem = f"{where}: {name}: {problem}"
     except datasets.exceptions.DatasetNotFoundError as error:
         remedy = " If it is private or gated, accept its terms on its page, and log in: hf auth login, or set HF_TOKEN."
-        raise RecipeError(explain(where, name, folder, error, "") + remedy) from None
+        raise RecipeError(explain(where, name, folder, error, "") + remedy, code="file-unreadable") from None
     except every as error:
         problem = explain(where, name, folder, error, "data.files.train=FILE or data.name=FOLDER")
     if local:
-        raise RecipeError(problem)
+        raise RecipeError(problem, code="unreachable-url")
     try:
         with quiet():
             part = options["name"] or "default"
             found = _listed(datasets.load_dataset_builder(name, data_dir=part, revision=EXPORT))
     except every:
-        raise RecipeError(f"{problem} And the hub has no Parquet copy of it ({EXPORT}).") from None
+        raise RecipeError(f"{problem} And the hub has no Parquet copy of it ({EXPORT}).", code="no-streaming") from None
     for path in found.paths():
         if "/partial-" in path:
             raise RecipeError(
-                f"{where}: {name}: its files are not streamed, and the hub's Parquet copy has only a part of its rows "
-                f"({path}). Download the dataset, and convert it to Parquet."
+                f"its files are not streamed, and the hub's Parquet copy has only a part of its rows ({path}).",
+                code="no-streaming",
+                place=f"{where}: {name}",
+                remedy="Download the dataset, and convert it to Parquet.",
             )
     logger.info("data: %s, the hub's Parquet copy at commit %s", name, commit_of(found))
     return found
@@ -132,5 +136,7 @@ def _saved(folder: Path, where: str) -> Shards:
             state = json.loads((folder / split / "state.json").read_text(encoding="utf-8"))
             splits[split] = [str(folder / split / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError(f"{where}: {folder} cannot be loaded: {type(error).__name__}: {error}.") from None
+        raise RecipeError(
+            f"{folder} cannot be loaded: {type(error).__name__}: {error}.", code="file-unreadable", place=where
+        ) from None
     return Shards(splits)

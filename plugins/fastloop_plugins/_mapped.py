@@ -239,6 +239,8 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise RecipeError(
-            f"data: rows cannot be written to a temporary file in {temporary_folder()}: {error.strerror}. Free its "
-            "disk, or set TMPDIR to another folder."
+            f"rows cannot be written to a temporary file in {temporary_folder()}: {error.strerror}.",
+            code="file-not-writable",
+            place="data",
+            remedy="Free its disk, or set TMPDIR to another folder.",
         ) from None

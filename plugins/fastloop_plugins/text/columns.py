@@ -26,14 +26,21 @@ def column_names(value: str | list[str], where: str) -> list[str]:
     """
     names = [value] if isinstance(value, str) else value
     if not names or len(set(names)) < len(names):
-        raise RecipeError(f"{where}: found {names}, expected a column, or a list of different columns.")
+        raise RecipeError(
+            code="wrong-type", place=where, found=str(names), expected="a column, or a list of different columns"
+        )
     return names
 
 
 def refuse_empty(role: str, parts: Sequence[Table]) -> RecipeError:
     """The error for a split without rows."""
     where = ", ".join(part.where for part in parts)
-    return RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
+    return RecipeError(
+        f"the {role} split is empty.",
+        code="empty-split",
+        place=where,
+        expected="at least one row (data.files, data.splits)",
+    )
 
 
 def check_texts(
@@ -52,7 +59,9 @@ def check_texts(
     where, messages = ", ".join(part.where for part in parts), []
     for (name, key), of_column in zip(keys.items(), blank.values(), strict=True):
         if of_column.count == total:
-            raise RecipeError(f"{where}: all {total} texts in column {name!r} are empty (data.{key}).")
+            raise RecipeError(
+                f"all {total} texts in column {name!r} are empty (data.{key}).", code="empty-column", place=where
+            )
         if of_column.count:
             place = f"the first in {name_of_row(parts, of_column.first)}: column {name!r} (data.{key})"
             messages.append((logging.WARNING, f"{where}: {of_column.count} of {total} texts are empty, {place}"))
@@ -115,8 +124,10 @@ def join_columns(texts: Sequence[Text], model: TextModel) -> Sequence[Text]:
     separator = model.tokenizer.sep_token or model.tokenizer.eos_token
     if separator is None:
         raise RecipeError(
-            f"{model.where}.tokenizer: it has no separator or end token to put between the columns of data.text. Use "
-            "another."
+            "it has no separator or end token to put between the columns of data.text.",
+            code="no-separator",
+            place=f"{model.where}.tokenizer",
+            remedy="Use another.",
         )
     return Column(f" {separator} ".join(row) for row in texts)
 

@@ -42,6 +42,7 @@ from fastloop_plugins.rows.splits import DRAW, Limit, Splits, divide, hold_out_e
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.text.columns import check_texts, column_names, refuse_empty
 from fastloop_plugins.text.dropped_rows import drop_rows
+from fastloop_plugins.text.option_checks import check_label_options, check_source
 from fastloop_plugins.text.options import DataOptions, Files
 from fastloop_plugins.text.repeats import find_repeats
 from fastloop_plugins.text.sources import Source, find_sources, mix_sources, number_sources
@@ -77,7 +78,10 @@ class TextData(StreamedData):
         for split in ("train", "validation", "test"):
             if split in recipe.data:
                 raise RecipeError(
-                    f"{self.where}.{split}: no such option. For files: data.files.{split}={recipe.data[split]}."
+                    "no such option.",
+                    code="unknown-option",
+                    place=f"{self.where}.{split}",
+                    remedy=f"For files: data.files.{split}={recipe.data[split]}.",
                 )
         self.options = parse(self.section, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
@@ -97,32 +101,7 @@ class TextData(StreamedData):
         self.classes: list[str] = []  # in inference: set before ``load``, from the model
         self.messages: list[tuple[int, str]] = []  # level and message
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
-        if labelled and self.options.label is None:
-            raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
-        if not labelled and self.options.label is not None:
-            raise RecipeError(
-                f"{self.where}.label: {self.subject} has no labels. Remove it, or use the plugin text-classification."
-            )
-        if not labelled and len(self.columns) > 1:
-            raise RecipeError(
-                f"{self.where}.text: found {self.columns}, and {self.subject} reads one column. Name one."
-            )
-        for key in ("label_offset", "label_map", "label_type"):
-            if not labelled and getattr(self.options, key):
-                raise RecipeError(f"{self.where}.{key}: {self.subject} has no labels. Remove it.")
-            if key != "label_type" and self.label_type != "class" and getattr(self.options, key):
-                raise RecipeError(
-                    f"{self.where}.{key}: is for data.label_type=class, and it is {self.label_type}. Remove it."
-                )
-        if self.several and (self.label_type != "classes" or len(self.labels) < 2):
-            raise RecipeError(
-                f"{self.where}.label: found {self.labels}, expected "
-                + (
-                    f"one column, for data.label_type={self.label_type}."
-                    if self.label_type != "classes"
-                    else "two columns of 0 and 1 or more."
-                )
-            )
+        check_label_options(self, labelled)
         self.files: dict[str, list[Path]] = {}
         self.sources: list[Source] = []
         check_streaming(self, recipe.data)
@@ -130,20 +109,15 @@ class TextData(StreamedData):
             return  # the rows come from there
         if self.options.sources is not None:
             if (self.options.files or {}).get("train") is not None:
-                raise RecipeError(f"{self.where}: found files.train and sources, expected one of them.")
+                raise RecipeError(
+                    code="exclusive-options", place=self.where, found="files.train and sources", expected="one of them"
+                )
             self.options.files = {**(self.options.files or {}), "train": []}
         # as when a user adds files to a shipped recipe
         if self.options.name is not None and self.options.files is not None:
             logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
             self.options.name = None
-        sources = [key for key in ("name", "files", "module") if getattr(self.options, key) is not None]
-        if len(sources) != 1:
-            found = " and ".join(sources) or "none"
-            raise RecipeError(
-                f"{self.where}: found {found}, expected one of: name (a dataset), files, module (a function)."
-            )
-        if self.options.arguments is not None and self.options.module is None:
-            raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
+        check_source(self)
         if self.options.files is not None:
             files = vars(parse(Files, self.options.files, f"{self.where}.files"))
             given = {split: paths for split, paths in files.items() if paths is not None}
@@ -160,12 +134,17 @@ class TextData(StreamedData):
             if self.sources:
                 self.files["train"] = [path for source in self.sources for path in source.paths]
             if "train" not in self.files and self.inference is None:
-                raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
+                raise RecipeError(
+                    "missing.", code="missing-value", place=f"{self.where}.files.train", expected="a file to train on"
+                )
         if len(self.columns) > 1 and (
             texts := [path for paths in self.files.values() for path in paths if format_of(path)[0] == ".txt"]
         ):
             raise RecipeError(
-                f"{self.where}.text: found {self.columns}, and {texts[0]} has one column. Use another format."
+                f"found {self.columns}, and {texts[0]} has one column.",
+                code="unknown-format",
+                place=f"{self.where}.text",
+                remedy="Use another format.",
             )
         if self.options.module is not None:
             check_reference(self.options.module, recipe, "data.module")
@@ -188,7 +167,10 @@ class TextData(StreamedData):
     def _check_read(self) -> None:
         if self.options.files is None:
             raise RecipeError(
-                f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there."
+                "it is for data.files, which is not there.",
+                code="unknown-option",
+                place=f"{self.where}.read",
+                remedy="Remove it, or give the files there.",
             )
         refuse_options_without_files(self.how, self.every_file(), f"{self.where}.read", self.formats)
         wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
@@ -196,16 +178,28 @@ class TextData(StreamedData):
         for key, name in wanted if not self.sources else ():
             if self.how.columns is not None and name not in self.how.columns:
                 raise RecipeError(
-                    f"{self.where}.read.columns: found {self.how.columns}, expected {name!r} (data.{key}) among them."
+                    code="unknown-column",
+                    place=f"{self.where}.read.columns",
+                    found=str(self.how.columns),
+                    expected=f"{name!r} (data.{key}) among them",
                 )
 
     def _check_name(self, name: str) -> None:
         refuse_url(name, f"{self.where}.name", "its files")
         path = self.recipe.find(name)
         if path.is_file():
-            raise RecipeError(f"{self.where}.name: {name} is a file. Give it as data.files.train={name}.")
+            raise RecipeError(
+                f"{name} is a file.",
+                code="not-a-name",
+                place=f"{self.where}.name",
+                remedy=f"Give it as data.files.train={name}.",
+            )
         if not path.is_dir() and not is_hub_name(name):
-            raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
+            raise RecipeError(
+                "no such folder, and not a name that the hub could have.",
+                code="file-missing",
+                place=f"{self.where}.name: {name}",
+            )
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -225,7 +219,9 @@ class TextData(StreamedData):
         for role, name in splits.items():
             if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
                 raise RecipeError(
-                    f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}."
+                    f"there is no split {name!r}. There are: {', '.join(parts) or 'none'}.",
+                    code="unknown-split",
+                    place=f"{self.where}.splits.{role}",
                 )
         used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
         rows = {role: self._rows(role, found) for role, found in used.items()}
@@ -311,7 +307,7 @@ class TextData(StreamedData):
         """
 
         def bad(index: int, problem: str) -> None:
-            raise DataError(f"{names[index]}: {problem}")
+            raise DataError(problem, code="invalid-row", place=str(names[index]))
 
         count = len(self.row_columns()) + len(self.optional_columns())
         columns = list(self.parse(list(zip(*rows, strict=True))[:count], bad).values())
@@ -344,7 +340,7 @@ class TextData(StreamedData):
         if first_problem:
             count = int(unreadable.sum())
             more = "" if count == 1 or part.sampled else f" {count} of {len(part)} {self.unit} cannot be read."
-            raise RecipeError(f"{part.row(first + 1)}: {first_problem}{more}")
+            raise RecipeError(f"{first_problem}{more}", code="invalid-row", place=part.row(first + 1))
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
         """The rows of a split, without their labels."""
@@ -430,11 +426,15 @@ class TextData(StreamedData):
         try:
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
-            raise RecipeError(f"{self.where}.arguments: {reference} cannot take them: {error}.") from None
+            raise RecipeError(
+                f"{reference} cannot take them: {error}.", code="call-failed", place=f"{self.where}.arguments"
+            ) from None
         result = function(**arguments)
         if not isinstance(result, Mapping):
             raise RecipeError(
-                f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}."
+                f"{reference} returned {type(result).__name__}, expected {{split: rows}}.",
+                code="wrong-result",
+                place=f"{self.where}.module",
             )
         return {
             str(split): [table_of(f"{reference}, split {split}", rows, *self._dataset_columns())]
@@ -469,7 +469,8 @@ class TextData(StreamedData):
                     found = datasets.load_dataset(name, self.options.subset, revision=self.options.revision)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise RecipeError(
-                explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")
+                explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER"),
+                code="file-unreadable",
             ) from None
         return {
             split: [table_of(f"dataset {name}, split {split}", rows, *self._dataset_columns())]

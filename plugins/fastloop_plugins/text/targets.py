@@ -92,14 +92,18 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
     """
     if name not in part.columns:
         there = did_you_mean(name, part.all_names())
-        raise RecipeError(f"{part.where}: there is no column {name!r}, which {key} names.{there}")
+        raise RecipeError(
+            f"there is no column {name!r}, which {key} names.{there}", code="unknown-column", place=part.where
+        )
     found = zeros(len(part), np.float64)
     for row, value in enumerate(part.columns[name]):
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
             where = f"{part.row(row + 1)}: column {name!r} ({key})"
             remedy = f" {leave_out_unlabelled(part, name)}" if is_unlabelled(value) else ""
-            raise RecipeError(f"{where} holds {show(value)}, expected a finite number{advice}.{remedy}")
+            raise RecipeError(
+                f"{where} holds {show(value)}, expected a finite number{advice}.{remedy}", code="wrong-label"
+            )
         found[row] = number
     return found
 
@@ -128,7 +132,9 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
         if len(classes) < 2:
             where = ", ".join(part.where for part in parts["train"])
             raise RecipeError(
-                f"{where}: column {data.labels[0]!r} (data.label) names {len(classes)} class, expected at least two."
+                f"column {data.labels[0]!r} (data.label) names {len(classes)} class, expected at least two.",
+                code="one-class",
+                place=where,
             )
     unknown = [code for code, names in enumerate(named) if not names <= set(classes)]
     for role, found in parts.items():
@@ -136,8 +142,10 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
             if (bad := np.flatnonzero(np.isin(those, unknown))).size:
                 source = "training" if data.inference is None else f"the model {data.inference.model}"
                 raise RecipeError(
-                    f"{part.row(int(bad[0]) + 1)}: data.label: the class {min(named[those[bad[0]]] - set(classes))!r} "
-                    f"is none of {source}. Its classes: {list_labels(classes)}."
+                    f"the class {min(named[those[bad[0]]] - set(classes))!r} is none of {source}. Its classes: "
+                    f"{list_labels(classes)}.",
+                    code="unknown-label",
+                    place=f"{part.row(int(bad[0]) + 1)}: data.label",
                 )
     table = np.array([[name in names for name in classes] for names in named], np.float32)
     labels = {role: take(table, concatenate(found)) for role, found in codes.items()}
@@ -153,8 +161,9 @@ def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
                 if _switch(value) is None:
                     remedy = f" {leave_out_unlabelled(part, name)}" if is_unlabelled(value) else ""
                     raise RecipeError(
-                        f"{part.row(number)}: column {name!r} (data.label) holds {show(value)}, expected 0 or 1."
-                        f"{remedy}"
+                        f"column {name!r} (data.label) holds {show(value)}, expected 0 or 1.{remedy}",
+                        code="wrong-label",
+                        place=part.row(number),
                     )
         for row in zip(*table.values(), strict=True):
             yield frozenset(name for name, value in zip(table, row, strict=True) if _switch(value))
@@ -162,9 +171,11 @@ def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
     for number, value in enumerate(part.column("label", data.labels[0]), 1):
         if not isinstance(value, list | tuple) or not all(isinstance(name, str | Integral) for name in value):
             raise RecipeError(
-                f"{part.row(number)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a list of "
-                "names (data.label_type=classes), as .jsonl and .parquet files can hold. Or name columns of 0 and 1: "
-                "data.label=[A,B]."
+                f"column {data.labels[0]!r} (data.label) holds {show(value)}, expected a list of names "
+                "(data.label_type=classes), as .jsonl and .parquet files can hold.",
+                code="wrong-label",
+                place=part.row(number),
+                remedy="Or name columns of 0 and 1: data.label=[A,B].",
             )
         names = part.classes
         yield frozenset(names[name] if names is not None and isinstance(name, int) else str(name) for name in value)

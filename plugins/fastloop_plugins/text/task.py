@@ -68,7 +68,9 @@ class AnyModel(TextModel):
         if kind in CONFIG_MAPPING and kind not in known and not config.get("auto_map"):
             remedy = f"Use one that it has, such as {self.examples}" if self.examples else "Use another architecture"
             raise RecipeError(
-                f"{self.where}.{key}: transformers has no {self.what} for {kind!r} ({self.auto_class}). {remedy}."
+                f"transformers has no {self.what} for {kind!r} ({self.auto_class}). {remedy}.",
+                code="unsupported-model",
+                place=f"{self.where}.{key}",
             )
 
 
@@ -80,9 +82,9 @@ def refuse_row(data: TextData, row: Any, problem: str) -> None:
             columns = list(block.values())
             rows: Any = columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
             if row in rows:
-                raise RecipeError(f"{part.row(number + rows.index(row) + 1)}: {problem}")
+                raise RecipeError(problem, code="invalid-row", place=part.row(number + rows.index(row) + 1))
             number += len(rows)
-    raise RecipeError(f"{data.where}: {problem}")
+    raise RecipeError(problem, code="invalid-row", place=data.where)
 
 
 def longest_and_shortest(dataset: Any) -> list[dict[str, Any]]:

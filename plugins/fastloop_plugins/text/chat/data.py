@@ -103,23 +103,34 @@ class LanguageTextData(TextData):
         self.templates: Callable[[], list[str]] = list
         given = [key for key in ("text", "messages", "prompt") if recipe.data.get(key) is not None]
         if len(given) > 1:
-            raise RecipeError(f"{self.where}: found {' and '.join(given)}, expected one of them.")
+            raise RecipeError(
+                code="exclusive-options", place=self.where, found=" and ".join(given), expected="one of them"
+            )
         if (options.prompt is None) != (options.completion is None):
             missing = "prompt" if options.prompt is None else "completion"
             raise RecipeError(
-                f"{self.where}.{missing}: missing. Expected the names of both columns: data.prompt and data.completion."
+                "missing.",
+                code="missing-value",
+                place=f"{self.where}.{missing}",
+                expected="the names of both columns: data.prompt and data.completion",
             )
         if not given and options.sources is None:
             options.messages = self._find_messages()
         for key in ("chat_template", "train_on", "roles"):
             if recipe.data.get(key) is not None and options.messages is None:
                 raise RecipeError(
-                    f"{self.where}.{key}: it is for conversations, and data.messages is not there. Remove it."
+                    "it is for conversations, and data.messages is not there.",
+                    code="unknown-option",
+                    place=f"{self.where}.{key}",
+                    remedy="Remove it.",
                 )
         self.chat_columns = [] if options.messages is None else column_names(options.messages, f"{self.where}.messages")
         if len(self.chat_columns) > 3:
             raise RecipeError(
-                f"{self.where}.messages: found {self.chat_columns}, expected a column, or those of {FORM}."
+                code="wrong-type",
+                place=f"{self.where}.messages",
+                found=str(self.chat_columns),
+                expected=f"a column, or those of {FORM}",
             )
         self.text_key = "messages" if self.chat_columns else "prompt" if options.prompt else "text"
         self.masked = self.text_key != "text"
@@ -129,7 +140,7 @@ class LanguageTextData(TextData):
                 if self.masked
                 else "it is for data.streaming"
             )
-            raise RecipeError(f"{self.where}.blocks: {reason}. Remove it.")
+            raise RecipeError(f"{reason}.", code="unknown-option", place=f"{self.where}.blocks", remedy="Remove it.")
         if not self.masked:
             return
         asked = self.chat_columns[:-1] or self.chat_columns or [options.prompt or ""]
@@ -137,7 +148,11 @@ class LanguageTextData(TextData):
         options.text = self.columns[0]
         for path in self.every_file():
             if format_of(path)[0] in (".csv", ".tsv", ".txt"):
-                raise RecipeError(f"{path}: data.{self.text_key} needs a file of type .jsonl, .json or .parquet.")
+                raise RecipeError(
+                    f"data.{self.text_key} needs a file of type .jsonl, .json or .parquet.",
+                    code="unknown-format",
+                    place=str(path),
+                )
 
     def _find_messages(self) -> str | list[str] | None:
         """``data.messages`` of a recipe that names no column, from the columns of its first file. Sets it in the
@@ -162,7 +177,10 @@ class LanguageTextData(TextData):
         if len(found) > 1:
             choices = " or ".join(map(_override, found))
             raise RecipeError(
-                f"{paths[0]}: has several columns of conversations: {', '.join(there)}. Name one: {choices}."
+                f"has several columns of conversations: {', '.join(there)}.",
+                code="ambiguous-column",
+                place=str(paths[0]),
+                remedy=f"Name one: {choices}.",
             )
         if found:
             logger.info("data: %s holds conversations: %s", paths[0], _override(found[0]))
@@ -241,8 +259,10 @@ class LanguageTextData(TextData):
                     names = ", ".join(there)
                     choices = " or ".join(map(_override, found))
                     raise RecipeError(
-                        f"{part.where}: has no column {self.options.text!r}, but conversations: {names}. Give "
-                        f"{choices}."
+                        f"has no column {self.options.text!r}, but conversations: {names}.",
+                        code="unknown-column",
+                        place=part.where,
+                        remedy=f"Give {choices}.",
                     )
             return super()._rows(role, parts)
         rows = RowsBuilder()

@@ -30,6 +30,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = items[number - 1 :: total]
 
 
+def add_line(**line: Any) -> None:
+    """Append a record to the file in FASTLOOP_TEST_RECORDS."""
+    with Path(os.environ["FASTLOOP_TEST_RECORDS"]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@pytest.hookimpl
+def pytest_collectreport(report: Any) -> None:
+    """Append a line for a file that imports a package which the machine lacks."""
+    if not report.failed:
+        return
+    package = missing_package(str(report.longrepr))
+    if package is not None:
+        add_line(name=report.nodeid, outcome="skipped", seconds=0.0, reason=f"{package} is not installed")
+
+
 @pytest.hookimpl
 def pytest_runtest_logreport(report: Any) -> None:
     """Append a line for the call, or for a setup or teardown that failed."""
@@ -43,6 +59,4 @@ def pytest_runtest_logreport(report: Any) -> None:
         reason = str(report.longrepr)[-1200:]
     elif report.skipped:
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)[:200]
-    line = {"name": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2), "reason": reason}
-    with Path(os.environ["FASTLOOP_TEST_RECORDS"]).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    add_line(name=report.nodeid, outcome=outcome, seconds=round(report.duration, 2), reason=reason)

@@ -179,11 +179,32 @@ def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
     return found
 
 
+def measure_host_calls(seconds: float) -> float:
+    """Calls of an empty Python function that one core makes in a second: the best of several windows.
+
+    The hosts of two GPUs of one kind differ, and steps of small batches take as long as the host needs.
+    """
+    calls = 100_000
+    best = 0.0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        start = time.perf_counter()
+        for _ in range(calls):
+            do_nothing()
+        best = max(best, calls / (time.perf_counter() - start))
+    return best
+
+
+def do_nothing() -> None:
+    """An empty function."""
+
+
 def record_ceilings(records: Records, device: str, seconds: float = 1.5) -> None:
     """Measure how fast the device multiplies matrices in bf16 and copies memory, and record it.
 
     ``product_flops`` and ``copy_bytes`` are the medians of all windows, in operations and bytes a second: those of a
     warm device at the limit of its power. ``*_best`` are those of the best window. A copy reads and writes each byte.
+    ``host_calls`` is the speed of Python on the host.
 
     Args:
         seconds: Duration of each of the two measurements.
@@ -191,6 +212,7 @@ def record_ceilings(records: Records, device: str, seconds: float = 1.5) -> None
     import torch
 
     found = measure_ceilings(device, seconds)
+    found["host_calls"] = measure_host_calls(seconds / 5)
     if device == "cuda":
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name()

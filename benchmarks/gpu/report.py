@@ -5,7 +5,7 @@
 Writes nothing if there are no records, or none from a GPU.
 
 A file holds one run after the other. The page shows the newest run, together with earlier ones of the same sources on
-the same device.
+the same device. Runs of earlier sources follow if they measured something that no later run did.
 """
 
 from __future__ import annotations
@@ -48,18 +48,34 @@ def split_runs(lines: Lines) -> list[list[dict[str, Any]]]:
     return runs
 
 
-def newest_runs(runs: Sequence[Lines]) -> list[dict[str, Any]]:
-    """The records of the newest run on a GPU, after those of earlier runs of the same sources on the same device."""
-    kept: list[dict[str, Any]] = []
-    newest: dict[str, Any] | None = None
+def group_runs(runs: Sequence[Lines]) -> list[list[dict[str, Any]]]:
+    """The records of the runs on a GPU, newest first. Runs of the same sources on the same device are one group, in
+    their order."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in reversed(runs):
         fact = run[0]
         if "device" not in fact or fact.get("tiny"):
             continue
-        newest = newest or fact
-        if all(fact.get(key) == newest.get(key) for key in ("device", "sources", "steps")):
-            kept = [*run, *kept]
-    return kept
+        key = (fact["device"], fact.get("sources"), fact.get("steps"))
+        groups[key] = [*run, *groups.get(key, [])]
+    return list(groups.values())
+
+
+def measured_names(lines: Lines) -> set[str]:
+    """The names of what was measured."""
+    return {line["name"] for line in lines if line["kind"] in ("measure", "job")}
+
+
+def shown_groups(groups: Sequence[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The newest group, and each earlier one that measured something that no later one did."""
+    shown: list[list[dict[str, Any]]] = []
+    names: set[str] = set()
+    for lines in groups:
+        own = measured_names(lines)
+        if not shown or own - names:
+            shown.append(lines)
+        names |= own
+    return shown
 
 
 def of_kind(lines: Lines, kind: str) -> dict[str, list[dict[str, Any]]]:
@@ -113,6 +129,8 @@ def show_ceilings(lines: Lines) -> str:
                 f" NVIDIA's figures: {line['nominal_flops'] / 1e12:.0f} TFLOP/s and {line['nominal_bytes'] / 1e9:.0f} "
                 "GB/s."
             )
+        if line.get("host_calls"):
+            text += f" The host makes {line['host_calls'] / 1e6:.1f} million Python calls a second."
         shown.append(text)
     return "\n".join(shown)
 
@@ -313,7 +331,12 @@ def show_lm(lines: Lines) -> str:
 def show_tests(lines: Lines) -> str:
     """The section of commands 1 and 6."""
     tests = list({line["name"]: line for line in lines if line["kind"] == "test"}.values())  # the last outcome of each
-    counts = Counter(line["outcome"] for line in tests)
+    files = {line["name"]: line for line in lines if line["kind"] == "file"}  # its last run
+    counts: Counter[str] = Counter()
+    for file in files.values():
+        for outcome in ("passed", "failed", "skipped"):
+            if file.get(outcome):
+                counts[outcome] += file[outcome]
     shown = [f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items()) or 'none'}."]
     for line in tests:
         if line["outcome"] == "failed":
@@ -322,6 +345,18 @@ def show_tests(lines: Lines) -> str:
             )
             shown.append(f"* failed: `{line['name']}`: `{last[:200].strip()}`")
     return "\n\n".join(filter(None, ["\n".join(shown), failures(lines)]))
+
+
+def show_setting(fact: dict[str, Any], lines: Lines) -> str:
+    """The machine, the versions, and how often something was measured."""
+    text = (
+        f"{show_machine(fact)} Driver {fact['driver']}, CUDA {fact['cuda']}, cuDNN {fact['cudnn']}; sources "
+        f"{fact['sources']}."
+    )
+    repeats = max(map(len, of_kind(lines, "measure").values()), default=0)
+    if repeats:
+        text += f" {repeats} rounds of {fact['steps']} steps. {caution(repeats)}"
+    return text.strip()
 
 
 def section(folder: Path) -> str | None:
@@ -336,23 +371,15 @@ def section(folder: Path) -> str | None:
         ("tests", "plugin-tests", "Tests of the plugins", show_tests),
     ):
         runs = split_runs(read(folder / f"gpu-{file}.jsonl"))
-        lines = newest_runs([run for run in runs if run[0].get("command", file) == command])
-        if not lines:
-            continue
-        fact = [line for line in lines if line["kind"] == "facts"][-1]
-        windows = of_kind(lines, "measure")
-        repeats = max(map(len, windows.values()), default=0)
-        machine = (
-            f"{show_machine(fact)} Driver {fact['driver']}, CUDA {fact['cuda']}, cuDNN {fact['cudnn']}; "
-            f"sources {fact['sources']}."
-        )
-        counts = f" {repeats} rounds of {fact['steps']} steps. {caution(repeats)}" if repeats else ""
-        shown += [
-            f"### {title} on {fact['device']}",
-            show(lines),
-            f"{machine}{counts}".strip(),
-            f"Raw figures: `benchmarks/results/gpu-{file}.jsonl`.",
-        ]
+        groups = shown_groups(group_runs([run for run in runs if run[0].get("command", file) == command]))
+        for number, lines in enumerate(groups):
+            fact = [line for line in lines if line["kind"] == "facts"][-1]
+            heading = f"### {title} on {fact['device']}"
+            if number > 0:
+                heading += f", sources {fact['sources']}"
+            shown += [heading, show(lines), show_setting(fact, lines)]
+        if groups:
+            shown.append(f"Raw figures: `benchmarks/results/gpu-{file}.jsonl`.")
     return "\n\n".join(shown) or None
 
 

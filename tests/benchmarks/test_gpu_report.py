@@ -89,6 +89,25 @@ def test_the_section_has_the_newest_run_and_earlier_ones_of_the_same_sources(tmp
     assert shown.count("left out: `bf16`") == 1, "the newest run skips it before it measures it"
 
 
+def test_runs_of_earlier_sources_are_shown_if_they_measured_something_else(tmp_path: Path) -> None:
+    import report
+
+    def run(sources: str, **speeds: float) -> list[dict[str, Any]]:
+        warm = [{"kind": "warmup", "name": name, "compile_seconds": 0.0} for name in speeds]
+        windows = [window(name, 0, speed) for name, speed in speeds.items()]
+        return [{"kind": "facts", "tiny": False, "steps": 4, **GPU, "sources": sources}, *warm, *windows]
+
+    runs = [run("a", baseline=10.0), run("b", baseline=11.0, bf16=30.0), run("c", baseline=12.0)]
+    lines = [line for run in runs for line in run]
+    (tmp_path / "gpu-ablation.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    shown = report.section(tmp_path)
+    assert shown is not None
+    titles = [line for line in shown.splitlines() if line.startswith("###")]
+    assert titles == ["### Ablation on NVIDIA H100", "### Ablation on NVIDIA H100, sources b"]
+    assert "| `baseline` |  | 12 |" in shown
+    assert "| `baseline` |  | 11 |" in shown
+
+
 def test_the_section_has_the_share_of_the_peak(tmp_path: Path) -> None:
     import report
 

@@ -88,6 +88,8 @@ def test_cuda_graphs_are_recorded_for_blocks_and_packed_rows(data, mode):
 
 @pytest.mark.parametrize(("strategy", "gathers"), [("ddp", False), ("fsdp", True), ("deepspeed", True)])
 def test_no_cuda_graphs_and_no_background_saves_where_weights_are_gathered(strategy, gathers):
+    if strategy == "deepspeed":
+        pytest.importorskip("deepspeed")
     chosen = select(dataclasses.replace(H100, processes=2), "auto", strategy)
     assert chosen["compile"] == ({} if gathers else {"mode": "reduce-overhead"})
     assert ("async-save" in chosen) is not gathers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from typing import Any
 
@@ -75,6 +76,8 @@ def test_a_plugin_of_another_package_is_selected_if_the_recipe_names_the_package
     ],
 )
 def test_a_package_that_is_not_installed_is_an_error(package, hints, speedy):
+    if package == "fastloop-distill" and importlib.util.find_spec("fastloop_distill") is not None:
+        pytest.skip("fastloop-distill is installed")
     speedy()
     with pytest.raises(RecipeError) as error:
         selected(package)

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
+
+from packaging.version import Version
 
 from fastloop import (
     Device,
@@ -26,6 +29,7 @@ from fastloop import (
     hookimpl,
     option,
 )
+from fastloop.runtime.hardware import this_machine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,11 +52,22 @@ FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 """Torch optimizers with a fused kernel, by name: `auto` selects plugins before torch is imported."""
 
 
-def has_fused_kernel(recipe: Recipe) -> bool:
-    """Whether the recipe's optimizer takes ``fused``. Imports torch only for an optimizer that is not one of
-    torch.optim."""
-    if ":" not in recipe.train.optimizer_name:
-        return recipe.train.optimizer_name in FUSED
+FUSED_ON_CUDA_SINCE = {"Adagrad": "2.13"}
+"""Optimizers whose fused kernel older versions of torch have for the CPU only, and the first version with one for CUDA.
+Older versions take ``fused=True``, and fail in the first step."""
+
+
+def has_fused_kernel(recipe: Recipe, device: str) -> bool:
+    """Whether the recipe's optimizer takes ``fused`` on a kind of device.
+
+    Imports torch only for an optimizer that is not one of torch.optim.
+    """
+    name = recipe.train.optimizer_name
+    if ":" not in name:
+        since = FUSED_ON_CUDA_SINCE.get(name)
+        if device == "cuda" and since is not None and Version(version("torch")) < Version(since):
+            return False
+        return name in FUSED
     from fastloop.optimizers.named import optimizer_function
 
     return "fused" in inspect.signature(optimizer_function(recipe)).parameters
@@ -79,15 +94,14 @@ class FusedOptimizer(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For the optimizers of torch that have a fused kernel, on devices that have it."""
-        if machine.device not in ("cpu", "cuda") or not has_fused_kernel(recipe):
+        if machine.device not in ("cpu", "cuda") or not has_fused_kernel(recipe, machine.device):
             return None
-        if machine.device == "cuda" and recipe.train.optimizer_name == "Adagrad":
-            return None  # torch 2.11 and older versions have its kernel on CPUs only
         return Recommendation(why=f"{recipe.train.optimizer_name} steps in one kernel")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if cls.name in recipe.plugins or not has_fused_kernel(recipe):
+        device = this_machine(recipe.train.device).device
+        if cls.name in recipe.plugins or not has_fused_kernel(recipe, device):
             return None
         stepping = profile.region("optimizer")
         return SpeedupEstimate(
@@ -118,6 +132,13 @@ class FusedOptimizer(Plugin):
                 )
             return
         if wanted in inspect.signature(cls).parameters:
+            device = this_machine(recipe.train.device).device
+            if wanted == "fused" and not has_fused_kernel(recipe, device):
+                since = FUSED_ON_CUDA_SINCE[name]
+                raise PluginError(
+                    f"{recipe.where}: plugins.fused-optimizer: torch has a fused {name} for CUDA since {since}, and "
+                    f"{version('torch')} is installed. Set plugins.fused-optimizer.implementation: foreach."
+                )
             return
         repair = (
             "Set plugins.fused-optimizer.implementation: foreach."

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -190,6 +193,24 @@ def void_settings(config: GenerationConfig) -> list[str]:
     if not config.do_sample:
         names += SAMPLING_SETTINGS
     return [name for name in names if getattr(config, name, None) is not None]
+
+
+@cache
+def saves_void_settings() -> bool:
+    """Whether transformers saves a config that has settings without effect, if it is as it was loaded.
+
+    Versions up to 5.17 refuse it, and so the base model's settings would end the export.
+    """
+    from transformers import GenerationConfig
+
+    with TemporaryDirectory() as folder:
+        Path(folder, "generation_config.json").write_text('{"temperature": 3.0}')
+        config = GenerationConfig.from_pretrained(folder)
+        try:
+            config.save_pretrained(folder)
+        except ValueError:
+            return False
+    return True
 
 
 def drop_void_settings(config: GenerationConfig) -> None:

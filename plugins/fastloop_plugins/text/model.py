@@ -32,7 +32,7 @@ from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_or
 from fastloop_plugins.models.vocabulary import fit_padding, longest_text, rows_needed, set_pad_id
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
 from fastloop_plugins.rows.column import Column
-from fastloop_plugins.text.generation import drop_void_settings
+from fastloop_plugins.text.generation import drop_void_settings, saves_void_settings
 from fastloop_plugins.text.new_tokens import NewTokens
 from fastloop_plugins.text.positions import check_known_length, check_length
 from fastloop_plugins.text.special_tokens import save_generation_config, stop_at_end_tokens
@@ -397,8 +397,10 @@ class TextModel:
             self.new -= merge_adapter(model, self.adapter.folder, f"{self.where}.name")
         if auto.__name__ == "AutoModelForCausalLM":
             stop_at_end_tokens(model, self.tokenizer)
-        if generation is not None and model.generation_config != generation:
-            drop_void_settings(model.generation_config)
+        if generation is not None:
+            is_changed = model.generation_config != generation
+            if is_changed or not saves_void_settings():
+                drop_void_settings(model.generation_config)
         return model
 
     def _build(self, auto: Any, labels: LabelOrder | None) -> Any:

@@ -83,6 +83,7 @@ class Shapes(Plugin):
 
 def train(*plugins: Any, output: str = "run", **arguments: Any) -> tuple[Shapes, dict[str, Any]]:
     shapes = Shapes()
+    arguments.setdefault("pad_to_multiple_of", 1)  # the same widths on each device
     loader = torch.utils.data.DataLoader(arguments.pop("data", Rows()), batch_size=8, collate_fn=collate)
     evaluate = torch.utils.data.DataLoader(Rows(50), batch_size=8, collate_fn=collate)
     trainer = Trainer(
@@ -263,7 +264,13 @@ def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
     (_, limited), (_, plain) = train(LengthBucketing(max_tokens=48), **still), train(output="plain", **still)
     assert limited["validation"]["loss"] == pytest.approx(plain["validation"]["loss"], rel=1e-5)
     trainer = Trainer(
-        Model(), Rows(), Rows(50), plugins=[LengthBucketing(max_tokens=48)], loss=nn.functional.mse_loss, batch_size=24
+        Model(),
+        Rows(),
+        Rows(50),
+        plugins=[LengthBucketing(max_tokens=48)],
+        loss=nn.functional.mse_loss,
+        batch_size=24,
+        pad_to_multiple_of=1,
     )
     run = build(trainer.resolved)
     run.train_loader.loader.collate_fn.collator = run.eval_loaders["validation"].loader.collate_fn.collator = collate

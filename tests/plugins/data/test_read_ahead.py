@@ -349,7 +349,7 @@ def test_device_prefetch_starts_the_thread_on_cuda_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_page_locked_memory_is_used_again(tiny_run) -> None:
-    """Torch's allocator allocates none after the first steps."""
+    """Torch's allocator allocates almost none after the first steps: another block is needed if the device is late."""
 
     class Allocations(Plugin):
         name = "allocations"
@@ -361,4 +361,5 @@ def test_page_locked_memory_is_used_again(tiny_run) -> None:
 
     plugin = Allocations()
     tiny_run([Deterministic(), DevicePrefetch(), plugin], data=Values(), epochs=8)
-    assert plugin.counts[-1] == plugin.counts[len(plugin.counts) // 2]
+    half = len(plugin.counts) // 2
+    assert plugin.counts[-1] - plugin.counts[half] <= 2 < half

@@ -68,14 +68,13 @@ class Detached(torch.optim.AdamW):
 
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, **options)
-        self.masters = {
-            id(parameter): parameter.detach().clone() for group in self.param_groups for parameter in group["params"]
-        }
+        self.masters: dict[int, torch.Tensor] = {}
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.masters[id(parameter)] -= group["lr"] * parameter.grad
+                master = self.masters.setdefault(id(parameter), parameter.detach().clone())
+                master -= group["lr"] * parameter.grad
 
 
 class ReplacesLate(Plugin):
@@ -163,7 +162,7 @@ def test_a_parameter_whose_update_is_below_its_rounding_is_not_reported(tiny_run
     assert not [warning for warning in warnings_of(caplog) if "the same after step" in warning]
 
 
-@pytest.mark.parametrize("lr", [1e-2, 1e-4])
+@pytest.mark.parametrize("lr", [1e-2, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_weights_of_other_dtypes(tiny_run, caplog, dtype, lr):
     model = nn.Sequential(Cast(dtype), tiny_model().to(dtype))

@@ -12,7 +12,8 @@ from torch import nn
 
 from fastloop import PluginError
 from fastloop.recipe import make_recipe
-from fastloop.runtime.hardware import Machine
+from fastloop.runtime.hardware import Machine, this_machine
+from fastloop_plugins.kernels import fused_optimizer
 from fastloop_plugins.kernels.fused_optimizer import FUSED, FusedOptimizer, has_fused_kernel
 
 
@@ -26,6 +27,8 @@ def test_it_takes_the_same_steps(tiny_run, implementation):
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_it_serves_the_optimizers_that_torch_fuses(tiny_run, optimizer):
+    if not has_fused_kernel(make_recipe({"train": {"optimizer": optimizer}}), this_machine().device):
+        pytest.skip(f"this torch fuses {optimizer} on the CPU only")
     plain, ours = (tiny_run(plugins, optimizer=optimizer) for plugins in ([], [FusedOptimizer()]))
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
 
@@ -136,6 +139,23 @@ def test_fused_names_are_torchs_optimizers_with_a_fused_kernel():
     }
     assert {name for name, cls in optimizers.items() if "fused" in inspect.signature(cls).parameters} == set(FUSED)
     for name in optimizers:
-        assert has_fused_kernel(make_recipe({"train": {"optimizer": name}})) == (name in FUSED)
-    assert has_fused_kernel(make_recipe({"train": {"optimizer": "torch.optim:SGD"}}))
-    assert not has_fused_kernel(make_recipe({"train": {"optimizer": "torch.optim:RMSprop"}}))
+        assert has_fused_kernel(make_recipe({"train": {"optimizer": name}}), "cpu") == (name in FUSED)
+    assert has_fused_kernel(make_recipe({"train": {"optimizer": "torch.optim:SGD"}}), "cuda")
+    assert not has_fused_kernel(make_recipe({"train": {"optimizer": "torch.optim:RMSprop"}}), "cuda")
+
+
+@pytest.mark.parametrize(("torch_version", "is_served"), [("2.11.0", False), ("2.13.0+cu130", True)])
+def test_a_torch_that_fuses_an_optimizer_on_the_cpu_only_is_refused_on_cuda(monkeypatch, torch_version, is_served):
+    machine = Machine("cuda", "H100", ("fp32", "bf16"), ("bf16",))
+    monkeypatch.setattr(fused_optimizer, "version", lambda package: torch_version)
+    monkeypatch.setattr(fused_optimizer, "this_machine", lambda device: machine)
+    recipe = make_recipe({"train": {"optimizer": "Adagrad"}})
+    assert (FusedOptimizer.recommend(recipe, machine) is not None) is is_served
+    if is_served:
+        FusedOptimizer().check_recipe(recipe)
+    else:
+        with pytest.raises(PluginError) as error:
+            FusedOptimizer().check_recipe(recipe)
+        for name in ("Adagrad", "2.13", "2.11.0", "plugins.fused-optimizer.implementation: foreach"):
+            assert name in str(error.value)
+    FusedOptimizer(implementation="foreach").check_recipe(recipe)

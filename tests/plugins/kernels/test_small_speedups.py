@@ -60,7 +60,7 @@ def test_convolutions_run_channels_last_with_the_same_numbers():
         Trainer(convolutions(), images(), plugins=[*plugins, Losses()], **arguments).fit()
         return losses
 
-    assert trained(ChannelsLast(), Watch()) == pytest.approx(trained(), rel=1e-5)
+    assert trained(ChannelsLast(), Watch()) == pytest.approx(trained(), rel=1e-4)  # TF32 on CUDA
     assert formats
     assert all(formats)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -324,7 +325,12 @@ def test_wandb_accepts_a_replaced_project(tiny_run, tmp_path, wandb_offline):
 def test_a_tracker_that_cannot_be_used_is_refused_before_data_is_loaded(
     tiny_run, hook_calls, monkeypatch, name, message
 ):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find_spec = importlib.util.find_spec
+
+    def find_no_tracker(module: str, package: str | None = None) -> Any:
+        return None if module == name else find_spec(module, package)
+
+    monkeypatch.setattr("importlib.util.find_spec", find_no_tracker)
     with pytest.raises(PluginError, match=message):
         tiny_run([{"trackers": {"trackers": [name]}}])
     assert "build_datasets" not in [call.hook for call in hook_calls]

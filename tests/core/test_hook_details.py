@@ -176,6 +176,7 @@ KEYS = {
     *(
         "status",
         "reason",
+        "task",
         "steps",
         "epochs",
         "samples",

@@ -122,6 +122,10 @@ def test_profile_suggests_workers_first_for_slow_dataset(recipe, profile):
     assert "dataloader-workers" in out
     assert "fastloop bench tiny.yaml --select tiny.fast.yaml" in out
     assert "| data |" in Path("seen/profile.md").read_text()
+    page = Path("seen/profile.html").read_text()
+    assert "<title>Profile of " in page
+    for name in (*seen["regions"], "dataloader-workers"):
+        assert name in page
     assert not Path("runs").exists()
     events = json.loads(Path("seen/rank0.trace.json").read_text())["traceEvents"]
     assert sum(event["name"] == "fastloop/optimizer" for event in events if event.get("cat") == "user_annotation") == 2

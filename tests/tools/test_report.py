@@ -619,3 +619,32 @@ def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, wid
     assert reached == "true"
     assert int(lines) >= 5
     assert colour == ("rgb(20, 24, 31)" if dark else "rgb(255, 255, 255)")
+
+
+def test_the_title_names_the_task_and_the_runs(folders, monkeypatch):
+    def title(*given: str) -> str:
+        assert report(monkeypatch, *given) == 0
+        match = re.search(r"<title>(.*?)</title>", Path("report.html").read_text())
+        assert match is not None
+        return match[1]
+
+    assert title("plain") == "trainer: plain"
+    assert title("plain", "averaged") == "trainer: plain, averaged"
+    assert title(*folders) == "trainer: 4 results"
+    assert title("bench-tiny") == "bench-tiny"
+
+
+def test_values_are_those_of_yaml():
+    plugins = [{"amp": {"dtype": None, "on": True}}]
+    recipe = {"train": {"lr": 1e-5, "max_steps": None, "drop_last": True, "betas": [0.9, None]}, "plugins": plugins}
+    other = {"train": {"lr": 1, "max_steps": 2, "drop_last": False, "betas": []}, "plugins": []}
+    found = dict(differences([recipe, other]))
+    assert {key: values[0] for key, values in found.items()} == {
+        "train.lr": "1e-05",
+        "train.max_steps": "null",
+        "train.drop_last": "true",
+        "train.betas": "[0.9, null]",
+        "plugins.amp": "dtype: null, on: true",
+    }
+    summaries = [{"versions": {"cuda": None}}, {"versions": {"cuda": "13.0"}}]
+    assert environment(summaries) == [("versions: cuda", ["null", "13.0"])]

@@ -198,6 +198,7 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "status": status,
         "reason": reason,
         "recipe": str(run.recipe.source.resolve()) if run.recipe.source else None,
+        "task": run.plugins.in_slot("task"),
         "steps": state.step,
         "epochs": state.epoch,
         "samples": state.samples,

@@ -80,6 +80,8 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     from fastloop.runtime.files import write
     from fastloop_tools.profile import page
     from fastloop_tools.profile.suggestions import suggest
+    from fastloop_tools.report.page import render
+    from fastloop_tools.report.read import read
     from fastloop_tools.shared.tables import dump
     from fastloop_tools.trials.profile_observer import ProfileObserver
     from fastloop_tools.trials.worker import Spec, WarningCollector, train_short, whole_length
@@ -93,9 +95,11 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     profile = StepProfile(**observer.result(run)["profile"])
     profile.total_steps = whole_length(run, recipe.train.epochs, recipe.train.max_steps)
     found, refused = suggest(profile, recipe, never)
-    text = page.markdown(profile, found, refused, recipe.source.stem if recipe.source else "recipe")
+    name = recipe.source.stem if recipe.source else "recipe"
+    text = page.markdown(profile, found, refused, name)
     write(folder / "profile.md", text)
     write(folder / "profile.json", dump(page.record(profile, found, refused)), hidden=True)
+    write(folder / "profile.html", render(read([folder]), f"Profile of {name}"))
     rich.print(Markdown(text))
-    typer.echo(f"written to {folder}")
+    typer.echo(f"written to {folder}; page: {folder / 'profile.html'}")
     return bool(found)

@@ -25,12 +25,11 @@ def report(
     spent in each part of a step. The page is self-contained: it needs no network and no scripts.
     """
     from fastloop.runtime.files import check_links, write
-    from fastloop_tools.report.page import render
+    from fastloop_tools.report.page import page_title, render
     from fastloop_tools.report.read import read
 
-    title = title or ", ".join(folder.name or folder.resolve().name for folder in folders)
     for folder in folders:
         check_links(folder)
-    page, output = render(read(folders), title), output or Path("report.html")
-    write(output, page)
+    found, output = read(folders), output or Path("report.html")
+    write(output, render(found, title or page_title(found)))
     typer.echo(f"written to {output}")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MANY = 6
 """Most runs whose lines share a chart. More runs have a small chart each, and their tables have a row for each run."""
+MOST_NAMES = 3
+"""Most names in the title of a page."""
 TITLES = {
     "loss": ("Training loss", "loss", 1.0),
     "lr": ("Learning rate", "learning rate", 1.0),
@@ -38,6 +40,17 @@ come last."""
 ASIDE = ("epoch",)
 MOST_CLASSES, PAIRS = 60, 20
 """Most classes of a matrix on the page. For more classes, a table has the most frequent confusions."""
+
+
+def page_title(found: Found) -> str:
+    """The tasks of the runs, and the names of what the page shows, such as ``text-classification: quickstart``; their
+    number, if they are more than ``MOST_NAMES``."""
+    tasks = dict.fromkeys(str(run.summary["task"]) for run in found.runs if run.summary and run.summary.get("task"))
+    names = [name for part in (found.sweeps, found.ablations, found.profiles) for name, _ in part]
+    if not found.sweeps:  # whose runs have numbers
+        names = [*(run.name for run in found.runs), *names]
+    shown = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} results"
+    return f"{', '.join(tasks)}: {shown}" if tasks else shown
 
 
 def render(found: Found, title: str) -> str:
@@ -149,7 +162,8 @@ def charts(runs: list[TrainedRun]) -> list[Chart | Panel]:
 
 
 def _curves(key: str, runs: list[TrainedRun]) -> Chart | Panel | None:
-    title, unit, factor = TITLES.get(key, (key, key.removeprefix("validation "), 1.0))
+    name = f"Validation {key.removeprefix('validation ')}" if key.startswith("validation ") else key
+    title, unit, factor = TITLES.get(key, (name, key.removeprefix("validation "), 1.0))
     series = {run.name: run.lines.get(key, Series()).scaled(factor) for run in runs}
     if len(runs) > MANY:
         there = {name: line for name, line in series.items() if line}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastloop_tools.shared.differing_keys import Rows, dotted, rows_that_differ
+from fastloop_tools.shared.differing_keys import Rows, as_yaml, dotted, rows_that_differ
 
 ENVIRONMENT = ("device", "world_size", "plugins", "disabled", "versions")
 """Keys of a summary that describe where and with what a run ran."""
@@ -27,9 +27,9 @@ def environment(summaries: Sequence[Mapping[str, Any]]) -> Rows:
         for key in ENVIRONMENT:
             name, value = NAMES.get(key, key), summary.get(key)
             if isinstance(value, Mapping):
-                facts |= {f"{name}: {part}": str(text) for part, text in value.items()}
+                facts |= {f"{name}: {part}": as_yaml(text) for part, text in value.items()}
             elif value is not None:
-                facts[name] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+                facts[name] = ", ".join(map(as_yaml, value)) if isinstance(value, list) else as_yaml(value)
         found.append(facts)
     rows = rows_that_differ(found)
     return [(key, values) for key, values in rows if len(set(values) - {""}) > 1]

@@ -20,8 +20,9 @@ def rows_that_differ(facts: Sequence[Mapping[str, str]]) -> Rows:
 def dotted(values: Any, where: str = "") -> dict[str, str]:
     """The dotted keys of a recipe -> values as text. Plugins are keyed by name, not by position.
 
-    ``{"train": {"lr": 1.0}, "plugins": ["ema", {"amp": {"dtype": "bf16"}}]}`` is ``{"train.lr": "1.0",
-    "plugins.ema": "on", "plugins.amp": "dtype: bf16"}``.
+    Values are written as in YAML: ``{"train": {"lr": 1.0, "max_steps": None}, "plugins": ["ema", {"amp": {"dtype":
+    "bf16"}}]}`` is ``{"train.lr": "1.0", "train.max_steps": "null", "plugins.ema": "on", "plugins.amp": "dtype:
+    bf16"}``.
     """
     if isinstance(values, Mapping):
         texts: dict[str, str] = {}
@@ -37,10 +38,17 @@ def dotted(values: Any, where: str = "") -> dict[str, str]:
             for name, options in named.items():
                 texts[f"plugins.{name}"] = _options(options)
         return texts
-    return {where: json.dumps(values) if isinstance(values, list) else str(values)}
+    return {where: as_yaml(values)}
+
+
+def as_yaml(value: Any) -> str:
+    """A value of a recipe or a summary as it is written in YAML: ``null``, ``true``, ``[1, 2]``."""
+    if isinstance(value, bool | list | Mapping) or value is None:
+        return json.dumps(value, default=str)
+    return str(value)
 
 
 def _options(options: Any) -> str:
     if isinstance(options, Mapping) and options:
-        return ", ".join(f"{key}: {value}" for key, value in options.items())
+        return ", ".join(f"{key}: {as_yaml(value)}" for key, value in options.items())
     return "off" if options is False else "on"

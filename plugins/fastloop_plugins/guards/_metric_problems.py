@@ -38,7 +38,8 @@ def find_problem(run: Run, split: str, output: Output) -> str | None:
         try:
             metric.update(output.predictions, output.targets)
             for key, value in batch_values(metric, name, output).items():
-                if problem := find_shape_problem(where, key, split, value):
+                problem = find_shape_problem(where, key, split, value)
+                if problem is not None:
                     return problem
         except Exception as error:
             return explain(label, split, output, error, metric)
@@ -64,11 +65,17 @@ def batch_values(metric: Metric, name: str, output: Output) -> Mapping[str, Any]
 
 def find_shape_problem(where: str, name: str, split: str, value: Any) -> str | None:
     """The message for the value of a metric that is not one number, or None."""
-    if value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat):
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1
+        what = describe(value)
+    else:
+        is_number = isinstance(value, SupportsFloat)
+        what = f"a value {describe(value)}"
+    if is_number:
         return None
     return (
-        f"{where}: the metric {name!r} gives {'' if isinstance(value, Tensor) else 'a value '}{describe(value)} for "
-        f"{split}, expected one number. Average over classes, such as average: macro, or choose another metric."
+        f"{where}: the metric {name!r} gives {what} for {split}, expected one number. Average over classes, such as "
+        "average: macro, or choose another metric."
     )
 
 
@@ -82,9 +89,10 @@ def describe(value: Any) -> str:
 def explain_error(run: Run, split: str, error: MetricError) -> str:
     """The message for the metrics of an evaluation that failed: which metric, and why."""
     where, cause = run.recipe.where, error.__cause__
-    problems = (find_shape_problem(where, str(name), split, value) for name, value in error.values.items())
-    if problem := next(filter(None, problems), None):
-        return problem
+    for name, value in error.values.items():
+        problem = find_shape_problem(where, str(name), split, value)
+        if problem is not None:
+            return problem
     assert run.metrics is not None
     assert isinstance(cause, Exception)
     label = f"{where}: {find_label(run.metrics, cause)}"
@@ -99,16 +107,20 @@ def find_label(metrics: MetricCollection, error: Exception) -> str:
     """``the metric 'accuracy'``: the one whose method raised the error. If the collection itself raised it: all
     names."""
     names = {id(metric): repr(str(name)) for name, metric in metrics.items(copy_state=False)}
-    owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
-    name = next((names[owner] for owner in owners if owner in names), None)
-    return f"one of the metrics {', '.join(names.values())}" if name is None else f"the metric {name}"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = id(frame.f_locals.get("self"))
+        if owner in names:
+            return f"the metric {names[owner]}"
+    return f"one of the metrics {', '.join(names.values())}"
 
 
 def explain(label: str, split: str, output: Output, error: Exception, metric: Metric | None = None) -> str:
     """The message for a metric that failed: shapes and dtypes of its arguments, its error, the line of user code, and
     what to do."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    reason += f" ({line})" if (line := user_line(error, [MetricCheck])) else ""
+    line = user_line(error, [MetricCheck])
+    if line:
+        reason += f" ({line})"
     return (
         f"{label} cannot measure a batch of {split}: predictions {describe(output.predictions)}, targets "
         f"{describe(output.targets)}. "

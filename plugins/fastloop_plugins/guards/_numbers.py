@@ -63,8 +63,10 @@ def read(numbers: list[Tensor]) -> list[list[float]]:
     """The tensors of several steps as numbers. Waits for the device once."""
     import torch
 
-    found: list[list[float]] = torch.stack(numbers).tolist() if numbers else []
-    return found
+    if not numbers:
+        return []
+    values: list[list[float]] = torch.stack(numbers).tolist()
+    return values
 
 
 def discard_step(run: Run, bad: Tensor, buffers: list[tuple[Tensor, Tensor]], by_itself: bool) -> None:
@@ -95,8 +97,9 @@ def write(run: Run, number: int, place: list[int], **found: Any) -> None:
     """
     if not run.is_main:
         return
-    sampler, (epoch, start) = run.train_loader.sampler, place
+    epoch, start = place
     end = start + run.recipe.train.batch_size
+    sampler = run.train_loader.sampler
     ids = list(range(start, end)) if sampler is None else list(sampler.order()[start:end])
     with open(run.folder / "bad_batches.jsonl", "a", opener=no_follow) as file:
         file.write(json.dumps({"step": number, "epoch": epoch, **found, "ids": ids}) + "\n")

@@ -86,18 +86,17 @@ class UpdateCheck:
         device: torch.device,
         accepted: dict[int, Tensor],
     ) -> None:
-        self.model, self.built_model, self.optimizer, self.device, self.accepted = (
-            model,
-            built_model,
-            optimizer,
-            device,
-            accepted,
-        )
+        self.model = model
+        self.built_model = built_model
+        self.optimizer = optimizer
+        self.device = device
+        self.accepted = accepted
         self.is_done = False
         self.pending: dict[str, Tensor] | None = None
         self.missing: list[str] = []
         self.samples: list[Sample] = []
-        self.step, self.due = 0, 1
+        self.step = 0
+        self.due = 1  # the next step to examine
 
     def before_step(self) -> None:
         """Sample the parameters if this step is examined. Gradients must be final."""
@@ -107,37 +106,38 @@ class UpdateCheck:
 
     @torch.no_grad()
     def _sample(self) -> None:
-        self.samples = []
         if self.pending is None:
-            # without prefixes of strategies
-            names = {id(weight): name for name, weight in self.built_model.named_parameters()}
-            trained = {
-                names.get(id(weight), name): weight
-                for name, weight in self.model.named_parameters()
-                if weight.requires_grad
-            }
-            left_out = {id(weight) for weight in missing_parameters(self.model, self.optimizer).values()}
-            self.missing = [name for name, weight in trained.items() if id(weight) in left_out - self.accepted.keys()]
-            self.pending = {name: weight for name, weight in trained.items() if id(weight) not in left_out}
-        rates = {
-            id(weight): float(group.get("lr", 0.0))
-            for group in self.optimizer.param_groups
-            for weight in group["params"]
-        }
+            self.pending = self._find_parameters()
+        learning_rates: dict[int, float] = {}  # by id of the parameter
+        for group in self.optimizer.param_groups:
+            for weight in group["params"]:
+                learning_rates[id(weight)] = float(group.get("lr", 0.0))
+        self.samples = []
         for name, parameter in self.pending.items():
-            weight, gradient = _local(parameter), _local(_shard_whole(parameter.grad, parameter))
-            if (
-                gradient is None
-                or gradient.shape != weight.shape
-                or gradient.is_sparse
-                or gradient.is_complex()
-                or not gradient.numel()
-                or id(parameter) not in rates
-            ):
+            weight = _local(parameter)
+            gradient = _local(_shard_whole(parameter.grad, parameter))
+            if id(parameter) not in learning_rates or not _can_be_sampled(gradient, weight):
                 continue
             places = torch.stack([gradient.argmax(), gradient.argmin()])
+            before = weight.reshape(-1)[places]
             sizes = gradient.reshape(-1)[places].abs()
-            self.samples.append(Sample(name, rates[id(parameter)], weight, places, weight.reshape(-1)[places], sizes))
+            self.samples.append(Sample(name, learning_rates[id(parameter)], weight, places, before, sizes))
+
+    def _find_parameters(self) -> dict[str, Tensor]:
+        """Name -> parameter, for those that are trained and in the optimizer. Sets ``missing``: the names of those that
+        are trained, not in it, and not accepted."""
+        built_names = {id(weight): name for name, weight in self.built_model.named_parameters()}
+        left_out = {id(weight) for weight in missing_parameters(self.model, self.optimizer).values()}
+        stepped: dict[str, Tensor] = {}
+        for wrapped_name, weight in self.model.named_parameters():
+            if not weight.requires_grad:
+                continue
+            name = built_names.get(id(weight), wrapped_name)  # without prefixes of strategies
+            if id(weight) not in left_out:
+                stepped[name] = weight
+            elif id(weight) not in self.accepted:
+                self.missing.append(name)
+        return stepped
 
     def after_step(self, was_skipped: Callable[[], bool]) -> None:
         """Compare the samples if this step is examined, and log the result when the check is complete.
@@ -152,24 +152,14 @@ class UpdateCheck:
     @torch.no_grad()
     def _compare(self, was_skipped: Callable[[], bool]) -> None:
         assert self.pending is not None
-        problems = f" Not in the optimizer: {by_module(self.missing)}." if self.missing else ""
+        problems = ""
+        if self.missing:
+            problems += f" Not in the optimizer: {by_module(self.missing)}."
         if self.samples and not was_skipped():
             elements = _read(self.samples, self.device)
             # otherwise a plugin may have skipped the step on the device
             if all(math.isfinite(element.gradient) for element in elements):
-                changed = {element.name for element in elements if element.change != 0}
-                self.pending = {name: weight for name, weight in self.pending.items() if name not in changed}
-                lr = max((element.lr for element in elements if element.gradient > 0), default=0.0)
-                if unchanged := dict.fromkeys(name for name in _expected_changes(elements) if name not in changed):
-                    problems += (
-                        f" In the optimizer, with a gradient, but the same after step {self.step}: "
-                        f"{by_module(unchanged)}."
-                    )
-                elif not changed and self.step >= MIN_STEPS and lr > 0:
-                    problems += (
-                        f" Step {self.step} changed none of the elements examined. Is the learning rate, "
-                        f"{lr:g}, too small?"
-                    )
+                problems += self._examine(elements)
         self.samples = []
         if problems:
             log.warning(
@@ -181,23 +171,50 @@ class UpdateCheck:
         if problems or not self.pending:
             self.is_done = True
 
+    def _examine(self, elements: list[Element]) -> str:
+        """Drop the parameters that changed from ``pending``. Returns a sentence about those that should have changed;
+        empty without a problem."""
+        assert self.pending is not None
+        changed = {element.name for element in elements if element.change != 0}
+        self.pending = {name: weight for name, weight in self.pending.items() if name not in changed}
+        unchanged = [name for name in _expected_changes(elements) if name not in changed]
+        if unchanged:
+            names = by_module(dict.fromkeys(unchanged))  # a parameter has two elements
+            return f" In the optimizer, with a gradient, but the same after step {self.step}: {names}."
+        lr = max((element.lr for element in elements if element.gradient > 0), default=0.0)
+        if not changed and self.step >= MIN_STEPS and lr > 0:
+            return f" Step {self.step} changed none of the elements examined. Is the learning rate, {lr:g}, too small?"
+        return ""
+
+
+def _can_be_sampled(gradient: Any, weight: Tensor) -> bool:
+    """Whether a gradient is there, with an element for each one of the weight that can be compared."""
+    if gradient is None or gradient.shape != weight.shape or not gradient.numel():
+        return False
+    return not gradient.is_sparse and not gradient.is_complex()
+
 
 def _expected_changes(elements: list[Element]) -> list[str]:
     """Names of the parameters that the step should have changed by more than their rounding.
 
     Updates are proportional to the gradient (SGD), independent of its size (Adam), or in between. The elements that did
-    change give a lower bound on the update of the others, for any optimizer.
+    change give a lower bound on the update of the others, for any optimizer: if they moved by 2 learning rates or more,
+    and by 0.5 learning rates or more for each unit of gradient, an element with gradient 3 moves by at least 1.5.
     """
-    changed = [
-        element for element in elements if element.lr > 0 and element.gradient > 0 and 0 < element.change < math.inf
-    ]
-    size = min((element.change / element.lr for element in changed), default=0.0)
-    ratio = min((element.change / element.lr / element.gradient for element in changed), default=0.0)
-    return [
-        element.name
-        for element in elements
-        if SHARE * element.lr * min(size, ratio * element.gradient) > element.rounding
-    ]
+    sizes = []  # of updates, in learning rates
+    ratios = []  # of these sizes to the gradients
+    for element in elements:
+        if element.lr > 0 and element.gradient > 0 and 0 < element.change < math.inf:
+            sizes.append(element.change / element.lr)
+            ratios.append(element.change / element.lr / element.gradient)
+    smallest_size = min(sizes, default=0.0)
+    smallest_ratio = min(ratios, default=0.0)
+    names = []
+    for element in elements:
+        least = element.lr * min(smallest_size, smallest_ratio * element.gradient)
+        if SHARE * least > element.rounding:
+            names.append(element.name)
+    return names
 
 
 def _read(samples: list[Sample], device: torch.device) -> list[Element]:
@@ -207,8 +224,11 @@ def _read(samples: list[Sample], device: torch.device) -> list[Element]:
         change = (sample.weight.reshape(-1)[sample.places] - sample.before).abs()
         rounding = sample.before.abs() * torch.finfo(sample.weight.dtype).eps
         rows.append(torch.stack([change.float(), sample.gradient.float(), rounding.float()], dim=1).to(device))
-    values = torch.stack(rows).tolist()
-    return [Element(sample.name, sample.lr, *row) for sample, pair in zip(samples, values, strict=True) for row in pair]
+    elements = []
+    for sample, pair in zip(samples, torch.stack(rows).tolist(), strict=True):
+        for change, gradient, rounding in pair:
+            elements.append(Element(sample.name, sample.lr, change, gradient, rounding))
+    return elements
 
 
 def _local(tensor: Any) -> Any:

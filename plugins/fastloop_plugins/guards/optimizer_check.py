@@ -75,16 +75,23 @@ class OptimizerCheck(Plugin):
     def before_fit(self, run: Run) -> Generator[None, None, None]:
         """Find the plugin that replaces what was prepared: the loop trains ``run.model``, and the optimizer steps the
         old parameters."""
-        model, optimizer, parameters = run.model, run.optimizer, dict(run.unwrap_model().named_parameters())
+        model, optimizer = run.model, run.optimizer
+        parameters = dict(run.unwrap_model().named_parameters())
+
+        def find_replaced() -> str:
+            """The name of a replaced part of the run, or names of replaced weights; empty: nothing."""
+            if run.model is not model:
+                return "run.model"
+            if run.optimizer is not optimizer:
+                return "run.optimizer"
+            weights = run.unwrap_model().named_parameters()
+            return by_module(name for name, weight in weights if weight is not parameters.get(name))
 
         def compare(plugin: Plugin, hook: str, function: Callable[..., Any], is_wrapper: bool) -> Callable[..., Any]:
             def call(*arguments: Any) -> None:
                 function(*arguments)
-                replaced = "run.model" * (run.model is not model) or "run.optimizer" * (run.optimizer is not optimizer)
-                weights = run.unwrap_model().named_parameters()
-                if replaced := replaced or by_module(
-                    name for name, weight in weights if weight is not parameters.get(name)
-                ):
+                replaced = find_replaced()
+                if replaced:
                     raise PluginError(
                         f"plugin {plugin.name!r} replaced {replaced} in before_fit, after the optimizer was built, so "
                         "these weights would never train.",
@@ -122,7 +129,8 @@ class OptimizerCheck(Plugin):
         """Compare the parameters as the optimizer was built, and log differences. They are accepted later."""
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.built = list(model.parameters())
-        missing, orphans = missing_parameters(model, optimizer), orphaned_parameters(model, optimizer)
+        missing = missing_parameters(model, optimizer)
+        orphans = orphaned_parameters(model, optimizer)
         self.accepted = {id(parameter): parameter for parameter in (*missing.values(), *orphans)}
         author = format_plugins(self.others(run, "build_optimizer"))
         if missing:
@@ -170,17 +178,17 @@ class OptimizerCheck(Plugin):
         """The other plugins that implement a hook, in call order; those that only fill in for others if there is no
         other. For ``prepare``: the strategy, if it overrides this method."""
         if hook == "prepare":
-            return [run.strategy.name] * (type(run.strategy).prepare is not Strategy.prepare)
-        found = [plugin for plugin, _ in run.plugins.each(hook) if plugin.name != self.name]
-        return [plugin.name for plugin in found if hook not in plugin.fallback_hooks] or [
-            plugin.name for plugin in found
-        ]
+            overrides = type(run.strategy).prepare is not Strategy.prepare
+            return [run.strategy.name] if overrides else []
+        plugins = [plugin for plugin, _ in run.plugins.each(hook) if plugin.name != self.name]
+        first_choice = [plugin.name for plugin in plugins if hook not in plugin.fallback_hooks]
+        return first_choice or [plugin.name for plugin in plugins]
 
 
 def format_plugins(plugins: list[str]) -> str:
     """``plugin 'a'``, ``one of the plugins 'a', 'b'``, or without plugins, ``Accelerate``."""
-    return (
-        f"{'one of the plugins' if len(plugins) > 1 else 'plugin'} {', '.join(map(repr, plugins))}"
-        if plugins
-        else "Accelerate"
-    )
+    if not plugins:
+        return "Accelerate"
+    if len(plugins) == 1:
+        return f"plugin {plugins[0]!r}"
+    return f"one of the plugins {', '.join(map(repr, plugins))}"

@@ -29,7 +29,8 @@ class Lengths:
     """
 
     def __init__(self, lengths: list[int], longest: int = 0) -> None:
-        self.lengths, self.longest = lengths, max(longest, *lengths)
+        self.lengths = lengths
+        self.longest = max(longest, *lengths)
 
 
 class PackedCollator:
@@ -55,8 +56,11 @@ class PackedCollator:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], multiple: int | None) -> None:
-        self.collate, self.multiple = collate, multiple or 1
-        self.first_position, self.varlen, self.longest = 0, False, 0
+        self.collate = collate
+        self.multiple = multiple or 1
+        self.first_position = 0
+        self.varlen = False
+        self.longest = 0
 
     @property
     def deterministic(self) -> bool:
@@ -75,7 +79,11 @@ class PackedCollator:
         return -(-tokens // self.multiple) * self.multiple
 
     def pack(self, batch: Ragged) -> dict[str, Any]:
-        """Build the model's inputs from a batch."""
+        """Build the model's inputs from a batch.
+
+        Sequences of 3 and 2 tokens in a row of 8 have the lengths [3, 2], the starts [0, 3] and the positions
+        [0, 1, 2, 0, 1, 0, 0, 0]. The last three tokens are padding.
+        """
         # an empty text becomes one token of padding
         lengths = [max(len(row), 1) for row in batch.columns["input_ids"][0]]
         *starts, total = accumulate(lengths, initial=0)
@@ -93,13 +101,17 @@ class PackedCollator:
             inputs[LENGTHS] = torch.tensor(lengths)
         elif batch.columns.keys() <= READ:  # each sequence has one target, predicted from its first token
             inputs["first_tokens"] = torch.tensor(starts)
-        if not self.varlen:
-            return inputs | {"packed": Lengths(lengths + [width - total] * (width > total), self.longest)}
-        ends, longest = (
-            torch.tensor([*starts, total, width], dtype=torch.int32),
-            max(self.longest, self.multiple, *lengths),
-        )
-        return inputs | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        if self.varlen:
+            ends = torch.tensor([*starts, total, width], dtype=torch.int32)
+            longest = max(self.longest, self.multiple, *lengths)
+            for side in ("q", "k"):
+                inputs[f"cu_seq_lens_{side}"] = ends
+                inputs[f"max_length_{side}"] = longest
+            return inputs
+        if width > total:
+            lengths.append(width - total)  # the padding
+        inputs["packed"] = Lengths(lengths, self.longest)
+        return inputs
 
 
 def unpadded(batch: Any, lengths: list[int]) -> Ragged:
@@ -108,13 +120,16 @@ def unpadded(batch: Any, lengths: list[int]) -> Ragged:
         batch = Batch(batch)
     ids = batch.inputs["input_ids"]
     columns: dict[str, Any] = {}
-    fixed = {name: value for name, value in batch.inputs.items() if name != "attention_mask"}
-    for name, value in list(fixed.items()):
-        if isinstance(value, Tensor) and value.shape == ids.shape and value.dtype == ids.dtype:
-            columns[name] = (
-                [row[:length] for row, length in zip(fixed.pop(name).numpy(), lengths, strict=True)],
-                0 if name in READ else IGNORED,
-            )
+    fixed: dict[str, Any] = {}
+    for name, value in batch.inputs.items():
+        if name == "attention_mask":
+            continue
+        is_token_column = isinstance(value, Tensor) and value.shape == ids.shape and value.dtype == ids.dtype
+        if is_token_column:
+            rows = [row[:length] for row, length in zip(value.numpy(), lengths, strict=True)]
+            columns[name] = (rows, 0 if name in READ else IGNORED)
+        else:
+            fixed[name] = value
     return Ragged(columns=columns, fixed=fixed, loss_weight=batch.loss_weight, tokens=batch.tokens)
 
 
@@ -125,7 +140,8 @@ class OtherPackedCollator:
     """
 
     def __init__(self, packed: PackedCollator, collate: Callable[[list[Any]], Any]) -> None:
-        self.packed, self.collate = packed, collate
+        self.packed = packed
+        self.collate = collate
         self.deterministic: bool = getattr(collate, "deterministic", False)
 
     def __call__(self, samples: list[Any]) -> Batch:
@@ -154,7 +170,11 @@ def attention(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
-    longest = packed.longest if packed is not None else key.shape[2] if attention_mask is None else 0
+    longest = 0  # unknown
+    if packed is not None:
+        longest = packed.longest
+    elif attention_mask is None:
+        longest = key.shape[2]
     if sliding_window is not None and sliding_window < longest:
         raise PluginError(
             f"attention is limited to {sliding_window} tokens, and sequences have {longest}", code="sequence-too-long"
@@ -162,13 +182,15 @@ def attention(
     if packed is None:
         plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
         return plain
-    # ``cls-last-layer`` needs one query each, none for padding
-    queries: Any = packed.lengths if query.shape[2] == key.shape[2] else 1
-    split = (
-        torch.split(tensor, sizes, dim=2)
-        for tensor, sizes in ((query, queries), (key, packed.lengths), (value, packed.lengths))
-    )
-    return torch.cat([attend(module, *part, None, **kwargs)[0] for part in zip(*split, strict=False)], dim=1), None
+    # ``cls-last-layer`` needs one query of each sequence, and none of the padding
+    query_sizes: Any = packed.lengths if query.shape[2] == key.shape[2] else 1
+    queries = torch.split(query, query_sizes, dim=2)
+    keys = torch.split(key, packed.lengths, dim=2)
+    values = torch.split(value, packed.lengths, dim=2)
+    outputs = []
+    for own_query, own_key, own_value in zip(queries, keys, values, strict=False):
+        outputs.append(attend(module, own_query, own_key, own_value, None, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
 
 
 def mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -194,9 +216,8 @@ def first_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Forward hook: select the first token of each sequence in a packed row, as a batch of sequences of one token."""
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
-        row = output["last_hidden_state"][0]
-        selected = (
-            row if len(row) == len(firsts) else row.index_select(0, firsts)
-        )  # `cls-last-layer` returns only these
+        selected = output["last_hidden_state"][0]
+        if len(selected) != len(firsts):  # `cls-last-layer` has selected them already
+            selected = selected.index_select(0, firsts)
         output["last_hidden_state"] = selected[:, None]
     return output

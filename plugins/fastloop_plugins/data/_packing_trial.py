@@ -37,35 +37,48 @@ def try_packing(
     Returns:
         The model's first position id, or why it cannot be packed.
     """
-    dataset, flash = run.datasets[run.loaders.first], found.config._attn_implementation == "flash_attention_2"
-    # FlashAttention has the windows itself
-    longest = 0 if flash else collator.longest or run.recipe.data.get("max_length") or 0
+    dataset = run.datasets[run.loaders.first]
+    uses_flash = found.config._attn_implementation == "flash_attention_2"
+    longest = 0
+    if not uses_flash:  # FlashAttention has the windows itself
+        longest = collator.longest or run.recipe.data.get("max_length") or 0
     limits = windows(found.config.to_dict(), longest)
     size = max(12, min(longest, 2 * max(limits.values(), default=0)))
     lengths = list(getattr(dataset, "lengths", [0]))
     try:
         with probing(model):
-            samples = [resized(dataset[lengths.index(max(lengths))], size), resized(dataset[len(dataset) - 1], 7)]
-            if flash:
+            long_sample = resized(dataset[lengths.index(max(lengths))], size)
+            short_sample = resized(dataset[len(dataset) - 1], 7)
+            if uses_flash:
                 found.set_attn_implementation("sdpa")  # FlashAttention needs CUDA, and the model is on the CPU
-            alone = [compute(run, model, found, collator, [sample], collator.collate) for sample in samples]
-            expected = join([text for texts in zip(*alone, strict=True) for text in texts])
+            of_long = compute(run, model, found, collator, [long_sample], collator.collate)
+            of_short = compute(run, model, found, collator, [short_sample], collator.collate)
+            expected = join(in_turns(of_long, of_short))
             pack()
             after_pad = (getattr(found.config, "pad_token_id", None) or 0) + 1  # where RoBERTa's positions begin
-            for collator.first_position in (0, after_pad):
-                if same(join(compute(run, model, found, collator, samples, collator)), expected):
-                    return collator.first_position
+            for first_position in (0, after_pad):
+                collator.first_position = first_position
+                packed = compute(run, model, found, collator, [long_sample, short_sample], collator)
+                if same(join(packed), expected):
+                    return first_position
     except Exception as error:  # whatever a model or a task that knows no rows may raise
         if isinstance(error, IndexError) and "label" in dataset[0]:  # the model gets only the first token of each text
             return "it does not classify by the first token"
         return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-    fields = ", ".join(f"{name}: {value}" for name, value in limits.items())
-    reason = (
-        f". Sequences have up to {longest} tokens, and these fields may limit attention to fewer: {fields}"
-        if limits
-        else ""
-    )
-    return f"its results change when sequences are packed in one row{reason}"
+    reason = "its results change when sequences are packed in one row"
+    if limits:
+        fields = ", ".join(f"{name}: {value}" for name, value in limits.items())
+        reason += f". Sequences have up to {longest} tokens, and these fields may limit attention to fewer: {fields}"
+    return reason
+
+
+def in_turns(ours: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
+    """The results of two samples in the order of a batch of both: a sample may have several texts, such as a question
+    and its answer, and a batch has all first texts before all second ones."""
+    parts = []
+    for our_part, their_part in zip(ours, theirs, strict=True):
+        parts += [our_part, their_part]
+    return parts
 
 
 def compute(
@@ -80,7 +93,8 @@ def compute(
         collate: Pads or packs the samples.
     """
     batch = collate(samples)
-    batch = batch if isinstance(batch, Batch) else Batch(batch)
+    if not isinstance(batch, Batch):
+        batch = Batch(batch)
     ragged = getattr(collator.collate, "ragged", None)
     if ragged is not None and ragged(samples).reads_all:
         # with targets, the output of a language model is a loss
@@ -93,8 +107,9 @@ def compute(
     if output.predictions is not None:
         return [output.predictions]
     logits: Tensor | None = getattr(outputs[-1], "logits", None) if outputs else None
-    # padding is at the end
-    return [output.loss * (batch.loss_weight or 1) if logits is None else logits.flatten(0, -2)[: batch.tokens]]
+    if logits is None:
+        return [output.loss * (batch.loss_weight or 1)]
+    return [logits.flatten(0, -2)[: batch.tokens]]  # padding is at the end
 
 
 def join(parts: list[Tensor]) -> Tensor:
@@ -105,33 +120,31 @@ def join(parts: list[Tensor]) -> Tensor:
 def windows(config: Mapping[str, Any], longest: int, prefix: str = "") -> dict[str, int]:
     """The fields of a transformers configuration that may limit attention to fewer than ``longest`` tokens: name ->
     tokens."""
-    found: dict[str, int] = {}
+    limits: dict[str, int] = {}
     for name, value in config.items():
         if isinstance(value, dict):
-            found |= windows(value, longest, f"{prefix}{name}.")
+            limits |= windows(value, longest, f"{prefix}{name}.")
         elif any(part in str(name) for part in WINDOWS) and "layers" not in str(name):
-            sizes = [
-                size
-                for size in (value if isinstance(value, list) else [value])
-                if type(size) is int and 0 < size < longest
-            ]
-            found |= {f"{prefix}{name}": max(sizes)} if sizes else {}
-    return found
+            values = value if isinstance(value, list) else [value]
+            sizes = [size for size in values if type(size) is int and 0 < size < longest]
+            if sizes:
+                limits[f"{prefix}{name}"] = max(sizes)
+    return limits
 
 
 def resized(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
     """The last ``size`` tokens of a sample: the first ones of a language model's sample may have no loss. A shorter
     sample is repeated."""
     tokens = len(sample["input_ids"]) if "input_ids" in sample else None  # else each array is a sequence
-    cut = {
-        name
-        for name, value in sample.items()
-        if name != "label" and hasattr(value, "__len__") and len(value) and tokens in (None, len(value))
-    }
-    return {
-        name: (value if size <= len(value) else np.resize(value, size))[-size:] if name in cut else value
-        for name, value in sample.items()
-    }
+    cut = dict(sample)
+    for name, value in sample.items():
+        if name == "label" or not hasattr(value, "__len__") or not len(value):
+            continue
+        if tokens is not None and len(value) != tokens:
+            continue
+        repeated = value if len(value) >= size else np.resize(value, size)
+        cut[name] = repeated[-size:]
+    return cut
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
@@ -139,5 +152,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
     window changes them by 1e-3 and more."""
     if found.shape != expected.shape:
         return False
-    found, expected = (rows.reshape(len(rows) if rows.dim() else 1, -1) for rows in (found, expected))
-    return bool((found - expected).norm(dim=1).max() < 1e-4 * expected.norm(dim=1).max())
+    count = len(expected) if expected.dim() else 1
+    difference = (found - expected).reshape(count, -1).norm(dim=1)
+    size = expected.reshape(count, -1).norm(dim=1)
+    return bool(difference.max() < 1e-4 * size.max())

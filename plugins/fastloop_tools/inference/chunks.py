@@ -46,8 +46,10 @@ class Chunks(Plugin):
         source = wanted.source
         if isinstance(source, Iterator):
             source, self.lines = tee(self.lines or source)
-        found = run.hooks.build_prediction_data(run=run, source=source, start=wanted.start, size=wanted.chunk)
-        chunks = split_chunks(run, source, wanted.start, wanted.chunk) if found is None else iter(found)
+        parts = run.hooks.build_prediction_data(run=run, source=source, start=wanted.start, size=wanted.chunk)
+        if parts is None:
+            parts = split_chunks(run, source, wanted.start, wanted.chunk)
+        chunks = iter(parts)
         first: Any = next(chunks, [])
         if self.input is not None and len(first) == 0:
             raise UsageError(
@@ -78,16 +80,18 @@ def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
     datasets = run.hooks.build_datasets(run=run) or {}
     dataset: Any = datasets.get(split)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        there = f"there are: {', '.join(datasets) or 'none'}"
-        found = f"it is {type(dataset).__name__}, which is iterable" if split in datasets else there
+        if split in datasets:
+            reason = f"it is {type(dataset).__name__}, which is iterable"
+        else:
+            reason = f"there are: {', '.join(datasets) or 'none'}"
         raise RecipeError(
-            f"cannot predict the split {split!r}: {found}.",
+            f"cannot predict the split {split!r}: {reason}.",
             code="iterable-dataset",
             place=f"{run.recipe.where}: data",
             expected="a map-style split",
         )
-    ends = range(start, len(dataset), size)
-    return (Subset(dataset, range(first, min(first + size, len(dataset)))) for first in ends)
+    firsts = range(start, len(dataset), size)
+    return (Subset(dataset, range(first, min(first + size, len(dataset)))) for first in firsts)
 
 
 def _find_problem(predictions: Mapping[str, Any] | None, samples: int) -> str:
@@ -116,11 +120,11 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
     columns: dict[str, dict[int, Any]] = {}
     with evaluating(run.model):
         for batch in loop.evaluation_batches(run, loader):
-            found = run.hooks.predict(run=run, batch=batch.inputs)
+            predictions = run.hooks.predict(run=run, batch=batch.inputs)
             if not batch.samples:
                 continue  # this process only joins the others in the forward pass
-            problem = _find_problem(found, len(batch.ids))
-            if problem or found is None:
+            problem = _find_problem(predictions, len(batch.ids))
+            if problem or predictions is None:
                 task = run.plugins.in_slot("task")
                 remedy = ""
                 if batch.samples != batch.drawn:
@@ -133,15 +137,15 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
                     code="unsupported-task",
                     place=run.recipe.where,
                 )
-            for name, values in found.items():
-                values = values.cpu() if isinstance(values, torch.Tensor) else values
+            for name, values in predictions.items():
+                if isinstance(values, torch.Tensor):
+                    values = values.cpu()
                 columns.setdefault(name, {}).update(zip(batch.ids, values, strict=True))
     for part in run.processes.all_gather_object(columns):
         for name, column in part.items():
             columns.setdefault(name, {}).update(column)
-    size = (
-        len(loader.dataset)
-        if hasattr(loader.dataset, "__len__")
-        else 1 + max((max(column) for column in columns.values()), default=-1)
-    )
+    if hasattr(loader.dataset, "__len__"):
+        size = len(loader.dataset)
+    else:  # the samples are numbered from 0
+        size = 1 + max((max(column) for column in columns.values()), default=-1)
     return {name: [column.get(index) for index in range(size)] for name, column in columns.items()}

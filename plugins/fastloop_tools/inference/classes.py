@@ -80,20 +80,25 @@ class ClassCounts(Plugin):
         if not matrices:
             return {"classes": [], "confusion": []}
         matrix = torch.stack(matrices).sum(0).tolist()
-        names = class_names(run, len(matrix))
-        classes = [
-            {"name": names[index], **scores(matrix, index), "samples": sum(matrix[index])}
-            for index in range(len(matrix))
-        ]
-        found = {"classes": classes, "confusion": matrix}
-        return found | ({"entities": entities} if (entities := entity_scores(run)) else {})
+        classes = []
+        for index, name in enumerate(class_names(run, len(matrix))):
+            classes.append({"name": name, **scores(matrix, index), "samples": sum(matrix[index])})
+        results: dict[str, Any] = {"classes": classes, "confusion": matrix}
+        entities = entity_scores(run)
+        if entities:
+            results["entities"] = entities
+        return results
 
 
 def entity_scores(run: Run) -> list[dict[str, Any]]:
     """The scores of each type of entity: the attribute ``classes`` of a metric, which it sets when it is computed."""
-    metrics = run.metrics.values(copy_state=False) if run.metrics is not None else ()
-    found: list[Any] = [getattr(metric, "classes", None) for metric in metrics]
-    return next((classes for classes in found if isinstance(classes, list)), [])
+    if run.metrics is None:
+        return []
+    for metric in run.metrics.values(copy_state=False):
+        classes = getattr(metric, "classes", None)
+        if isinstance(classes, list):
+            return classes
+    return []
 
 
 def classifies(predictions: Any, targets: Any) -> bool:
@@ -113,7 +118,9 @@ def class_names(run: Run, count: int) -> list[str]:
 
 def scores(matrix: list[list[int]], index: int) -> dict[str, float]:
     """Precision, recall and F1 of one class; 0 where a denominator is 0, as in scikit-learn."""
-    hits, predicted, actual = matrix[index][index], sum(row[index] for row in matrix), sum(matrix[index])
+    hits = matrix[index][index]
+    predicted = sum(row[index] for row in matrix)
+    actual = sum(matrix[index])
     total = predicted + actual
     return {
         "precision": hits / predicted if predicted else 0.0,

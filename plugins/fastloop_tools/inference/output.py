@@ -45,7 +45,8 @@ class PredictionOutput:
     """
 
     def __init__(self, path: Path | None, job: Mapping[str, Any] | None) -> None:
-        self.path, self.parts = path, list[Path]()
+        self.path = path
+        self.parts: list[Path] = []
         if path is None:
             return
         if path.suffix not in FORMATS:
@@ -55,7 +56,7 @@ class PredictionOutput:
                 found=f"the suffix {path.suffix!r}",
                 expected=f"one of: {', '.join(FORMATS)}",
             )
-        self.folder, identity = path.with_name(f"{path.name}.parts"), json.dumps(job, sort_keys=True)
+        self.folder = path.with_name(f"{path.name}.parts")
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
             raise UsageError(
                 f"{self.folder} is a link or a file, where the parts are kept.",
@@ -64,19 +65,32 @@ class PredictionOutput:
                 remedy="Remove it, or give another file.",
             )
         files.check_links(self.folder)
-        if (
-            not (self.folder / "job.json").is_file()
-            or job is None
-            or (self.folder / "job.json").read_text(encoding="utf-8") != identity
-        ):
-            if self.folder.exists():
-                log.info("%s: the parts of another job are removed", self.folder)
-                shutil.rmtree(self.folder)
-            self.folder.mkdir()
-            files.write(self.folder / "job.json", identity, hidden=True)
-        found = {path.name.partition(".")[0]: path for path in self.folder.glob("[0-9]*")}
-        while (name := f"{len(self.parts):08}") in found:
-            self.parts.append(found[name])
+        self._start_job(job)
+        self.parts = self._complete_parts()
+
+    def _start_job(self, job: Mapping[str, Any] | None) -> None:
+        """Keep the parts of an interrupted job. Remove those of another one."""
+        identity = json.dumps(job, sort_keys=True)
+        file = self.folder / "job.json"
+        continues = job is not None and file.is_file() and file.read_text(encoding="utf-8") == identity
+        if continues:
+            return
+        if self.folder.exists():
+            log.info("%s: the parts of another job are removed", self.folder)
+            shutil.rmtree(self.folder)
+        self.folder.mkdir()
+        files.write(file, identity, hidden=True)
+
+    def _complete_parts(self) -> list[Path]:
+        """The parts from the first on, without a gap: of the files 00000000, 00000001 and 00000003, the first two."""
+        by_number = {path.name.partition(".")[0]: path for path in self.folder.glob("[0-9]*")}
+        parts: list[Path] = []
+        for number in range(len(by_number)):
+            part = by_number.get(f"{number:08}")
+            if part is None:
+                break
+            parts.append(part)
+        return parts
 
     @property
     def complete(self) -> bool:
@@ -100,7 +114,8 @@ class PredictionOutput:
             if not has_reader():
                 raise SystemExit(1)
             return
-        part = self.folder / (f"{len(self.parts):08}" + ".last" * last)
+        suffix = ".last" if last else ""
+        part = self.folder / f"{len(self.parts):08}{suffix}"
         unfinished = self.folder / "unfinished"
         FORMATS[self.path.suffix].write(Part(table, types or {}, list(self.parts)), unfinished)
         unfinished.replace(part)
@@ -135,15 +150,16 @@ def as_array(values: list[Any]) -> Any:
     """Tensors of one shape as an array, (rows, ...); a missing one is NaN. Other values stay a list."""
     import torch
 
-    found = [value for value in values if isinstance(value, torch.Tensor)]
-    if not found or len({(value.shape, value.dtype) for value in found}) > 1:
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    forms = {(tensor.shape, tensor.dtype) for tensor in tensors}
+    if len(forms) != 1:
         return [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
-    if len(found) < len(values):
-        if not found[0].is_floating_point():
+    if len(tensors) < len(values):
+        if not tensors[0].is_floating_point():
             return [None if value is None else value.tolist() for value in values]
-        missing = torch.full_like(found[0], float("nan"))
-        found = [missing if value is None else value for value in values]
-    return torch.stack(found).numpy()
+        missing = torch.full_like(tensors[0], float("nan"))
+        tensors = [missing if value is None else value for value in values]
+    return torch.stack(tensors).numpy()
 
 
 def rows(columns: Columns) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,37 +36,40 @@ def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
     Probabilities are the softmax of the scores in float32. Empty for a task that does not classify. Every process must
     call it.
     """
-    found: list[Scored] = []
+    own: list[Scored] = []
     with evaluating(run.model):
         for batch in loop.evaluation_batches(run, run.eval_loaders[split]):
             output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-            predictions, targets = (output.predictions, output.targets) if batch.samples else (None, None)
-            if (
-                predictions is None
-                or targets is None
-                or not classifies(predictions, targets)
-                or len(predictions) != len(batch.ids)
-            ):
+            if not batch.samples:
+                continue  # this process only joins the others in the forward pass
+            predictions, targets = output.predictions, output.targets
+            if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
                 continue
-            found = heapq.nsmallest(count, [*found, *score(predictions, targets, batch.ids)])
-    every = heapq.nsmallest(count, [one for part in run.processes.all_gather_object(found) for one in part])
-    if not every or not run.is_main:
+            if classifies(predictions, targets) and len(predictions) == len(batch.ids):
+                own = heapq.nsmallest(count, [*own, *score(predictions, targets, batch.ids)])
+    of_processes = run.processes.all_gather_object(own)
+    worst = heapq.nsmallest(count, chain.from_iterable(of_processes))
+    if not worst or not run.is_main:
         return []
     assert run.recipe.inference is not None
     assert run.recipe.inference.model is not None
-    names, tokenizer = class_names(run, every[0].classes), load_tokenizer(run.recipe.inference.model)
+    names = class_names(run, worst[0].classes)
+    tokenizer = load_tokenizer(run.recipe.inference.model)
     dataset = run.datasets[split]
-    return [
-        {
-            "index": one.sample,
-            "input": describe_sample(dataset[one.sample], tokenizer) if hasattr(dataset, "__getitem__") else None,
-            "target": names[one.target],
-            "prediction": names[one.prediction],
-            "target_probability": torch.tensor(one.target_score).exp().item(),
-            "prediction_probability": torch.tensor(one.prediction_score).exp().item(),
-        }
-        for one in every
-    ]
+    samples = []
+    for one in worst:
+        shown = describe_sample(dataset[one.sample], tokenizer) if hasattr(dataset, "__getitem__") else None
+        samples.append(
+            {
+                "index": one.sample,
+                "input": shown,
+                "target": names[one.target],
+                "prediction": names[one.prediction],
+                "target_probability": torch.tensor(one.target_score).exp().item(),
+                "prediction_probability": torch.tensor(one.prediction_score).exp().item(),
+            }
+        )
+    return samples
 
 
 def score(predictions: Tensor, targets: Tensor, ids: Sequence[int]) -> list[Scored]:
@@ -76,10 +80,15 @@ def score(predictions: Tensor, targets: Tensor, ids: Sequence[int]) -> list[Scor
         targets: (N,) class ids; negative: no target.
     """
     scores = predictions.float().log_softmax(1)
-    own = scores.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).tolist()
-    best, chosen = (values.tolist() for values in scores.max(1))
-    rows = zip(own, ids, targets.tolist(), chosen, best, strict=True)
-    return [Scored(*row, scores.shape[1]) for row in rows if row[2] >= 0]
+    target_scores = scores.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).tolist()
+    best = scores.max(1)
+    classes = scores.shape[1]
+    rows = zip(target_scores, ids, targets.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    scored = []
+    for target_score, sample, target, prediction, prediction_score in rows:
+        if target >= 0:
+            scored.append(Scored(target_score, sample, target, prediction, prediction_score, classes))
+    return scored
 
 
 def load_tokenizer(model: Path) -> Any:

@@ -9,7 +9,6 @@ Only ``start_run`` imports torch, unless the recipe needs it earlier.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -28,6 +27,7 @@ from fastloop.plugins.installed import entry_points
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, check_requirements, resolve
 from fastloop.runtime.hardware import Machine
+from fastloop.runtime.platform_support import signal_at_end_of_parent
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -39,8 +39,6 @@ ACCELERATORS = ("nvidiactl", "dxg", "kfd", "accel", "dri/renderD128", "davinci0"
 """Entries of /dev of which a Linux machine with an accelerator has one: CUDA, WSL, ROCm, XPU and others."""
 FAST_BF16 = {"avx512_bf16", "amx_tile"}
 """Flags of processors that compute in bf16."""
-PR_SET_PDEATHSIG = 1
-"""The operation of Linux's prctl(2) that sets the signal which a process gets when its parent ends."""
 
 
 # -- this process ------------------------------------------------------------------------------------------------------
@@ -68,7 +66,7 @@ def end_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_at_end_of_parent(signal.SIGTERM)
     pid, _, _ = launcher.partition(" ")
     if os.getppid() != int(pid):  # the launcher ended before the line above
         sys.exit(128 + signal.SIGTERM)

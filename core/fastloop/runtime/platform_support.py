@@ -12,13 +12,14 @@ fastloop is developed on Linux. On macOS and Windows it trains on one process.
     ``sigwaitinfo`` (data workers)   macOS, Windows    none: SIGTERM from any process ends a worker
     processor affinity               macOS, Windows    all processors; no pinning
     process groups                   Windows           only the process ends, not its children
-    ``prctl`` (launched processes)   macOS, Windows    none: a process may outlive a killed launcher
+    ``prctl`` (started processes)    macOS, Windows    none: a process may outlive a killed launcher
     fsync of a folder                Windows           none: the files in it are synced
     renaming a folder of open files  Windows           files are closed first
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib
 import os
@@ -36,6 +37,9 @@ def _module(name: str) -> ModuleType | None:
     except ImportError:
         return None
 
+
+PR_SET_PDEATHSIG = 1
+"""The operation of Linux's prctl(2) that sets the signal which a process gets when its parent ends."""
 
 fcntl, resource, msvcrt = map(_module, ("fcntl", "resource", "msvcrt"))
 
@@ -93,6 +97,13 @@ def peak_resident_memory() -> int:
 def page_faults() -> int:
     """Minor page faults of this process so far; 0 if the platform does not count them."""
     return 0 if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Send this process a signal when the thread that started it ends, also if that is killed. Does nothing if the
+    platform has no ``prctl``. If the parent has ended before, ``os.getppid`` shows it."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def processors() -> list[int]:

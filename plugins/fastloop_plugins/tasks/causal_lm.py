@@ -114,6 +114,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         self.settings = check_generation(self.generation, SHARED_SETTINGS, 1, recipe.where, f"plugins.{self.name}")
         self._checked: dict[str, MaskedSequences] = {}
         self.adds_metrics = type(self).adds_metrics
+        self.sees_all_rows = self.data.text_key == "prompt"  # a warning counts prompts that are tokenized apart
         if not self.data.masked and recipe.plugins.get("folds", False) is False:
             self.adds_metrics = {**self.adds_metrics, "bits_per_character": "min"}
 

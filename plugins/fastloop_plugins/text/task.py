@@ -130,6 +130,8 @@ class TextTask(Plugin):
             wait for their gradients.
         reads_all: Whether the loss reads the output of all tokens of a text, by ``compute``, ``pool`` or ``split``. A
             packed batch then has their lengths.
+        sees_all_rows: Whether ``encode`` gets all rows of a split, such as to count some of them for a warning. Else
+            several processes share the rows of a large split.
         encoding_version: Increase it when ``encode`` gives other ids, so that cached ones are not used.
         order: The classes as the model's head numbers them; None: ``auto_class`` has no head for classes.
         data: The ``data`` section. ``data.options`` are its options, and ``data.classes`` the names of classes.
@@ -147,6 +149,7 @@ class TextTask(Plugin):
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
     reads_all: ClassVar[bool] = True
     _probe_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "token_type_ids")
+    sees_all_rows: bool = False
     encoding_version: ClassVar[int] = 1
     order: LabelOrder | None = None
     _probe: list[dict[str, Any]] | None = None
@@ -287,7 +290,10 @@ class TextTask(Plugin):
 
         code = f"{type(self).__module__}.{type(self).__qualname__}:{self.encoding_version}"
         encoding = self.encoding_arguments()
-        return tokens.read(self.data, self.text_model, encoder=encode, first=first, encoding=encoding, code=code)
+        return tokens.read(
+            self.data, self.text_model, encoder=encode, first=first, sees_all=self.sees_all_rows, encoding=encoding,
+            code=code,
+        )  # fmt: skip
 
     def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
         """Set ``order`` and ``data.classes``, if ``auto_class`` has a head for classes. A checkpoint with the same

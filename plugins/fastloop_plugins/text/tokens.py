@@ -32,6 +32,7 @@ from fastloop_plugins.text.columns import (
     return_token_types,
     token_types,
 )  # fmt: skip
+from fastloop_plugins.text.encoding_processes import count_processes, encode_in_processes
 from fastloop_plugins.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def read(
     documents: bool = False,
     encoder: Encoder | None = None,
     first: int | None = None,
+    sees_all: bool = False,
     **arguments: Any,
 ) -> dict[str, Split]:
     """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.
@@ -93,6 +95,7 @@ def read(
         encoder: Replaces ``encode``. Its result must depend only on its arguments.
         first: Tokenize only this many rows of ``train``, for `fastloop plan --samples`, and keep their texts. A
             tokenizer is trained on all.
+        sees_all: Whether ``encoder`` gets all rows at once. Else several processes share them.
         arguments: Arguments of the tokenizer.
 
     Raises:
@@ -139,7 +142,10 @@ def read(
             rows = rows.keep(np.arange(min(first, len(rows))))
         texts = join_columns(rows.texts, model) if encoder is None else rows.texts
         facts: dict[str, int] = {}
-        encode_from = partial(_encode_from, name, tokenizer, texts, encoder, documents, arguments, facts)
+        encode_rows = partial(_encode_rows, tokenizer, encoder, documents, arguments)
+        characters = int(rows.characters.sum(dtype=np.int64))
+        processes = 1 if sees_all else count_processes(len(texts), characters)
+        encode_from = partial(_encode_from, name, texts, encode_rows, processes, facts)
         if folder is None:
             ids, lengths = flat(encode_from(0))
         else:
@@ -156,30 +162,47 @@ def read(
             _warn_about_unknown(name, ids, tokenizer.unk_token_id, data)
         kind = np.int64 if data.label_type == "class" else np.float32
         labels = None if rows.labels is None else convert(rows.labels, kind)
-        characters = int(rows.characters.sum(dtype=np.int64))
         found[name] = Split(ids, lengths, labels, bool(types), characters, texts if first else ())
     if source is not None:
         _write_entry(source, data, found, keys)
     return found
 
 
+def _encode_rows(
+    tokenizer: Any, encoder: Encoder | None, documents: bool, arguments: dict[str, Any], rows: Sequence[Any]
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield the ids of some rows, and whether truncation shortened each. See ``read``."""
+    if encoder is not None:
+        for ids in encoder(tokenizer, rows, arguments):
+            yield ids, False
+        return
+    special = special_tokens(tokenizer) if documents else None
+    for ids, is_cut in encode_marked(tokenizer, rows, arguments):
+        yield ids if special is None else special.complete(ids), is_cut
+
+
 def _encode_from(
     split: str,
-    tokenizer: Any,
     texts: Sequence[Any],
-    encoder: Encoder | None,
-    documents: bool,
-    arguments: dict[str, Any],
+    encode_rows: Callable[[Any], Iterator[tuple[list[int], bool]]],
+    processes: int,
     facts: dict[str, int],
     start: int,
-) -> Iterator[list[int]]:
-    """Yield the ids of the rows of a split from a number on. See ``read``."""
+) -> Iterator[Sequence[int]]:
+    """Yield the ids of the rows of a split from a number on.
+
+    Args:
+        processes: Those that share the rows; 1: ``encode_rows`` gets all of them.
+        facts: ``cut`` gets the number of texts that truncation shortens, before each is yielded.
+    """
     rest: Sequence[Any] = Rest(texts, start) if start else texts
-    encode_rows = partial(encode, facts=facts) if encoder is None else encoder
-    encoded = encode_rows(tokenizer, rest, arguments)
-    if documents:
-        encoded = map(special_tokens(tokenizer).complete, encoded)
-    return with_progress(encoded, f"tokens: {split}", start, len(texts))
+    encoded: Iterator[tuple[Sequence[int], bool]] = encode_rows(rest)
+    if processes > 1:
+        encoded = encode_in_processes(encode_rows, portions(rest), processes)
+    facts.setdefault("cut", 0)
+    for ids, is_cut in with_progress(encoded, f"tokens: {split}", start, len(texts)):
+        facts["cut"] += is_cut
+        yield ids
 
 
 def with_progress(rows: Iterable[R], what: str, start: int, total: int) -> Iterator[R]:

@@ -302,22 +302,22 @@ def test_a_second_process_does_not_go_on_with_the_rows_of_one_that_writes(monkey
 def test_an_interrupted_run_tokenises_only_the_rest(task, monkeypatch):
     plain = samples(run(task, cache=None))
     monkeypatch.setattr(_partial_entry, "ROWS", 8)
-    encode, counts = _text_tokens.encode, list[int]()
+    encode, counts = _text_tokens.encode_marked, list[int]()
 
-    def first_rows(*arguments: Any, **options: Any) -> Iterator[list[int]]:
+    def first_rows(*arguments: Any, **options: Any) -> Iterator[tuple[list[int], bool]]:
         for number, row in enumerate(encode(*arguments, **options)):
             if number == 20:
                 raise KeyboardInterrupt
             yield row
 
-    def counted(tokenizer: Any, texts: Any, arguments: Any, **options: Any) -> Iterator[list[int]]:
+    def counted(tokenizer: Any, texts: Any, arguments: Any, **options: Any) -> Iterator[tuple[list[int], bool]]:
         counts.append(len(texts))
         return encode(tokenizer, texts, arguments, **options)
 
-    monkeypatch.setattr(_text_tokens, "encode", first_rows)
+    monkeypatch.setattr(_text_tokens, "encode_marked", first_rows)
     with pytest.raises(KeyboardInterrupt):
         run(task)
-    monkeypatch.setattr(_text_tokens, "encode", counted)
+    monkeypatch.setattr(_text_tokens, "encode_marked", counted)
     assert samples(run(task)) == plain
     assert counts == [36 - 16, 4]
 

@@ -1,0 +1,169 @@
+"""Encodes the rows of a split in several processes, in order.
+
+A tokenizer's own threads share the work of one call. The rest of the work is in Python, in one thread: reading the ids
+of a call, templates of conversations, the tags of words. So large splits are encoded by forked processes, each of which
+gets a portion of rows at a time. They get no signal of the terminal, and are killed with this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from fastloop.runtime.platform_support import cores, signal_at_end_of_parent
+
+Portion = list[Any]
+"""Rows to encode at once."""
+Encode = Callable[[Portion], Iterable[tuple[Sequence[int], bool]]]
+"""Yields the ids of each row, and whether truncation shortened it."""
+
+FORKED_ROWS, FORKED_CHARACTERS = 16_384, 2**25
+"""Rows, or their characters, from which on processes are started: that takes some tens of milliseconds."""
+
+
+@dataclass
+class EncodedPortion:
+    """Rows that a process has encoded.
+
+    Attributes:
+        ids: Token ids of all rows, end to end.
+        lengths: Token ids of each row.
+        cuts: Whether truncation shortened each row.
+    """
+
+    ids: array[int]
+    lengths: array[int]
+    cuts: bytearray
+
+    def rows(self) -> Iterator[tuple[array[int], bool]]:
+        """Yield the ids of each row, and whether it was shortened."""
+        start = 0
+        for length, is_cut in zip(self.lengths, self.cuts, strict=True):
+            yield self.ids[start : start + length], bool(is_cut)
+            start += length
+
+
+def count_processes(rows: int, characters: int) -> int:
+    """The number of processes that encode rows; 1: this process does it.
+
+    Args:
+        rows: Number of rows.
+        characters: Those of all rows.
+    """
+    if not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
+        return 1  # libraries of other systems do not work in forked processes, and a daemon may start none
+    if rows < FORKED_ROWS and characters < FORKED_CHARACTERS:
+        return 1
+    return max(cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+def encode_in_processes(
+    encode: Encode, portions: Iterable[Portion], processes: int
+) -> Iterator[tuple[Sequence[int], bool]]:
+    """Yield the ids of each row of all portions, in order, and whether truncation shortened it.
+
+    If a process cannot encode a portion, or ends, this process encodes the portion. So errors are raised here, after
+    the rows before.
+
+    Args:
+        encode: Encodes a portion. The result must not depend on other portions.
+    """
+    workers = deque[EncodingProcess]()
+    try:
+        unsent = iter(portions)
+        for _ in range(processes):
+            portion = next(unsent, None)
+            if portion is not None:
+                workers.append(EncodingProcess(encode))
+                workers[-1].send(portion)
+        while workers:
+            worker = workers.popleft()  # the one whose portion is next
+            portion = worker.portion
+            encoded = worker.receive()
+            following = next(unsent, None)
+            if following is None:
+                worker.end()
+            else:  # before the rows are used, so that the process does not wait for that
+                worker.send(following)
+                workers.append(worker)
+            yield from encode(portion) if encoded is None else encoded.rows()
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+class EncodingProcess:
+    """A process that encodes one portion after another.
+
+    Attributes:
+        portion: The portion that it encodes.
+    """
+
+    def __init__(self, encode: Encode) -> None:
+        self.portion: Portion = []
+        self._connection, other = multiprocessing.Pipe()
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_serve, args=(other, encode, os.getpid()), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: none of them is needed
+            self._process.start()
+        other.close()
+
+    def send(self, portion: Portion) -> None:
+        """Begin with a portion. The result of the one before must have been received."""
+        self.portion = portion
+        with suppress(OSError):  # the process has ended, which ``receive`` reports
+            self._connection.send(portion)
+
+    def receive(self) -> EncodedPortion | None:
+        """The encoded portion; None: it could not be encoded, or the process has ended."""
+        try:
+            encoded: EncodedPortion | None = self._connection.recv()
+        except (EOFError, OSError):
+            return None
+        return encoded
+
+    def end(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+def _serve(connection: Connection, encode: Encode, parent: int) -> None:
+    """Encode portions from a connection, until this process is killed."""
+    signal_at_end_of_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not exist in a forked process
+    gc.freeze()  # a collection would copy the pages of the parent's objects
+    logging.disable(logging.CRITICAL)  # a portion that fails is encoded again by the parent, which logs
+    while os.getppid() == parent:
+        portion = connection.recv()
+        try:
+            encoded = _encode(encode, portion)
+        except Exception:
+            encoded = None
+        connection.send(encoded)
+
+
+def _encode(encode: Encode, portion: Portion) -> EncodedPortion:
+    encoded = EncodedPortion(array("i"), array("i"), bytearray())
+    for ids, is_cut in encode(portion):
+        encoded.ids.extend(ids)
+        encoded.lengths.append(len(ids))
+        encoded.cuts.append(is_cut)
+    return encoded

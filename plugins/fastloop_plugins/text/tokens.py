@@ -192,7 +192,7 @@ def _encode_from(
     """Yield the ids of the rows of a split from a number on.
 
     Args:
-        processes: Those that share the rows; 1: ``encode_rows`` gets all of them.
+        processes: The number of processes that share the rows; 1: ``encode_rows`` gets all of them.
         facts: ``cut`` gets the number of texts that truncation shortens, before each is yielded.
     """
     rest: Sequence[Any] = Rest(texts, start) if start else texts

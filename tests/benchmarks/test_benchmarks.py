@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,16 @@ def test_an_estimate_has_an_error_and_a_sign(
     trial = {"estimate": estimate, "ratios": ratios}
     assert planted.error(trial) == pytest.approx(off)
     assert planted.sign(trial) == sign
+
+
+@pytest.mark.usefixtures("suite_modules")
+def test_the_picture_of_the_readme_has_the_newest_results():
+    import speed_picture
+
+    shown = (FOLDER.parent / "docs" / "speed.svg").read_text()
+    assert shown == speed_picture.picture(), "run benchmarks/speed_picture.py"
+    readme = (FOLDER.parent / "README.md").read_text()
+    named = re.findall(r"([\d,]+) (?:real tokens per second|with all plugins|for the HF Trainer)", readme)
+    assert len(named) == 3
+    for value in named:
+        assert f">{value} tokens/s<" in shown

@@ -130,7 +130,7 @@ def test_the_printed_command_resolves_and_then_fits(case, monkeypatch):
         return measured[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr("fastloop_tools.scale.estimate.extrapolate", measure)
+        patched.setattr("fastloop_tools.scale.share.extrapolate", measure)
         found = plan(file, *words, *machine, "1KiB")
     totals = sorted(
         float(line.split()[-3])
@@ -140,7 +140,7 @@ def test_the_printed_command_resolves_and_then_fits(case, monkeypatch):
     memory = f"{totals[len(totals) // 4] * 1.01:.2f}MiB"
     again = iter(measured)
     with monkeypatch.context() as patched:  # the device's memory changes no measurement
-        patched.setattr("fastloop_tools.scale.estimate.extrapolate", lambda *_: next(again))
+        patched.setattr("fastloop_tools.scale.share.extrapolate", lambda *_: next(again))
         command = suggested(plan(file, *words, *machine, memory))
     assert next(again, None) is None
     resolves(command)

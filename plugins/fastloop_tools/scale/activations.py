@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,16 +94,16 @@ def saved_bytes(known: list[Tensor]) -> Iterator[Callable[[], int]]:
     """Inside, autograd saves tensors as usual. The result counts their distinct storages, without those of
     ``known``."""
     skipped = {tensor.untyped_storage()._cdata for tensor in known}
-    found: dict[int, Any] = {}
+    saved: dict[int, Any] = {}  # address -> storage, which is kept so that no later one has its address
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in skipped:
-            found[storage._cdata] = storage  # kept, so that no later storage has its address
+            saved[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(storage.nbytes() for storage in found.values())
+        yield lambda: sum(storage.nbytes() for storage in saved.values())
 
 
 def micro_step(
@@ -146,53 +146,77 @@ def extrapolate(model: nn.Module, step: Callable[[], Activations]) -> Activation
     """The result of ``step()``, computed with two and three blocks of the model if it has more, and all are equal.
 
     Each further block adds the same bytes to forward's, and at no moment adds more. So the peak is convex in the number
-    of blocks: where the third block adds as much to the peak as to the saved bytes, each further one does, too.
+    of blocks: where the third block adds as much to the peak as to the saved bytes, each further one does, too. If two
+    blocks save 20 bytes and three save 30, twelve save 30 + 9 * 10 = 120.
     """
     blocks = equal_blocks(model)
-    if blocks is None or len(blocks) <= FEW[-1]:
+    fewer, few = FEW
+    if blocks is None or len(blocks) <= few:
         return step()
-    whole, found = blocks._modules, []
+    whole = blocks._modules
     try:
-        for count in FEW:
-            blocks._modules = dict(list(whole.items())[:count])
-            found.append(step())
+        blocks._modules = dict(list(whole.items())[:fewer])
+        with_fewer = step()
+        blocks._modules = dict(list(whole.items())[:few])
+        with_few = step()
     finally:
         blocks._modules = whole
-    before, last = found
-    if last.peak - before.peak != last.saved - before.saved:
+    if with_few.peak - with_fewer.peak != with_few.saved - with_fewer.saved:
         return step()
-    more = len(whole) - FEW[-1]
-    return Activations(*(end + more * (end - start) for start, end in zip(astuple(before), astuple(last), strict=True)))
+    more = len(whole) - few
+    return Activations(
+        saved=with_few.saved + more * (with_few.saved - with_fewer.saved),
+        peak=with_few.peak + more * (with_few.peak - with_fewer.peak),
+        flops=with_few.flops + more * (with_few.flops - with_fewer.flops),
+        sent=with_few.sent + more * (with_few.sent - with_fewer.sent),
+    )
 
 
 def equal_blocks(model: nn.Module) -> nn.ModuleList | None:
     """The blocks of a transformers model, if they differ only in their index; otherwise None."""
-    found = transformers_model(model)
-    count = getattr(found.config.get_text_config(), "num_hidden_layers", None) if found is not None else None
+    of_transformers = transformers_model(model)
+    if of_transformers is None:
+        return None
+    count = getattr(of_transformers.config.get_text_config(), "num_hidden_layers", None)
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     if len(lists) != 1:
         return None
-    first, *others = ([_traits(part) for part in block.named_modules()] for block in lists[0])
-    for index, other in enumerate(others, start=1):
-        if len(first) != len(other):
+    blocks = lists[0]
+    first = _traits_of_parts(blocks[0])
+    for index, block in enumerate(blocks):
+        if not _differ_in_index(first, _traits_of_parts(block), index):
             return None
-        for ours, theirs in zip(first, other, strict=True):
-            if ours.keys() != theirs.keys() or any(
-                theirs[key] != value and (value, theirs[key]) != (0, index) for key, value in ours.items()
-            ):
-                return None
-    return lists[0]
+    return blocks
 
 
-def _traits(part: tuple[str, nn.Module]) -> dict[str, Any]:
+def _traits_of_parts(block: nn.Module) -> list[dict[str, Any]]:
+    return [_traits(name, part) for name, part in block.named_modules()]
+
+
+def _traits(name: str, module: nn.Module) -> dict[str, Any]:
     """All attributes of a module by name, with None for those that are no plain values, and its weights and hooks."""
-    name, module = part
     plain = (bool, int, float, str, tuple, torch.dtype)
-    found = {key: value if isinstance(value, plain) else None for key, value in vars(module).items()}
+    traits = {key: value if isinstance(value, plain) else None for key, value in vars(module).items()}
     weights = {key: weight for key, weight in module._parameters.items() if weight is not None}
     shapes = {key: (weight.shape, weight.dtype, weight.requires_grad) for key, weight in weights.items()}
     hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-    return found | {"": (name, type(module), shapes, hooks)}
+    traits[""] = (name, type(module), shapes, hooks)
+    return traits
+
+
+def _differ_in_index(first: list[dict[str, Any]], other: list[dict[str, Any]], index: int) -> bool:
+    """Whether block ``index`` is as the first one, except for values that are 0 there and ``index`` here, such as
+    ``layer_idx``."""
+    if len(first) != len(other):
+        return False
+    for ours, theirs in zip(first, other, strict=True):
+        if ours.keys() != theirs.keys():
+            return False
+        for key, value in ours.items():
+            is_index = value == 0 and theirs[key] == index
+            if theirs[key] != value and not is_index:
+                return False
+    return True
 
 
 @contextmanager
@@ -231,8 +255,7 @@ def state_bytes(optimizer: Any, mode: Any = None) -> dict[int, int]:
         optimizer.zero_grad()
     sizes = {}
     for index, parameter in enumerate(parameters):
-        tensors = [
-            value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor) and value.dim()
-        ]
+        state = optimizer.state.get(parameter, {})
+        tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
         sizes[index] = sum(tensor.nbytes for tensor in tensors)
     return sizes

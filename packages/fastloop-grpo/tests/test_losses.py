@@ -7,7 +7,7 @@ import torch
 from fastloop_plugins.text import Completion
 
 from fastloop_grpo.losses import LossSettings, advantages, deviations, equal_groups, policy_loss, sampler_weights
-from fastloop_grpo.rollout import completion_sample, empty_sample, trial_samples
+from fastloop_grpo.rollout import completion_sample, empty_sample
 
 NAN = math.nan
 
@@ -110,5 +110,3 @@ def test_targets_are_the_tokens_of_a_completion():
     masked = completion_sample([5, 6], Completion([7, 2], False), 0.5, masked=True)
     assert masked.targets.tolist() == [-100] * 4
     assert masked.size == len(masked.sampled) == empty_sample(0).size == 0
-    first, second = trial_samples([[5, 6]])
-    assert first.advantage + second.advantage != 0

@@ -205,6 +205,9 @@ def test_an_evaluation_reports_the_mean_reward_of_its_prompts(tmp_path):
             (tmp_path, "predict", "run", "rows.jsonl", "--out", "texts.jsonl"),
         ]
     )
+    (tmp_path / "long.jsonl").write_text('{"prompt": "12="}\n{"prompt": "123456789="}\n')
+    (output,) = run_commands([(tmp_path, "predict", "run", "long.jsonl", "--out", "long.npy")], code=2)
+    assert "10 tokens" in output
     evaluated = json.loads((tmp_path / "metrics.json").read_text())["metrics"]
     assert evaluated.keys() == metrics.keys()
     assert 0 <= evaluated["reward"] <= 1
@@ -227,6 +230,19 @@ def test_a_reward_rises(tmp_path):
     first, last = ([point["reward"] for point in part] for part in (points[:5], points[-5:]))
     assert sum(last) / 5 > 2 * sum(first) / 5 + 0.1
     assert {"seconds/generation", "seconds/training", "truncated", "clipped", "reward_spread"} <= points[0].keys()
+
+
+def test_a_plan_shows_prompts_and_estimates_memory(tmp_path):
+    """It builds no model with weights, and draws no completion."""
+    (tmp_path / "recipe.yaml").write_text(json.dumps(sampled(tmp_path)))
+    samples, memory = run_commands(
+        [
+            (tmp_path, "plan", "recipe.yaml", "--samples", "1"),
+            (tmp_path, "plan", "recipe.yaml", "--device-memory", "8GB"),
+        ]
+    )
+    assert "1" in samples and "=" in samples
+    assert "ddp" in memory
 
 
 @pytest.mark.parametrize("plugin", ["tensor-parallel", "neftune", "context-parallel"])

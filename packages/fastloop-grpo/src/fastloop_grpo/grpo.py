@@ -145,8 +145,10 @@ class GRPO(TextTask):
         self.adds_metrics = {**type(self).adds_metrics, **parts}
 
     def encoding_arguments(self) -> dict[str, Any]:
+        inference = self.data.recipe.inference
+        leaves_out = inference is None or not inference.chunk
         render = self.data.options.chat_template is not None
-        return super().encoding_arguments() | {"template": self.template, "render": render}
+        return super().encoding_arguments() | {"template": self.template, "render": render, "leaves_out": leaves_out}
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> prompts.Prompts:
@@ -302,6 +304,8 @@ class GRPO(TextTask):
     def before_prepare(self, run: Run, model: Any) -> None:
         if run.recipe.inference is not None:
             return
+        if not hasattr(model, "config"):  # what stands in for a model, where only data are shown
+            return
         self.saved_config = dict(vars(model.config))
         changed = switch_dropout_off(model)  # the ratio of an update compares two forward passes
         if changed:
@@ -359,8 +363,9 @@ class GRPO(TextTask):
         seed = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
         sampling = Sampling(self.max_new_tokens, self.temperature, self.ends)
         completions = run.hooks.generate_completions(run=run, prompts=asked, count=count, options=sampling, seed=seed)
-        tokenizer = self.text_model.tokenizer
-        check_completions(completions, len(asked) * count, len(tokenizer))
+        tokenizer, config = self.text_model.tokenizer, self.text_model.config.get_text_config()
+        vocabulary = max(len(tokenizer), config.vocab_size)  # a model may have more rows than its tokenizer tokens
+        check_completions(completions, len(asked) * count, vocabulary)
         texts = tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)
         scored = self.score(rows, completions, texts, run.state.step)
         parts = {}
@@ -448,20 +453,16 @@ class GRPO(TextTask):
     @hookimpl
     def compute_loss(self, run: Run, model: Any, batch: dict[str, Any]) -> Output:
         """The loss of completions; of prompts, minus their mean reward, whose ``predictions`` are the values of
-        ``GroupMeans``. With gradients, prompts are only tried: see ``trial_samples``."""
+        ``GroupMeans``. With gradients, the model is only tried: see ``trial_batch``."""
         import torch
 
         from fastloop_grpo.losses import policy_loss
-        from fastloop_grpo.rollout import trial_samples
 
         if "targets" not in batch and not torch.is_grad_enabled():
             return self.evaluate_prompts(run, batch)
         if "targets" not in batch:
-            samples = trial_samples([ids.tolist() for ids in split(batch["input_ids"], batch)])
-            size = self.completions_at_once(run)
-            trial = self.completion_batches(run, samples[:size], 1)
-            self.add_reference(run, trial)
-            batch = trial[0].inputs
+            batch = self.trial_batch(run, batch)
+            self.add_reference(run, [Batch(batch)])
         found = self.log_probabilities(model, batch)
         if "old" not in batch:  # the first update
             batch["old"] = found.detach()
@@ -471,6 +472,29 @@ class GRPO(TextTask):
             sums = [tokens, result.clipped.sum(), result.divergence.sum(), result.weights.sum()]
             self.token_sums += torch.stack(sums)
         return Output(result.loss)
+
+    def trial_batch(self, run: Run, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch of the loss with the shape of real ones, from a batch of prompts, to try a model without generating.
+        It reads no value from the device. A packed row stays as it is."""
+        import torch
+
+        inputs = {name: value for name, value in batch.items() if name not in OWN}
+        ids = inputs["input_ids"]
+        if "position_ids" not in inputs:
+            rows = self.completions_at_once(run)
+            longest = getattr(self.text_model.config, "max_position_embeddings", None)
+            for name, value in inputs.items():
+                longer = torch.cat([value, torch.ones_like(value[:, :1]).expand(-1, self.max_new_tokens)], 1)
+                inputs[name] = longer.repeat(-(-rows // len(ids)), 1)[:rows, :longest]
+            ids = inputs["input_ids"]
+        own = {
+            "targets": ids.roll(-1, 1),
+            "places": torch.arange(ids.numel(), device=ids.device),
+            "completions": torch.zeros(ids.numel(), dtype=torch.int64, device=ids.device),
+            "sizes": torch.full((1,), float(ids.numel()), device=ids.device),
+            "advantages": torch.ones(1, device=ids.device),
+        }
+        return inputs | own
 
     # -- evaluation and prediction -------------------------------------------------------------------------------------
 

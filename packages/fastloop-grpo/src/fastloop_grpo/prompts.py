@@ -34,9 +34,10 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
 
     Args:
         arguments: ``template`` is the text of a chat template or None, and ``render`` whether texts are rendered, too.
+            ``leaves_out``: ``Prompts`` leaves out prompts that are too long. In prediction, each row has a result.
 
     Raises:
-        RowError: A conversation cannot be rendered.
+        RowError: A conversation cannot be rendered; or in prediction, a prompt is too long or has no token.
     """
     if arguments["template"] is not None:
         tokenizer.chat_template = arguments["template"]
@@ -47,8 +48,16 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
         if text.startswith(MARK):
             prompt = Chat.loads(text[1:]).messages
         ids = encode_prompt(tokenizer, renderer, prompt, arguments["render"])
+        if not arguments["leaves_out"]:
+            check_length(ids, arguments["max_length"])
         kept = json.dumps([prompt, *map(json.loads, values)])
         yield [len(ids), *ids, *kept.encode()]
+
+
+def check_length(ids: Sequence[int], max_length: int) -> None:
+    """Raise an error for a prompt to predict that has no token, or more than ``max_length``."""
+    if not 1 <= len(ids) <= max_length:
+        raise RowError(f"the prompt has {len(ids)} tokens, expected 1 to {max_length}: data.max_length.")
 
 
 def encode_prompt(tokenizer: Any, renderer: ChatRenderer, prompt: Any, render: bool) -> list[int]:

@@ -62,17 +62,6 @@ def empty_sample(token: int) -> CompletionSample:
     return completion_sample([], Completion([token], ended=True), 0.0, masked=True)
 
 
-def trial_samples(prompts: Sequence[Sequence[int]]) -> list[CompletionSample]:
-    """Two samples of each prompt, whose completions are its tokens, to try a model without generating: their advantages
-    are 1 and -1/2, so that the gradient is not zero."""
-    samples = []
-    for prompt in prompts:
-        completion = Completion(list(prompt), ended=True)
-        samples.append(completion_sample(prompt, completion, 1.0, masked=False))
-        samples.append(completion_sample(prompt, completion, -0.5, masked=False))
-    return samples
-
-
 @dataclass
 class Rollout:
     """Completions of prompts with their rewards.

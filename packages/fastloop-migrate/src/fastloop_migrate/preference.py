@@ -42,7 +42,7 @@ SFT = (
 """Keys that only the config of TRL's SFT trainer has."""
 GRPO_KEYS = ("num_generations", "reward_funcs")
 """Keys of GRPO, whose configs are not converted."""
-GRPO_REMEDY = "Write a recipe of the package fastloop-grpo instead: docs/tasks/grpo.md lists its options by those of TRL."
+GRPO_REMEDY = "Write a recipe of the package fastloop-grpo: docs/tasks/grpo.md lists its options by TRL's names."
 OTHER_TRAINERS = {
     "reward_model_path": "online DPO or PPO",
     "num_ppo_epochs": "PPO",

@@ -7,7 +7,8 @@
 The work: four prompts a step, the additions of the package's recipe of a chat model, with eight completions each of at
 most 16 tokens. Sixteen completions pass the model at once. AdamW trains all weights at 1e-6.
 
-* fastloop: the recipe lists ``grpo`` and ``auto``, which selects the plugins.
+* fastloop: the recipe lists ``grpo`` and ``auto``, which selects the plugins. `cpu-affinity` is left out, so that both
+  have the threads of ``OMP_NUM_THREADS``.
 * trl: ``GRPOTrainer`` with bf16 and fused AdamW. Like fastloop, it generates with transformers.
 
 Protocol
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -99,7 +101,7 @@ def train_fastloop(model: Path, folder: Path, steps: int, seed: int) -> dict[str
                 "log_every": 1,
                 "save_every": None,
             },
-            "plugins": [{"grpo": task}, "auto", {"progress": False}],
+            "plugins": [{"grpo": task}, "auto", {"cpu-affinity": False}, {"progress": False}],
             "output": str(folder / "run"),
         }
     )
@@ -224,7 +226,9 @@ def main() -> None:
     results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
     print(f"\n{arms}\n\n{compared}\n\n{load(every)}\n{write('grpo', results, options.results)}")
     if options.results == RESULTS:
-        said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps. {load(every)}"
+        threads = os.environ.get("OMP_NUM_THREADS", "all")
+        said = f"{options.model.name}. {show_machine(facts)} {options.repeats} rounds of {options.steps} steps, "
+        said += f"threads: {threads}. {load(every)}"
         said += f" {caution(options.repeats)} `auto` selected: {', '.join(found[0]['fastloop']['plugins'])}."
         write_section("GRPO", "\n\n".join([source(__doc__, __file__), arms, compared, said]))
 

@@ -239,37 +239,13 @@ class GRPO(TextTask):
         import torch
 
         if not isinstance(samples[0], dict):
-            return self.build_completions(samples)
+            from fastloop_grpo.rollout import ragged_completions
+
+            return ragged_completions(samples, self.text_model.tokenizer.pad_token_id, self.loss)
         batch = super().build_batch(samples)
         if "row" in samples[0]:
             batch.fixed["rows"] = torch.tensor([sample.get("row", 0) for sample in samples])
         return batch
-
-    def build_completions(self, samples: Sequence[CompletionSample]) -> Ragged:
-        """A batch of the loss; see ``losses.policy_loss``."""
-        import numpy as np
-        import torch
-
-        from fastloop_grpo.losses import loss_weight
-        from fastloop_grpo.rollout import NO_TARGET
-
-        ids = [sample.input_ids for sample in samples]
-        targets = [sample.targets for sample in samples]
-        sizes = torch.tensor([sample.size for sample in samples])
-        sampled = torch.from_numpy(np.concatenate([sample.sampled for sample in samples]))
-        fixed = {
-            "completions": torch.repeat_interleave(torch.arange(len(samples)), sizes),
-            "sizes": sizes.float(),
-            "advantages": torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
-        }
-        if not sampled.isnan().all():
-            fixed["sampled"] = sampled
-        return Ragged(
-            columns={"input_ids": (ids, self.text_model.tokenizer.pad_token_id), "targets": (targets, NO_TARGET)},
-            fixed=fixed,
-            loss_weight=loss_weight(int(sizes.sum()), len(samples), self.loss),
-            tokens=sum(map(len, ids)),
-        )
 
     def completion_batches(self, run: Run, samples: Sequence[CompletionSample], count: int) -> list[Batch]:
         """``count`` micro-batches of samples, on the device; those without a sample have no weight."""
@@ -453,15 +429,17 @@ class GRPO(TextTask):
     @hookimpl
     def compute_loss(self, run: Run, model: Any, batch: dict[str, Any]) -> Output:
         """The loss of completions; of prompts, minus their mean reward, whose ``predictions`` are the values of
-        ``GroupMeans``. With gradients, the model is only tried: see ``trial_batch``."""
+        ``GroupMeans``. With gradients, the model is only tried: see ``rollout.trial_batch``."""
         import torch
 
         from fastloop_grpo.losses import policy_loss
+        from fastloop_grpo.rollout import trial_batch
 
         if "targets" not in batch and not torch.is_grad_enabled():
             return self.evaluate_prompts(run, batch)
         if "targets" not in batch:
-            batch = self.trial_batch(run, batch)
+            positions = getattr(self.text_model.config, "max_position_embeddings", None)
+            batch = trial_batch(batch, OWN, self.completions_at_once(run), self.max_new_tokens, positions)
             self.add_reference(run, [Batch(batch)])
         found = self.log_probabilities(model, batch)
         if "old" not in batch:  # the first update
@@ -472,29 +450,6 @@ class GRPO(TextTask):
             sums = [tokens, result.clipped.sum(), result.divergence.sum(), result.weights.sum()]
             self.token_sums += torch.stack(sums)
         return Output(result.loss)
-
-    def trial_batch(self, run: Run, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of the loss with the shape of real ones, from a batch of prompts, to try a model without generating.
-        It reads no value from the device. A packed row stays as it is."""
-        import torch
-
-        inputs = {name: value for name, value in batch.items() if name not in OWN}
-        ids = inputs["input_ids"]
-        if "position_ids" not in inputs:
-            rows = self.completions_at_once(run)
-            longest = getattr(self.text_model.config, "max_position_embeddings", None)
-            for name, value in inputs.items():
-                longer = torch.cat([value, torch.ones_like(value[:, :1]).expand(-1, self.max_new_tokens)], 1)
-                inputs[name] = longer.repeat(-(-rows // len(ids)), 1)[:rows, :longest]
-            ids = inputs["input_ids"]
-        own = {
-            "targets": ids.roll(-1, 1),
-            "places": torch.arange(ids.numel(), device=ids.device),
-            "completions": torch.zeros(ids.numel(), dtype=torch.int64, device=ids.device),
-            "sizes": torch.full((1,), float(ids.numel()), device=ids.device),
-            "advantages": torch.ones(1, device=ids.device),
-        }
-        return inputs | own
 
     # -- evaluation and prediction -------------------------------------------------------------------------------------
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from fastloop_plugins.text import Completion
+from fastloop_plugins.text import Completion, Ragged
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastloop_grpo.losses import advantages, deviations, equal_groups
+from fastloop_grpo.losses import advantages, deviations, equal_groups, loss_weight
 from fastloop_grpo.metrics import Mean
 from fastloop_grpo.rewards import Scored
 
@@ -60,6 +60,54 @@ def completion_sample(
 def empty_sample(token: int) -> CompletionSample:
     """A sample without a loss, of one token: for a process with fewer completions than another."""
     return completion_sample([], Completion([token], ended=True), 0.0, masked=True)
+
+
+def ragged_completions(samples: Sequence[CompletionSample], pad_token: int, loss: str) -> Ragged:
+    """A batch of the loss before padding or packing; see ``losses.policy_loss``."""
+    ids = [sample.input_ids for sample in samples]
+    targets = [sample.targets for sample in samples]
+    sizes = torch.tensor([sample.size for sample in samples])
+    sampled = torch.from_numpy(np.concatenate([sample.sampled for sample in samples]))
+    fixed = {
+        "completions": torch.repeat_interleave(torch.arange(len(samples)), sizes),
+        "sizes": sizes.float(),
+        "advantages": torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
+    }
+    if not sampled.isnan().all():
+        fixed["sampled"] = sampled
+    return Ragged(
+        columns={"input_ids": (ids, pad_token), "targets": (targets, NO_TARGET)},
+        fixed=fixed,
+        loss_weight=loss_weight(int(sizes.sum()), len(samples), loss),
+        tokens=sum(map(len, ids)),
+    )
+
+
+def trial_batch(
+    batch: Mapping[str, Any], own: Collection[str], rows: int, max_new_tokens: int, positions: int | None
+) -> dict[str, Any]:
+    """A batch of the loss with the shape of real ones, from a batch of prompts, to try a model without generating. It
+    reads no value from the device. A packed row stays as it is.
+
+    Args:
+        own: Inputs of a batch that the model does not get.
+        rows: Completions of a forward pass.
+        positions: Tokens that the model takes at most; None: not known.
+    """
+    inputs = {name: value for name, value in batch.items() if name not in own}
+    if "position_ids" not in inputs:
+        for name, value in inputs.items():
+            longer = torch.cat([value, torch.ones_like(value[:, :1]).expand(-1, max_new_tokens)], 1)
+            inputs[name] = longer.repeat(-(-rows // len(value)), 1)[:rows, :positions]
+    ids = inputs["input_ids"]
+    count = ids.numel()
+    return inputs | {
+        "targets": ids.roll(-1, 1),
+        "places": torch.arange(count, device=ids.device),
+        "completions": torch.zeros(count, dtype=torch.int64, device=ids.device),
+        "sizes": torch.full((1,), float(count), device=ids.device),
+        "advantages": torch.ones(1, device=ids.device),
+    }
 
 
 @dataclass

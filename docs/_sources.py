@@ -27,6 +27,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _api import api_reference
+from _codes import code_list
 from _stub import STUB, hook_types, is_implemented
 
 from fastloop import hookspecs
@@ -318,6 +319,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hooks": all_hooks,
     "plugins": plugin_lists,
     "recipe": recipe_keys,
+    "codes": code_list,
     "commands": commands,
     "formats": formats,
     "conditions": lambda: option_list(describe(Condition)),

@@ -14,8 +14,9 @@ LINE = re.compile(r"^(?P<file>.+?), (?:line|row) (?P<line>\d[\d,]*)")
 """A place in a file: ``train.csv, line 3``."""
 KEY = re.compile(r"^(?P<file>(?:recipe|.+\.ya?ml)): (?P<key>[\w.\[\]/-]+)")
 """A place in a recipe: ``recipe.yaml: train.lr``."""
-PROPOSAL = re.compile(r"`([^`]+)`")
-"""A part of a remedy that a user can type."""
+OVERRIDE = r"\b(?:data|model|plugins|train)(?:\.[\w-]+)+=[^\s`]*[^\s`.,:;)]"
+PROPOSAL = re.compile(rf"`([^`]+)`|({OVERRIDE})")
+"""A part of a remedy that a user can type: between backquotes, or an override without spaces."""
 
 
 class Fields(TypedDict, total=False):
@@ -41,8 +42,9 @@ class Problem:
         place: Where the problem is: ``recipe.yaml: train.lr``, ``train.csv, line 3``, ``--resume runs/a``.
         found: The value that was found, without a full stop.
         expected: The values that are possible, without a full stop.
-        remedy: Sentences about the change that solves the problem. A part between backquotes is an override, options
-            or a command that works as it is: "For classes, give `data.label_type=class`."
+        remedy: Sentences about the change that solves the problem. An override in them, such as
+            ``data.label_type=class``, works as it is, and so do options and commands between backquotes: "Run
+            `fastloop plugins`."
     """
 
     text: str = ""
@@ -70,7 +72,7 @@ class Problem:
     @property
     def proposals(self) -> list[str]:
         """The overrides, options and commands of the remedy, as a user can type them."""
-        return PROPOSAL.findall(self.remedy)
+        return [match[1] or match[2] for match in PROPOSAL.finditer(self.remedy)]
 
     def to_json(self) -> dict[str, Any]:
         """The fields for programs. ``message`` is the whole text; ``file``, ``key`` and ``line`` are parts of the

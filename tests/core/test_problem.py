@@ -50,6 +50,19 @@ def test_proposals_are_the_quoted_parts_of_the_remedy():
     assert problem.proposals == ["data.label_type=class", "fastloop plan r.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("remedy", "proposals"),
+    [
+        ("For classes, give data.label_type=class.", ["data.label_type=class"]),
+        ("Give data.read.delimiter=';', or train.lr=1e-5,3e-5.", ["data.read.delimiter=';'", "train.lr=1e-5,3e-5"]),
+        ("Set train.max_steps.", []),
+        ("Give `data.label_map={a: b, c: d}`.", ["data.label_map={a: b, c: d}"]),
+    ],
+)
+def test_an_override_without_spaces_needs_no_quotes(remedy: str, proposals: list[str]):
+    assert Problem(remedy=remedy).proposals == proposals
+
+
 def test_an_error_has_the_code_of_its_class_unless_it_has_one():
     assert RecipeError("x").problem.code == "invalid-recipe"
     assert RecipeError("x", code="unknown-option").problem.code == "unknown-option"
@@ -101,6 +114,7 @@ def test_a_command_reports_its_error_as_json(cli):
     assert code == 2
     assert fields["level"] == "error"
     assert "train.lr" in fields["message"]
+    assert fields["code"] == "invalid-value"
 
 
 def test_an_option_of_plugins_is_the_same(cli):

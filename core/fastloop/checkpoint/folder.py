@@ -69,7 +69,9 @@ class Lock:
             owner = self._owner()
             os.close(self.file)
             who = "process {pid} on {host}, since {since}".format(**owner) if owner else "another process"
-            raise RecipeError(f"{folder} is in use by {who}. {remedy}", code="folder-in-use", place=f"{where}: output")
+            raise RecipeError(
+                f"{folder} is in use by {who}.", code="folder-in-use", place=f"{where}: output", remedy=remedy
+            )
         with contextlib.suppress(OSError):  # on a full disk, the lock works without the owner's name
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(SINCE)}
             os.ftruncate(self.file, 0)

@@ -228,7 +228,7 @@ def verify(folder: Path, wait: bool = False) -> str | None:
             "The checkpoint may be complete: try again when the file system responds, or resume from another "
             "one (--resume PATH)."
         )
-        raise CheckpointError(f"{folder} cannot be read: {error}. {advice}", code="damaged-checkpoint") from error
+        raise CheckpointError(f"{folder} cannot be read: {error}.", code="damaged-checkpoint", remedy=advice) from error
     return problem
 
 

@@ -195,7 +195,7 @@ class HookChecks:
             for problem, value in self._read(arguments).items() if _return_type(hook) == "None" else ():
                 if value != before[problem]:
                     remedy = REMEDIES.get(problem, REMEDIES["changed a counter"])
-                    raise PluginError(f"{where} {problem}. {remedy}", code="wrong-result")
+                    raise PluginError(f"{where} {problem}.", code="wrong-result", remedy=remedy)
             if hook == "compute_loss":
                 self.has_loss[plugin.name] = self.has_loss.get(plugin.name, False) or result is not None
             if hook == "write_summary":

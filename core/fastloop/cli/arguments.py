@@ -138,9 +138,10 @@ def choice(option: str, values: Sequence[str], help: str) -> Any:
         if text not in values:
             suggestion = did_you_mean(text, values).partition(" Expected")[0]
             raise UsageError(
-                f"found {text!r}, expected one of: {', '.join(values)}.{suggestion}",
+                f"found {text!r}, expected one of: {', '.join(values)}.",
                 code="unknown-choice",
                 place=option,
+                remedy=suggestion,
             )
         return text
 
@@ -178,9 +179,10 @@ def output_file(option: str, help: str, kind: type = str, stdout: bool = False) 
             if devices or (path.exists() and not path.is_file()):
                 advice = "For stdout, give -." if stdout else "Write a file, and copy it from there."
                 raise UsageError(
-                    f"found a device, pipe or socket, expected a file. {advice}",
+                    "found a device, pipe or socket, expected a file.",
                     code="not-a-file",
                     place=f"{option} {text}",
+                    remedy=advice,
                 )
             if not path.parent.is_dir():
                 raise UsageError(

@@ -65,8 +65,9 @@ def check_variables(trains: bool) -> None:
         value = os.environ.get(name, "")
         if value and not value.isdecimal():
             raise UsageError(
-                f"the environment variable {name} is {value!r}, expected a whole number. {remedy}",
+                f"the environment variable {name} is {value!r}, expected a whole number.",
                 code="wrong-environment",
+                remedy=remedy,
             )
     sizes = [name for name in WORLD_SIZES if os.environ.get(name)]
     ranks = [name for name in RANKS if os.environ.get(name)]
@@ -79,15 +80,17 @@ def check_variables(trains: bool) -> None:
         if missing:
             raise UsageError(
                 f"the environment variable {sizes[0]} is {processes}, and {' and '.join(missing)} is not set. Each of "
-                f"several processes needs it. {remedy}",
+                "several processes needs it.",
                 code="wrong-environment",
+                remedy=remedy,
             )
     if rank() >= processes:
         found = f"{sizes[0]} is {processes}" if sizes else "WORLD_SIZE is not set"
         raise UsageError(
             f"the environment variable {ranks[0]} is {rank()}, and {found}. Expected a rank below the number of "
-            f"processes. {remedy}",
+            "processes.",
             code="wrong-environment",
+            remedy=remedy,
         )
     tasks = _from_environment(SLURM_TASKS) or 1
     if trains and tasks > 1 and not sizes:

@@ -70,7 +70,9 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], where:
         rivals = [other for other in plugins if plugin.slot and plugin.slot in (other.slot, other.name)]
         if len(rivals) > 1:
             names, fix = _keep_one(rivals)
-            raise PluginError(f"{names} fill the slot {plugin.slot!r}. {fix}", code="slot-filled-twice", place=where)
+            raise PluginError(
+                f"{names} fill the slot {plugin.slot!r}.", code="slot-filled-twice", place=where, remedy=fix
+            )
     for plugin in plugins:
         _check_references(plugin, plugins, {*installed, *(other.name for other in plugins)}, where)
     try:

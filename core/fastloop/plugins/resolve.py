@@ -230,9 +230,10 @@ def _check_left_out(recipe: Recipe, installed_names: Collection[str]) -> None:
         if options is False and name not in known:
             suggestion = suggest_plugin(name, installed_names)
             raise PluginError(
-                f"no plugin {name!r} is installed.{suggestion}",
+                f"no plugin {name!r} is installed.",
                 code="unknown-plugin",
                 place=f"{recipe.where}: plugins.{name}",
+                remedy=suggestion,
             )
 
 

@@ -136,8 +136,10 @@ class FusedOptimizer(Plugin):
             if wanted == "fused" and not has_fused_kernel(recipe, device):
                 since = FUSED_ON_CUDA_SINCE[name]
                 raise PluginError(
-                    f"{recipe.where}: plugins.fused-optimizer: torch has a fused {name} for CUDA since {since}, and "
-                    f"{version('torch')} is installed. Set plugins.fused-optimizer.implementation: foreach."
+                    f"torch has a fused {name} for CUDA since {since}, and {version('torch')} is installed.",
+                    code="unsupported-optimizer",
+                    place=f"{recipe.where}: plugins.fused-optimizer",
+                    remedy="Set plugins.fused-optimizer.implementation: foreach.",
                 )
             return
         repair = (

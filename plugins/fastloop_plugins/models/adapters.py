@@ -204,16 +204,18 @@ def add_adapter(model: nn.Module, folder: Path, settings: LoraConfig, where: str
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         problem = lines[1] if isinstance(error, RuntimeError) and len(lines) > 1 else lines[0]
         raise RecipeError(
-            f"{folder} is not an adapter of {type(model).__name__}: {problem.rstrip('.:')}. {advice}",
+            f"{folder} is not an adapter of {type(model).__name__}: {problem.rstrip('.:')}.",
             code="adapter-differs",
             place=where,
+            remedy=advice,
         ) from None
     if names := [*loaded.missing_keys, *loaded.unexpected_keys]:
         raise RecipeError(
             f"{folder} is not an adapter of {type(model).__name__}: {len(names)} weights have no counterpart, such as "
-            f"{names[0]}. {advice}",
+            f"{names[0]}.",
             code="adapter-differs",
             place=where,
+            remedy=advice,
         )
     return wrapped
 

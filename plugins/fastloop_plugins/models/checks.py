@@ -274,9 +274,10 @@ def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], 
             remedy = ROUTER_REMEDY if getattr(model.config, "output_router_logits", False) else "Use another model."
             raise RecipeError(
                 f"{type(model).__name__} computes a loss of {float(output.loss):.6g}, expected {float(expected):.6g}, "
-                f"the mean cross entropy of the target tokens: its micro-batches could not be combined. {remedy}",
+                "the mean cross entropy of the target tokens: its micro-batches could not be combined.",
                 code="wrong-loss",
                 place=where,
+                remedy=remedy,
             )
 
     agree(run, model, where, find)

@@ -70,11 +70,12 @@ def resize(model: Any, rows: int, seed: int, where: str, remedy: str, mean: bool
         sizes = [len(module.weight) for module in embeddings(model)]
     except Exception as error:  # models raise errors of any type
         cause = f"{type(error).__name__}: {first_line(error)}"
-        raise RecipeError(f"{name} cannot be resized: {cause}. {remedy}", code="not-resizable") from None
+        raise RecipeError(f"{name} cannot be resized: {cause}.", code="not-resizable", remedy=remedy) from None
     if set(sizes) != {rows}:
         raise RecipeError(
-            f"{name} has {sizes} rows of embedding and head, expected {rows} after resizing. {remedy}",
+            f"{name} has {sizes} rows of embedding and head, expected {rows} after resizing.",
             code="not-resizable",
+            remedy=remedy,
         )
 
 

@@ -214,7 +214,7 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
             codec = codec_of(path, how) if suffix not in PACKED else None
         remedy = f" It is read as {codec}: if it has another compression, give data.read.compression." if codec else ""
         raise RecipeError(
-            f"cannot be read as {suffix}: {first_line(error)}.{remedy}", code="file-unreadable", place=str(path)
+            f"cannot be read as {suffix}: {first_line(error)}.", code="file-unreadable", place=str(path), remedy=remedy
         ) from None
 
 

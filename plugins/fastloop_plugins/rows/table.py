@@ -88,9 +88,10 @@ def missing_column(where: str, key: str, name: str, columns: Iterable[Any], reme
     names = [str(column) for column in columns]
     remedy = remedy or did_you_mean(name, names).partition(" Expected")[0]
     return RecipeError(
-        f"there is no column {name!r}, which data.{key} names. Its columns: {', '.join(names) or 'none'}.{remedy}",
+        f"there is no column {name!r}, which data.{key} names. Its columns: {', '.join(names) or 'none'}.",
         code="unknown-column",
         place=where,
+        remedy=remedy,
     )
 
 

@@ -286,7 +286,7 @@ def read(path: Path) -> dict[str, Any]:
     for key in found.keys() - set(known):
         hint = did_you_mean(key, known)
         if hint:
-            raise PluginError(f"DeepSpeed has no key {key!r}.{hint}", code="unknown-key", place=str(path))
+            raise PluginError(f"DeepSpeed has no key {key!r}.", code="unknown-key", place=str(path), remedy=hint)
         logger.warning("deepspeed: %s: %r is not a key that fastloop knows: passed on unchanged", path, key)
     return found
 

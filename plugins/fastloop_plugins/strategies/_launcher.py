@@ -91,7 +91,8 @@ class Launcher:
         """
         raise PluginError(
             f"accelerate's configuration asks for {os.environ[variable]!r} ({variable}), and the plugin "
-            f"{self.plugin.name!r} has no option for it. {remedy}",
+            f"{self.plugin.name!r} has no option for it.",
             code="launcher-differs",
             place=self.recipe.where,
+            remedy=remedy,
         )

@@ -186,9 +186,10 @@ class ModuleOrder:
         process = f"process {self.run.rank} of {self.run.world_size}"
         return PluginError(
             f"{process} {did} {name!r} {problem}. Processes gather the weights of a module together, so each of them "
-            f"must call it. {self.remedy}",
+            "must call it.",
             code="modules-differ",
             place=self.run.recipe.where,
+            remedy=self.remedy,
         )
 
     def _take_part(self, call: int) -> None:

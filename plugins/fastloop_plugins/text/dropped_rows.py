@@ -74,7 +74,7 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
         name = min(unknown)
         remedy = " Rows without a label have the key ''." if name.strip().lower() in MISSING else ""
         raise RecipeError(
-            f"the label {name!r} never occurs.{remedy}", code="unknown-label", place=f"{data.where}.label_map"
+            f"the label {name!r} never occurs.", code="unknown-label", place=f"{data.where}.label_map", remedy=remedy
         )
 
 
@@ -129,5 +129,8 @@ def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
 def _all_dropped(role: str, key: str, remedy: str, rows: int, data: TextData) -> RecipeError:
     remedy = remedy if role == "train" else f"To leave out the split: data.splits.{role}=null."
     return RecipeError(
-        f"leaves out all {rows} rows of the {role} split. {remedy}", code="empty-split", place=f"{data.where}.{key}"
+        f"leaves out all {rows} rows of the {role} split.",
+        code="empty-split",
+        place=f"{data.where}.{key}",
+        remedy=remedy,
     )

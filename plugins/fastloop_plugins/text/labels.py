@@ -245,9 +245,10 @@ def _values(part: Table, options: DataOptions, what: str, notes: list[str]) -> V
                 kind = "classes" if isinstance(value, list) else "number" if isinstance(value, Real) else None
                 remedy = f" If these are labels: data.label_type={kind}." if kind else ""
                 raise RecipeError(
-                    f"{what} holds {show(value)}, expected text, or whole numbers from 0.{remedy}",
+                    f"{what} holds {show(value)}, expected text, or whole numbers from 0.",
                     code="wrong-label",
                     place=part.row(number),
+                    remedy=remedy,
                 )
     if options.label in {value for _, value in distinct if isinstance(value, str)}:
         column = options.text if isinstance(options.text, str) else options.text[0]
@@ -358,8 +359,9 @@ def _classes(
         remedy = "" if isinstance(labels[0], str) else " For regression: data.label_type=number."
         raise RecipeError(
             f"{where} has {len(seen)} different labels in {rows} rows, such as {labels[0]!r:.60}: nearly every row "
-            f"would be a class of its own. Expected a column with few different values.{remedy}",
+            "would be a class of its own. Expected a column with few different values.",
             code="too-many-labels",
+            remedy=remedy,
         )
     if len(seen) < 2:
         raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.", code="one-class")
@@ -385,9 +387,9 @@ def _classes(
                 "data.label_map={-1: NAME}."
             )
         raise RecipeError(
-            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without "
-            f"gaps. {remedy}",
+            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps.",
             code="gaps-in-labels",
+            remedy=remedy,
         )
     if offset:
         notes.append(
@@ -403,9 +405,10 @@ def _unknown(row: str, label: Label, ids: Mapping[Label, int], role: str, what: 
         f" To leave out its rows: data.label_map={{{label!r}: null}}. To leave this split out: data.splits.{role}=null."
     )
     return RecipeError(
-        f"{what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.{remedy}",
+        f"{what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.",
         code="unknown-label",
         place=str(row),
+        remedy=remedy,
     )
 
 

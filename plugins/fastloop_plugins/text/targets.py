@@ -102,7 +102,7 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
             where = f"{part.row(row + 1)}: column {name!r} ({key})"
             remedy = f" {leave_out_unlabelled(part, name)}" if is_unlabelled(value) else ""
             raise RecipeError(
-                f"{where} holds {show(value)}, expected a finite number{advice}.{remedy}", code="wrong-label"
+                f"{where} holds {show(value)}, expected a finite number{advice}.", code="wrong-label", remedy=remedy
             )
         found[row] = number
     return found
@@ -161,9 +161,10 @@ def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
                 if _switch(value) is None:
                     remedy = f" {leave_out_unlabelled(part, name)}" if is_unlabelled(value) else ""
                     raise RecipeError(
-                        f"column {name!r} (data.label) holds {show(value)}, expected 0 or 1.{remedy}",
+                        f"column {name!r} (data.label) holds {show(value)}, expected 0 or 1.",
                         code="wrong-label",
                         place=part.row(number),
+                        remedy=remedy,
                     )
         for row in zip(*table.values(), strict=True):
             yield frozenset(name for name, value in zip(table, row, strict=True) if _switch(value))

@@ -156,9 +156,10 @@ class ParameterGroups(Plugin):
                 if unknown := own.keys() - group.keys():
                     key, hint = min(unknown), did_you_mean(min(unknown), group.keys() - {"params"})
                     raise RecipeError(
-                        f"{type(optimizer).__name__} has no argument {key!r} for a group of parameters.{hint}",
+                        f"{type(optimizer).__name__} has no argument {key!r} for a group of parameters.",
                         code="unknown-argument",
                         place=self.where,
+                        remedy=hint,
                     )
                 parts.setdefault(repr(sorted(own.items())) if own else "{}", (own, []))[1].append(parameter)
             for own, parameters in parts.values():

@@ -100,7 +100,7 @@ def find_checkpoint(run: Path, name: str) -> Path:
         there = ", ".join(path.name for path in folders) or "none"
         hint = " The plugin checkpoint-best keeps the best one." if name == "best" else ""
         raise CheckpointError(
-            f"there is no checkpoint {name!r}. There are: {there}.{hint}", code="no-checkpoint", place=str(run)
+            f"there is no checkpoint {name!r}. There are: {there}.", code="no-checkpoint", place=str(run), remedy=hint
         )
     if problem := checkpoint.verify(chosen[0]):
         raise CheckpointError(f"{chosen[0]}: damaged: {problem}.", code="damaged-checkpoint")

@@ -133,9 +133,10 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
                         "Predict a dataset of which it keeps every sample, such as a torch.utils.data.Subset."
                     )
                 raise PluginError(
-                    f"the task {task!r} cannot predict: {problem}.{remedy}",
+                    f"the task {task!r} cannot predict: {problem}.",
                     code="unsupported-task",
                     place=run.recipe.where,
+                    remedy=remedy,
                 )
             for name, values in predictions.items():
                 if isinstance(values, torch.Tensor):

@@ -109,9 +109,10 @@ class KeptColumns:
             if source not in names:
                 suggestion = did_you_mean(source, names).partition(" Expected")[0]
                 raise UsageError(
-                    f"there is no column {source!r}. Its columns: {', '.join(names) or 'none'}.{suggestion}",
+                    f"there is no column {source!r}. Its columns: {', '.join(names) or 'none'}.",
                     code="unknown-column",
                     place=f"--keep: {self.path}",
+                    remedy=suggestion,
                 )
             chosen.append(KeptColumn(name, source))
         if ALL in self.listed:

@@ -104,9 +104,9 @@ def check_name(name: str) -> None:
         proposal = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")
         hint = f" Did you mean {proposal!r}?" if proposal else ""
         raise UsageError(
-            f"{name!r} cannot be a plugin's name. Expected lower case words joined by hyphens, such as "
-            f"'my-plugin'.{hint}",
+            f"{name!r} cannot be a plugin's name. Expected lower case words joined by hyphens, such as 'my-plugin'.",
             code="wrong-format",
+            remedy=hint,
         )
     for key, point in installed().items():
         if key.rpartition(":")[2] == name:

@@ -47,6 +47,7 @@ class Folds(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         if self.number >= self.of:
             raise RecipeError(
+                code="out-of-range",
                 place=f"{recipe.where}: plugins.folds.number",
                 found=str(self.number),
                 expected=f"a number from 0 to {self.of - 1}",

@@ -151,7 +151,7 @@ class Trials:
             there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
             hint = did_you_mean(self.monitor, run.metrics or ())
             raise UsageError(
-                f"the validation split {there}.{hint}", code="unknown-split", place=f"--monitor {self.monitor}"
+                f"the validation split {there}.", code="unknown-split", place=f"--monitor {self.monitor}", remedy=hint
             )
 
     def known_mode(self, mode: str) -> MetricMode | None:

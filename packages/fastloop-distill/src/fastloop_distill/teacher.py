@@ -48,12 +48,12 @@ class Teacher:
         advice = f"Expected the same one. Set model.tokenizer={self.source}."
         if student.trained is not None:
             found = f"{self.name} has a tokenizer, and the student's is made from the training texts"
-            raise RecipeError(f"{found}. {advice}", code="tokens-differ", place=self.where)
+            raise RecipeError(f"{found}.", code="tokens-differ", place=self.where, remedy=advice)
         student.load_tokenizer(max_length)
         ours = student.tokenizer
         if ours.get_vocab() != theirs.get_vocab() or ours(PROBE)["input_ids"] != theirs(PROBE)["input_ids"]:
             found = f"the tokenizer of {self.name} has {len(theirs)} tokens, and the student's has {len(ours)}"
-            raise RecipeError(f"{found}, or other rules. {advice}", code="tokens-differ", place=self.where)
+            raise RecipeError(f"{found}, or other rules.", code="tokens-differ", place=self.where, remedy=advice)
 
     def check_labels(self, names: list[str]) -> None:
         """Raise an error unless the classes have these names, in any order."""

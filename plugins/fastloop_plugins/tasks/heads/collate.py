@@ -53,7 +53,7 @@ class DefaultCollator:
             if (found := _find_difference(rows)) is None:
                 raise
             raise DataError(
-                f"the samples of a batch have {found}, expected one shape. {self.remedy}", code="wrong-shape"
+                f"the samples of a batch have {found}, expected one shape.", code="wrong-shape", remedy=self.remedy
             ) from None
 
     def _pad(self, rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

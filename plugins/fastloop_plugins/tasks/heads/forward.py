@@ -148,6 +148,7 @@ def _check_arguments(model: nn.Module, batch: Mapping[str, Any], error: TypeErro
         unknown = [name for name in batch if name not in signature.parameters]
         hint = _label_hint(batch) or (did_you_mean(unknown[0], signature.parameters) if unknown else "")
         raise UsageError(
-            f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {error}.{hint}",
+            f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {error}.",
             code="wrong-batch",
+            remedy=hint,
         ) from error

@@ -127,9 +127,10 @@ class ClassLoss:
                         else " The task has no names of classes: give a list."
                     )
                     raise RecipeError(
-                        f"{'no weight for' if name not in given else 'no class'} {name!r}.{hint}",
+                        f"{'no weight for' if name not in given else 'no class'} {name!r}.",
                         code="unknown-label",
                         place=self.where,
+                        remedy=hint,
                     )
             given = [given[name] for name in names or ()]
         if (names is not None and len(given) != len(names)) or min(given, default=0.0) <= 0:

@@ -169,34 +169,37 @@ class ImageProcessor(ABC):
         except FAILURES as error:
             keys = ", ".join(given)
             raise RecipeError(
-                f"{self.name} cannot use this: {first_line(error)}. {remedy}",
+                f"{self.name} cannot use this: {first_line(error)}.",
                 code="invalid-value",
                 place=f"{where}: {keys}",
+                remedy=remedy,
             ) from None
         size = changes.image_size
         if size is not None and (processor.height, processor.width) != (size, size):
             raise RecipeError(
-                f"{self.name} would make inputs of {processor.height} x {processor.width} pixels by a rule of its "
-                f"own. {remedy}",
+                f"{self.name} would make inputs of {processor.height} x {processor.width} pixels by a rule of its own.",
                 code="unsupported-model",
                 place=f"{where}.image_size: {size}",
+                remedy=remedy,
             )
         if changes.crop_fraction is not None:
             share = processor._kept_share(256, 256)
             if abs(share - changes.crop_fraction) > 0.02 + 1.5 / processor.width:
                 raise RecipeError(
-                    f"{self.name} would keep {share:.2f} of the shorter side by a rule of its own. {remedy}",
+                    f"{self.name} would keep {share:.2f} of the shorter side by a rule of its own.",
                     code="unsupported-model",
                     place=f"{where}.crop_fraction: {changes.crop_fraction:g}",
+                    remedy=remedy,
                 )
         if changes.mean is not None or changes.std is not None:
             mean, std = mean_and_std(changes, self.settings)
             if not processor.table.normalizes(mean, std):
                 key = "mean" if changes.mean is not None else "std"
                 raise RecipeError(
-                    f"{self.name} normalizes by a rule of its own. {remedy}",
+                    f"{self.name} normalizes by a rule of its own.",
                     code="unsupported-model",
                     place=f"{where}.{key}",
+                    remedy=remedy,
                 )
         return processor
 

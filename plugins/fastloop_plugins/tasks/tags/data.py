@@ -144,7 +144,7 @@ class TagTextData(TextData):
         suffix, is_conll = format_of(path)[0], self.is_conll(path)
         if not is_conll and suffix in (".csv", ".tsv", ".txt"):
             remedy = "" if suffix == ".csv" else " For a CoNLL file: data.format=conll."
-            raise RecipeError(f"data.words needs {LISTS}.{remedy}", code="unknown-format", place=str(path))
+            raise RecipeError(f"data.words needs {LISTS}.", code="unknown-format", place=str(path), remedy=remedy)
         for key, value in (("words", self.options.words), ("tags", self.options.tags)):
             if isinstance(value, str if is_conll else int):
                 expected = "a number: the columns of CoNLL files have no names" if is_conll else "the name of a column"
@@ -299,10 +299,10 @@ class TagTextData(TextData):
         remedy = f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
         remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""
         return RecipeError(
-            f"found the tag {tag!r} (data.tags), which never occurs {where}. There: {list_labels(self.classes)}. "
-            f"{remedy}",
+            f"found the tag {tag!r} (data.tags), which never occurs {where}. There: {list_labels(self.classes)}. ",
             code="unknown-label",
             place=place,
+            remedy=remedy,
         )
 
     # -- prediction ----------------------------------------------------------------------------------------------------

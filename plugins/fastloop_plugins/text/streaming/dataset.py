@@ -187,7 +187,9 @@ class LabelReader:
             return label
         if (number := read_number(value, self.untyped)) is None:
             remedy = f" {drop_line(self.column, 'empty: true')}" if is_unlabelled(value) else ""
-            raise DataError(f"{where}, expected a finite number (data.label_type=number).{remedy}", code="wrong-label")
+            raise DataError(
+                f"{where}, expected a finite number (data.label_type=number).", code="wrong-label", remedy=remedy
+            )
         return number
 
 

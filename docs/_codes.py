@@ -1,0 +1,96 @@
+"""The codes of errors and warnings, each with a message, as the sources have them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastloop.problem import Problem
+
+CHECKOUT = Path(__file__).parents[1]
+FOLDERS = ("core", "plugins", "packages")
+FEW_WORDS = 4
+"""Words of a message that explains its code."""
+VALUE = re.compile(r"\{[^{}]*\}")
+FIELDS = ("code", "place", "found", "expected", "remedy")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message in the sources.
+
+    Attributes:
+        file: Its file, below the folder of the code.
+        problem: Its fields. Values that are known in a run are names in braces: ``{where}``.
+    """
+
+    file: str
+    problem: Problem
+
+
+def messages() -> list[Message]:
+    """The messages with a code, in the order of files and lines. Tests have none."""
+    paths = []
+    for folder in FOLDERS:
+        paths += sorted((CHECKOUT / folder).rglob("*.py"))
+    found = []
+    for path in paths:
+        file = path.relative_to(CHECKOUT).as_posix()
+        if "/tests/" not in file:
+            found += [Message(file, problem) for problem in problems(path.read_text(encoding="utf-8"))]
+    return found
+
+
+def problems(source: str) -> Iterator[Problem]:
+    """The problems of a module: of calls with the argument ``code``."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda call: call.lineno):
+        fields = {word.arg: show(word.value) for word in call.keywords if word.arg in FIELDS}
+        code = next((word.value for word in call.keywords if word.arg == "code"), None)
+        if not isinstance(code, ast.Constant):
+            continue
+        texts = list(call.args)
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "error":  # of a plugin: the key comes first
+            fields["place"] = f"{{where}}.{show(texts[0])}"
+            texts = texts[1:]
+        text = show(texts[0]) if texts else ""
+        yield Problem(text, **fields)
+
+
+def show(node: ast.expr) -> str:
+    """A value as text, such as ``{name}`` for a variable and for ``repr(self.name)``."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(show(part) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return show(node.value)
+    if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in ("str", "repr"):
+        return show(node.args[0])
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "did_you_mean":
+        return "Did you mean ...?"
+    if isinstance(node, ast.Name | ast.Attribute):
+        return f"{{{ast.unparse(node).rpartition('.')[2]}}}"
+    return "{...}"
+
+
+def count_words(problem: Problem) -> int:
+    """The number of words outside of braces."""
+    return len(VALUE.sub("", str(problem)).split())
+
+
+def code_list() -> str:
+    """Each code with a message: its first one that has some words of its own."""
+    first: dict[str, Problem] = {}
+    for message in messages():
+        code = message.problem.code
+        if code not in first or count_words(first[code]) < FEW_WORDS <= count_words(message.problem):
+            first[code] = message.problem
+    lines = []
+    for code in sorted(first):
+        text = " ".join(str(first[code]).split())
+        lines.append(f"- `{code}`\n\n        {text}\n")
+    return "\n".join(lines)

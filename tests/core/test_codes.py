@@ -1,0 +1,47 @@
+"""Every error of the sources has a code, and docs/errors.md shows each code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastloop import errors
+
+ROOT = Path(__file__).parents[2]
+KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+FOLDERS = [ROOT / "core", ROOT / "plugins", *(ROOT / "packages").glob("*/src")]
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The codes of the sources."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from _codes import messages
+
+    yield [message.problem.code for message in messages()]
+    del sys.modules["_codes"]
+
+
+def test_every_error_has_a_code():
+    without = []
+    for folder in FOLDERS:
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                is_error = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in KINDS
+                if is_error and all(word.arg not in ("code", None) for word in node.keywords):
+                    without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert without == [], "give these a code: docs/write-a-plugin.md, Errors and warnings"
+
+
+def test_codes_are_lower_case_with_hyphens(codes):
+    assert len(codes) > 800
+    assert [code for code in codes if not re.fullmatch(r"[a-z]+(-[a-z]+)*", code)] == []
+
+
+def test_the_page_shows_every_code(codes):
+    shown = re.findall(r"(?m)^- `([a-z-]+)`$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
+    assert shown == sorted(set(codes))

@@ -18,6 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 from fastloop.errors import PluginError, RecipeError, did_you_mean
+from fastloop.problem import Problem
 
 if TYPE_CHECKING:  # pydantic is imported where it is used: `fastloop --help` needs none of it
     from pydantic import TypeAdapter, ValidationError
@@ -133,32 +134,42 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
     try:  # in strict mode, pydantic makes a dataclass from arguments only, as dataclasses of its own do
         valid: T = validator.validate_python(arguments, self_instance=cls.__new__(cls))
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(cls, error, where)), code="invalid-value") from None
+        problems = list(_explain(cls, error, where))
+        first = problems[0]
+        if len(problems) > 1:
+            raise RecipeError("\n".join(map(str, problems)), code=first.code) from None
+        raise RecipeError(
+            first.text, code=first.code, place=first.place, expected=first.expected, remedy=first.remedy
+        ) from None
     return valid
 
 
-def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
+def _explain(cls: type, error: ValidationError, where: str) -> Iterator[Problem]:
+    """The problems of options: those that are unknown or missing first."""
     invalid, fields = dict[str, list[Any]](), dataclasses.fields(cls)
     for item in error.errors():
         name = ".".join(map(str, item["loc"][:1]))
         if not item["loc"]:  # __post_init__ refused a combination of options
-            yield f"{where}: {item['ctx']['error']}"
+            yield Problem(str(item["ctx"]["error"]), code="invalid-value", place=where)
         elif item["type"] == "unexpected_keyword_argument":
-            yield f"{where}.{name}: no such option.{did_you_mean(name, [field.name for field in fields])}"
+            suggestion = did_you_mean(name, [field.name for field in fields])
+            yield Problem("no such option.", code="unknown-option", place=f"{where}.{name}", remedy=suggestion)
         elif item["type"] == "missing":
-            yield f"{where}.{name}: missing. {_expected(cls, name)}"
+            expected = _expected(cls, name)
+            yield Problem("missing.", code="missing-value", place=f"{where}.{name}", expected=expected)
         else:
             invalid.setdefault(name, []).append(item)
     for name, items in invalid.items():  # pydantic reports each member of a union; report the option once
         bounds = [item["msg"] for item in items if "than" in item["msg"] or "finite" in item["msg"]]
         detail = f" ({bounds[0].removeprefix('Input ')})" if bounds else ""
-        yield f"{where}.{name}: found {_format(items[-1]['input'])}{detail}. {_expected(cls, name)}"
+        text = f"found {_format(items[-1]['input'])}{detail}."
+        yield Problem(text, code="invalid-value", place=f"{where}.{name}", expected=_expected(cls, name))
 
 
 def _expected(cls: type, name: str) -> str:
     kind = type_name(typing.get_type_hints(cls, include_extras=True)[name])
     (help,) = [help_text(field) for field in dataclasses.fields(cls) if field.name == name]
-    return f"Expected {kind}: {help}" if help else f"Expected {kind}."
+    return f"{kind}: {help.removesuffix('.')}" if help else kind
 
 
 def _format(value: Any) -> str:

@@ -211,7 +211,7 @@ def test_pages_name_existing_keys_commands_and_options(page, sources):
     known = dict(sources.leaves())
     for code in [*re.findall(r"`(fastloop [^`\n]+)`", text), *re.findall(r"(?m)^ *(?:\$ )?(fastloop [^#\n]+)", text)]:
         line = code.split(" #")[0].strip().replace("fastloop --json ", "fastloop ")
-        if line in ("fastloop --install-completion", "fastloop --json", "fastloop COMMAND ..."):
+        if line in ("fastloop --install-completion", "fastloop --json", "fastloop COMMAND ...", "fastloop --help"):
             continue
         command = next((key for key in sorted(known, key=len, reverse=True) if f"{line} ".startswith(f"{key} ")), None)
         written_as_code = f"`{code}`" in text or f"$ {code}" in text

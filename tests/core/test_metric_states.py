@@ -16,6 +16,7 @@ from fastloop.errors import ProcessesDisagree
 from fastloop.evaluation_results import EvaluationResults
 from fastloop.metric_states import StateLayout, StateName, TensorForm, find_goals, read_states
 from fastloop.state import Output
+from fastloop.testing import expect_problem
 
 ROWS = 12
 SHARES = {
@@ -94,10 +95,10 @@ def test_any_other_difference_names_metric_state_and_processes(layouts, first, s
 
 
 def test_a_metric_that_only_one_process_has_and_tensors_that_cannot_be_concatenated():
-    with pytest.raises(ProcessesDisagree, match="missing on process 1"):
+    with expect_problem("processes-disagree 1", ProcessesDisagree):
         find_goals([{NAME: tensor()}, {}], "r")
     problem = StateLayout("concatenated", True, problem="sizes differ")
-    with pytest.raises(ProcessesDisagree, match=r"process 1 has .*sizes differ"):
+    with expect_problem("processes-disagree 1", ProcessesDisagree):
         find_goals([{NAME: rows(2)}, {NAME: problem}], "r")
 
 

@@ -10,6 +10,7 @@ import pytest
 from fastloop import PluginError, RecipeError, option
 from fastloop.cli.option_table import describe
 from fastloop.options import check_options, parse
+from fastloop.testing import expect_problem
 
 
 @dataclass(kw_only=True)
@@ -117,7 +118,7 @@ def test_option_may_be_named_like_a_validator_method():
     assert parse(Config, {"schema": "b", "copy": 2, "model_fields": True}, "x") == Config(
         schema="b", copy=2, model_fields=True
     )
-    with pytest.raises(RecipeError, match=r"^x.copy: found 'c' \(str\)\. Expected int\.$"):
+    with expect_problem("invalid-value x.copy 'c'", RecipeError):
         parse(Config, {"copy": "c"}, "x")
 
 

@@ -15,7 +15,7 @@ from fastloop import Plugin, PluginError, hookimpl
 from fastloop.distributed.processes import Processes
 from fastloop.log_points import LogPoint
 from fastloop.scalars import Scalars
-from fastloop.testing import VECTORS, start, tiny_data, train
+from fastloop.testing import VECTORS, expect_problem, start, tiny_data, train
 
 CORE = {
     f"train/{name}" for name in ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")
@@ -137,23 +137,23 @@ def test_values_of_other_hooks_arrive_with_the_next_log_point_or_at_the_end(tiny
     [
         (
             lambda run: (run.log("own", 1), run.log("own", 1, reduce="sum")),
-            r"run.log\('own'\): found reduce='sum', and 'mean' before",
+            "reduction-differs run.log('own' reduce='sum' 'mean'",
         ),
-        (lambda run: run.log("own", 1, reduce="men"), r"run.log\('own'\): no reduction 'men'. Did you mean 'mean'\?"),
+        (lambda run: run.log("own", 1, reduce="men"), "unknown-choice run.log('own' 'men' 'mean'"),
         (
             lambda run: run.log("own", torch.ones(2)),
-            r"found a tensor of shape \(2,\) and torch.float32, expected a real number",
+            "wrong-type 2 torch.float32",
         ),
-        (lambda run: run.log("own", torch.tensor(1j)), "and torch.complex64, expected a real number"),
-        (lambda run: run.log("own", "1"), "found '1', expected a real number"),
-        (lambda run: run.log("train/loss", 1), "found the name 'train/loss', expected one of your own"),
-        (lambda run: run.log("step", 1), "found the name 'step', expected one of your own"),
-        (lambda run: run.log("validation/own", 1), "names of evaluation metrics begin with validation/"),
+        (lambda run: run.log("own", torch.tensor(1j)), "wrong-type torch.complex64"),
+        (lambda run: run.log("own", "1"), "wrong-type '1'"),
+        (lambda run: run.log("train/loss", 1), "reserved-name 'train/loss'"),
+        (lambda run: run.log("step", 1), "reserved-name 'step'"),
+        (lambda run: run.log("validation/own", 1), "reserved-name validation/"),
     ],
 )
 @pytest.mark.parametrize("plugins", [[], [{"log": False}]], ids=["received", "not received"])
 def test_a_wrong_call_is_refused(tiny_run, plugins, log, message):
-    with pytest.raises(PluginError, match=message):
+    with expect_problem(message, PluginError):
         tiny_run([Logs(log), *plugins], epochs=1)
 
 

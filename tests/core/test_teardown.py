@@ -11,7 +11,7 @@ import pytest
 
 from fastloop import Plugin, PluginCrash, UsageError, hookimpl
 from fastloop.distributed.signals import Stopped
-from fastloop.testing import VECTORS, Call, train
+from fastloop.testing import VECTORS, Call, expect_problem, train
 
 
 class Ends(Plugin):
@@ -107,7 +107,7 @@ def test_it_fires_for_a_run_that_cannot_be_built_with_the_fields_that_exist(tiny
             self.fields.update(vars(run))
 
     ends = Ends("before_prepare", raising(UsageError("no such layer")))
-    with pytest.raises(UsageError, match="no such layer"):
+    with expect_problem("invalid-usage", UsageError):
         tiny_run([ends, Reads()], output="out")
     assert ends.fired == ["before_prepare", "teardown"]
     assert {"recipe", "plugins", "hooks", "state", "folder", "processes", "saver", "signals"} <= Reads.fields.keys()
@@ -118,9 +118,7 @@ def test_it_fires_for_a_run_that_cannot_be_built_with_the_fields_that_exist(tiny
 
 def test_its_error_fails_a_run_that_succeeded_after_the_other_plugins_teardown(tiny_run, caplog):
     ends, other = Ends("teardown", raising(OSError("no space"))), Other()
-    with pytest.raises(
-        PluginCrash, match=r"plugin 'ends' \(test_teardown\) failed in teardown: OSError: no space"
-    ) as raised:
+    with expect_problem("plugin-crashed 'ends' test_teardown OSError", PluginCrash) as raised:
         tiny_run([ends, other], output="out")
     assert isinstance(raised.value.__cause__, OSError)
     assert other.fired[-1] == "teardown"

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastloop import Batch, Plugin, PluginError, hookimpl
 from fastloop.distributed.tensors import total_norm
 from fastloop.runtime.random_states import random_states, restore_random_states
-from fastloop.testing import VECTORS, Call, tiny_data, tiny_model, train
+from fastloop.testing import VECTORS, Call, expect_problem, tiny_data, tiny_model, train
 from fastloop.testing.runs import STOPS_AT, DisableDropout, InterruptAtStep
 
 SCHEDULE = {"lr-scheduler": {"schedule": "linear", "warmup": 3}}
@@ -268,7 +268,7 @@ def test_a_step_that_breaks_the_contract_ends_the_run(tiny_run, plugin):
 
 
 def test_two_owners_of_the_step_are_refused(tiny_run):
-    with pytest.raises(PluginError, match="plugins 'plain' and 'two-updates' both implement train_step"):
+    with expect_problem("hook-implemented-twice 'plain' 'two-updates' train_step", PluginError):
         tiny_run([Plain(), TwoUpdates()])
 
 

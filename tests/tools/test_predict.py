@@ -22,7 +22,7 @@ from test_evaluate import CODE
 from text_helpers import TINY_GPT
 
 from fastloop import UsageError
-from fastloop.testing import assert_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.inference.output import PredictionOutput
 
 
@@ -326,7 +326,7 @@ def test_tensors_are_written_as_arrays(tmp_path, out):
     two = PredictionOutput(tmp_path / f"two-{out}", {})
     rows = {"label": ["a", "b"], "score": [*torch.tensor([0.5, 1.0])]}
     if out == "out.npy":
-        with pytest.raises(UsageError, match=r"\.npy holds one column of numbers, and the task predicts label, score"):
+        with expect_problem("unknown-format", UsageError):
             two.add(rows, last=True)
     else:
         two.add(rows, last=True)

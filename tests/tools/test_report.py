@@ -20,6 +20,7 @@ import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
+from fastloop.testing import expect_problem
 from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, tick_labels, ticks
 from fastloop_tools.report.metrics import MOST, Series, read_log
 from fastloop_tools.report.page import MANY, Bar, final_metrics, scale
@@ -291,7 +292,7 @@ def test_a_log_is_read_by_split_and_key_and_a_wrong_line_is_named(tmp_path):
     }
     for wrong in ('{"step": 1', '{"loss": 1}', "", "[1]", '{"step": null}'):
         path.write_text(f'{text}{wrong}\n{{"step": 1}}\n')
-        with pytest.raises(UsageError, match="line 4: expected one JSON object with a step"):
+        with expect_problem("wrong-format 4 JSON", UsageError):
             read_log(path)
 
 

@@ -16,6 +16,7 @@ import yaml
 from search_runs import CODE, RECIPE
 
 from fastloop.errors import UsageError
+from fastloop.testing import expect_problem
 from fastloop_tools.report.read import read
 from fastloop_tools.sweep.space import parse
 
@@ -95,18 +96,18 @@ def test_values_lie_in_their_range_and_are_text_of_the_command_line():
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ("train.lr=1e-3..1e-5", "empty range"),
-        ("train.lr=4..4", "empty range"),
-        ("train.lr=1e-5..", "not a range of numbers"),
-        ("train.lr=1..inf", "not a range of numbers"),
-        ("train.lr=log(fast..slow)", "not a range of numbers"),
-        ("train.lr=log(1..2", "not a range of numbers"),
-        ("train.lr=log(0..1)", "two positive ends"),
-        ("train.lr=1,,2", "empty or repeated"),
+        ("train.lr=1e-3..1e-5", "out-of-range"),
+        ("train.lr=4..4", "out-of-range"),
+        ("train.lr=1e-5..", "wrong-format"),
+        ("train.lr=1..inf", "wrong-format"),
+        ("train.lr=log(fast..slow)", "wrong-format"),
+        ("train.lr=log(1..2", "wrong-format"),
+        ("train.lr=log(0..1)", "out-of-range"),
+        ("train.lr=1,,2", "repeated-value"),
     ],
 )
 def test_a_wrong_range_is_refused(item, message):
-    with pytest.raises(UsageError, match=message):
+    with expect_problem(message, UsageError):
         parse([item])
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastloop import Trainer, UsageError
+from fastloop.testing import expect_problem
 from fastloop_tools.trainer.arguments import INSTEAD
 
 DATA = [(torch.zeros(2), 0)]
@@ -41,5 +42,5 @@ def test_a_typing_error_is_compared_with_all_arguments(name, meant):
 
 
 def test_a_function_as_metric_is_refused_with_its_name():
-    with pytest.raises(UsageError, match=r"metrics\['f1'\]: found function"):
+    with expect_problem("wrong-type metrics['f1']", UsageError):
         make(metrics={"f1": lambda predictions, targets: 0.0}, batch_size=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastloop import RecipeError
+from fastloop.testing import expect_problem
 
 
 def test_an_earlier_run_is_moved_aside_whole(tiny_run):
@@ -29,9 +30,7 @@ def test_a_folder_that_holds_other_files_is_refused_and_left_alone(tiny_run, out
     Path("precious").mkdir()
     Path("precious/thesis.tex").write_text("years of work")
     before = sorted(Path().rglob("*"))
-    with pytest.raises(
-        RecipeError, match=r"holds other files than a run's\. Expected a new or empty folder, or a run's"
-    ):
+    with expect_problem("folder-not-empty", RecipeError):
         tiny_run(epochs=1, output=output)
     assert sorted(Path().rglob("*")) == before
 
@@ -45,5 +44,5 @@ def test_an_empty_folder_is_taken(tiny_run):
 
 def test_an_output_below_a_file_is_refused(tiny_run):
     Path("file").write_text("")
-    with pytest.raises(RecipeError, match=r"output: file/run cannot be written: .*file is not a folder"):
+    with expect_problem("folder-not-writable file/run", RecipeError):
         tiny_run(epochs=1, output="file/run")

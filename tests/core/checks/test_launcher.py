@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from fastloop import PluginError
 from fastloop.checks.launcher import STRATEGIES
 from fastloop.cli import app
+from fastloop.testing import expect_problem
 from fastloop_plugins.precision.amp import Amp
 
 RECIPE = {
@@ -61,7 +62,7 @@ def test_a_contradiction_is_refused_before_data_is_read(monkeypatch, tiny_run, e
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PluginError, match="accelerate's configuration asks for"):
+    with expect_problem("launcher-differs", PluginError):
         tiny_run([], data=Unread())
 
 

@@ -23,6 +23,7 @@ from fastloop.errors import UsageError
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.recipe import SECTIONS, Train, shipped_recipes
+from fastloop.testing import expect_problem
 from fastloop_tools.plan.command import plan
 
 OURS = [name for name, point in installed().items() if is_own(point)]
@@ -208,7 +209,7 @@ def test_other_packages_are_imported_only_when_asked_for(capsys):
 
 
 def test_schema_reports_unwritable_file():
-    with pytest.raises(UsageError, match=r"--output: nowhere.made\.json cannot be written: No such file"):
+    with expect_problem("file-not-writable --output", UsageError):
         command(Path("nowhere/made.json"))
 
 

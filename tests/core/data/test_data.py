@@ -17,6 +17,7 @@ from fastloop.data.loaders import micro_batches
 from fastloop.data.sampler import AHEAD
 from fastloop.errors import DataError
 from fastloop.recipe import make_recipe
+from fastloop.testing import expect_problem
 
 SIZES = [1, 3, 7, 8, 16, 23, 67]
 SPLITS = [
@@ -297,7 +298,7 @@ def test_sample_error_names_index_and_dataset():
         def __getitem__(self, index: Any) -> Any:
             raise OSError("no such image")
 
-    with pytest.raises(DataError, match="reading a batch failed: OSError: no such image"):
+    with expect_problem("reading-failed OSError", DataError):
         list(loader(Bad(torch.arange(8))).batches())
 
 

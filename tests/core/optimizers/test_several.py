@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fastloop import CheckpointError, Plugin, PluginError, hookimpl
 from fastloop.optimizers.several import Optimizers, ScaledOptimizers
-from fastloop.testing import VECTORS, tiny_data, tiny_model, train
+from fastloop.testing import VECTORS, expect_problem, tiny_data, tiny_model, train
 from fastloop.testing.runs import STOPS_AT, DisableDropout, InterruptAtStep
 
 SCHEDULE = {"lr-scheduler": {"schedule": "cosine", "warmup": 4}}
@@ -190,14 +190,12 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tiny_run, tmp_path):
             return dict(zip(("adam", "momentum"), super().build_optimizer(run, model).values(), strict=True))
 
     tiny_run([Two()], output=tmp_path / "run", epochs=1)
-    with pytest.raises(
-        CheckpointError, match=r"optimizer\.param_groups\.\d\.optimizer = 'sgd', and this run has 'momentum'"
-    ):
+    with expect_problem("resume-differs 'sgd' 'momentum'", CheckpointError):
         tiny_run([Renamed()], output=tmp_path / "run", resume=True)
     with pytest.raises(CheckpointError, match="optimizer"):
         tiny_run(output=tmp_path / "run", resume=True)
     tiny_run(output=tmp_path / "one", epochs=1)
-    with pytest.raises(CheckpointError, match="optimizer = None, and this run has 'adam'"):
+    with expect_problem("resume-differs None 'adam'", CheckpointError):
         tiny_run([Two()], output=tmp_path / "one", resume=True)
 
 
@@ -273,9 +271,7 @@ def test_a_direct_step_with_scaled_gradients_is_refused(tiny_run):
             run.optimizer["adam"].step()
             return loss
 
-    with pytest.raises(
-        PluginError, match=r"the optimizer 'adam' was stepped with scaled gradients \(fp16\). Call run.apply_gradients"
-    ):
+    with expect_problem("scaled-gradients 'adam' fp16 run.apply_gradients", PluginError):
         tiny_run([Direct(), Fp16(scale=1.0)])
 
 
@@ -295,11 +291,9 @@ def test_what_plugins_see_of_several_optimizers(tiny_run, caplog):
             self.groups = [(group["optimizer"], len(group["params"])) for group in optimizer.param_groups]
             assert optimizer["adam"].param_groups[0] is optimizer.param_groups[0]
             assert len(optimizer.state) == 4
-            with pytest.raises(PluginError, match=r"run.optimizer has no optimizer 'adma'. Did you mean 'adam'"):
+            with expect_problem("unknown-optimizer run.optimizer 'adma' 'adam'", PluginError):
                 optimizer["adma"]
-            with pytest.raises(
-                PluginError, match=r'Add the group to one of adam, sgd: run.optimizer\["NAME"\].add_param_group'
-            ):
+            with expect_problem("several-optimizers", PluginError):
                 optimizer.add_param_group({"params": []})
 
     look, guard = Look(), {"nan-guard": {"action": "skip"}}
@@ -400,10 +394,7 @@ def test_errors_name_the_optimizer(tiny_run, plugin):
 
 def test_deepspeed_refuses_several(tiny_run):
     pytest.importorskip("deepspeed")
-    with pytest.raises(
-        PluginError,
-        match=r"plugins.deepspeed: build_optimizer returned several optimizers, 'adam', 'sgd', and DeepSpeed",
-    ):
+    with expect_problem("unsupported-model plugins.deepspeed build_optimizer 'adam' 'sgd' DeepSpeed", PluginError):
         tiny_run([Two(), "deepspeed"])
 
 

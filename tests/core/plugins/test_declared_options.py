@@ -14,6 +14,7 @@ from fastloop import Device, Plugin, PluginError, RecipeError, Strategy, When, h
 from fastloop.cli.option_table import describe
 from fastloop.plugins.declared_options import check_declared, options_of
 from fastloop.plugins.plugin import listed_at
+from fastloop.testing import expect_problem
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -68,7 +69,7 @@ def test_subclass_inherits_and_replaces_options():
 def test_description_is_the_first_sentence_of_the_docstring():
     assert Warmth.description == "Warms models a lot, by 20 degrees"
     assert Sauna.description == "Is hotter"
-    with pytest.raises(PluginError, match=r"Told\.description: the first sentence"):
+    with expect_problem("invalid-declaration Told.description", PluginError):
         type("Told", (Plugin,), {"description": "is told twice"})
 
 
@@ -103,7 +104,7 @@ def test_only_read_only_plugins_have_the_option_on_error():
 
 def test_options_cannot_be_assigned_but_a_launcher_may_set_them():
     plugin = Warmth(where_to="attic")
-    with pytest.raises(PluginError, match=r"warmth\.degrees: options have the values of the recipe"):
+    with expect_problem("option-assigned warmth.degrees", PluginError):
         plugin.degrees = 5.0
     assert plugin.degrees == 20.0
     plugin.set_option("degrees", 5.0)
@@ -119,7 +120,7 @@ def test_option_read_before_the_plugin_has_any_is_an_error_with_the_remedy():
             self.twice = 2 * self.degrees
             super().__init__(**options)
 
-    with pytest.raises(PluginError, match=r"Early\.degrees has no value yet\. Call super"):
+    with expect_problem("no-value-yet Early.degrees", PluginError):
         Early()
 
 
@@ -146,7 +147,7 @@ def test_key_gives_an_option_another_name_in_recipes():
 
     assert Forecast(predict="other").column == "other"
     assert Forecast().option_values() == {"predict": "text"}
-    with pytest.raises(RecipeError, match=r"forecast\.column: no such option"):
+    with expect_problem("unknown-option forecast.column", RecipeError):
         Forecast(column="other")
     with pytest.raises(RecipeError, match=r"forecast\.predict: found 3"):
         Forecast(predict=3)
@@ -154,12 +155,12 @@ def test_key_gives_an_option_another_name_in_recipes():
 
 @pytest.mark.parametrize("hidden", [3, property(lambda self: 3), lambda self: 3])
 def test_attribute_that_hides_an_inherited_option_is_refused(hidden):
-    with pytest.raises(PluginError, match=r"Hiding\.degrees hides the option 'degrees'"):
+    with expect_problem("invalid-declaration Hiding.degrees 'degrees'", PluginError):
         type("Hiding", (Warmth,), {"degrees": hidden})
 
 
 def test_option_without_a_type_is_refused():
-    with pytest.raises(PluginError, match=r"Untyped\.degrees: an option needs a type"):
+    with expect_problem("invalid-declaration Untyped.degrees", PluginError):
         type("Untyped", (Plugin,), {"degrees": option("How warm.", default=1.0)})
 
 
@@ -168,7 +169,7 @@ def test_type_that_is_not_imported_is_an_error_with_the_remedy():
         name = "precise"
         degrees: Decimal | None = option("How warm.", default=None)
 
-    with pytest.raises(PluginError, match=r"name 'Decimal' is not defined. Import it outside of TYPE_CHECKING"):
+    with expect_problem("invalid-declaration 'Decimal' TYPE_CHECKING", PluginError):
         check_declared(Precise, "plugins.precise")
 
 
@@ -177,7 +178,7 @@ def test_default_that_all_plugins_would_share_is_refused():
         name = "shared"
         names: list[str] = option("Names.", default=[])
 
-    with pytest.raises(PluginError, match="use default_factory"):
+    with expect_problem("invalid-declaration default_factory", PluginError):
         Shared()
 
 

@@ -21,6 +21,7 @@ import pytest
 from text_helpers import TINY, TINY_GPT, make_run
 
 from fastloop import PluginError
+from fastloop.testing import expect_problem
 from fastloop_plugins import _partial_entry
 from fastloop_plugins._cache import digest, kept
 from fastloop_plugins.data.token_cache import TokenCache
@@ -340,9 +341,7 @@ def test_hash_depends_on_text_boundaries():
 
 def test_invalid_cache_folder_is_rejected():
     Path("file").write_text("")
-    with pytest.raises(
-        PluginError, match=r"plugins\.token-cache\.folder: file/cache: Not a directory\. Give another folder\."
-    ):
+    with expect_problem("folder-not-writable plugins.token-cache.folder file/cache", PluginError):
         run("text-classification", cache="file/cache")
 
 
@@ -382,7 +381,7 @@ def test_an_own_part_that_another_user_has_put_there_is_refused(kind):
         part.write_text("")
     else:
         part.symlink_to("../victim" if kind == "a link" else "../nothing")
-    with pytest.raises(PluginError, match=r"plugins\.token-cache\.folder: shared/user-\d+: .*\. Give another folder\."):
+    with expect_problem("folder-not-writable plugins.token-cache.folder", PluginError):
         run("text-classification", cache="shared")
     assert list(victim.iterdir()) == []
     assert not Path("nothing").exists()

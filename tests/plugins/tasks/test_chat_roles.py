@@ -15,6 +15,7 @@ from test_chat_rows import CHATS, IM, MODEL, answer, encoded, memory, trained, u
 from text_helpers import make_run
 
 from fastloop.errors import DataError, RecipeError
+from fastloop.testing import expect_problem
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.data.skip_unreadable import SkipUnreadable
 from fastloop_plugins.rows.roles import meant_role
@@ -78,10 +79,10 @@ def test_a_role_that_means_another_is_refused_with_its_count_and_the_proposed_li
 
 def test_a_stream_and_predict_refuse_the_same_roles():
     run = streamed(*GOOD * 1100, misnamed("model"))  # the row is not among the first ones, which are checked at once
-    with pytest.raises(DataError, match=r"rows\.jsonl, row 4401: found the role 'model', which means 'assistant'"):
+    with expect_problem("invalid-row rows.jsonl 4401 'model' 'assistant'", DataError):
         run.datasets["train"][4400]
     task = memory(*GOOD, roles={"client": "user"}).plugins.plugins[0]
-    with pytest.raises(RecipeError, match=r"text 1: found the role 'human', which means 'user'"):
+    with expect_problem("invalid-row 1 'human' 'user'", RecipeError):
         list(chat_chunks(task.data, task.text_model.tokenizer, [[{"role": "human", "content": "a"}]], 0, 8))  # type: ignore[list-item]
     texts: list[Any] = [[{"role": name, "content": "a"}] for name in ("client", "user")]
     (chunk,) = chat_chunks(task.data, task.text_model.tokenizer, texts, 0, 8)
@@ -132,7 +133,7 @@ def test_rows_that_start_with_the_assistant_are_counted_and_the_proposed_line_le
     (tmp_path / "unmarked.jinja").write_text(UNMARKED)
     template = str(tmp_path / "unmarked.jinja")
     rows = [*GOOD, STARTS, STARTS]
-    with pytest.raises(RecipeError, match=r"rows\.jsonl, row 5: the first message is from the assistant") as error:
+    with expect_problem("invalid-row rows.jsonl 5", RecipeError) as error:
         memory(*rows, chat_template=template)
     assert "2 of 6 rows" in str(error.value)
     drop = proposal(str(error.value), "drop")

@@ -23,6 +23,7 @@ from fastloop.errors import DataError, RecipeError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe, make_recipe
+from fastloop.testing import expect_problem
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.data import LanguageTextData
@@ -334,9 +335,7 @@ def test_a_text_to_predict_is_a_message_in_every_file():
         assert len(chunk) == 2
     task = memory(SHARED["alpaca"][1]).plugins.plugins[0]
     Path("new.csv").write_text("instruction,input\nHi,you\n")
-    with pytest.raises(
-        RecipeError, match=r"new.csv: instructions and inputs need a file of type .jsonl, .json or .parquet\."
-    ):
+    with expect_problem("unknown-format new.csv", RecipeError):
         list(chat_chunks(task.data, task.text_model.tokenizer, Path("new.csv"), 0, 8))
 
 
@@ -364,7 +363,7 @@ def test_several_forms_in_a_file_need_a_name_and_each_proposal_works():
         "messages": [user("a"), answer("b")],
         "conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}],
     }
-    with pytest.raises(RecipeError, match="has several columns of conversations: ") as error:
+    with expect_problem("ambiguous-column", RecipeError) as error:
         memory(row | SHARED["alpaca"][1])
     proposals = re.findall(r"data\.\S+?(?= or|\.$)", str(error.value))
     expected = {
@@ -387,9 +386,7 @@ def test_several_forms_in_a_file_need_a_name_and_each_proposal_works():
 def test_a_function_that_returns_conversations_names_the_key():
     messages = [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]
     Path("rows.py").write_text(f"def rows():\n    return {{'train': [{{'conversations': {messages}}}]}}\n")
-    with pytest.raises(
-        RecipeError, match=r"has no column 'text', but conversations: conversations. Give data.messages=conversations\."
-    ):
+    with expect_problem("unknown-column 'text' data.messages=conversations", RecipeError):
         make_run("causal-lm", MODEL, {"module": "rows.py:rows", "validation_fraction": 0})
     section = {
         "module": "rows.py:rows",
@@ -450,7 +447,7 @@ def test_a_bad_row_of_a_stream_is_named_and_skip_unreadable_leaves_out_bad_rows(
         MODEL,
         data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 1024}),
     )
-    with pytest.raises(DataError, match=r"row 5: .* one whose weight is 7"):
+    with expect_problem("invalid-row 5 7", DataError):
         run.datasets["train"].encode([([user("a"), answer("b", weight=7)], None)], ["row 5"])
 
 

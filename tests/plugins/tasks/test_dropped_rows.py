@@ -16,6 +16,7 @@ from text_helpers import TINY, make_run, rows, train_whole_and_cut
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
+from fastloop.testing import expect_problem
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.tasks.tags.data import TagTextData
@@ -226,7 +227,7 @@ def test_rows_of_a_stream_are_named_among_those_kept():
     table = [{"text": "x" * 30, "label": "neutral"}, *rows(300, NAMES)]
     table[280] |= {"text": 5}
     path = write_lines("t.jsonl", table)
-    with pytest.raises(RecipeError, match=r"t\.jsonl, row 280 of those kept: column 'text' \(data\.text\) holds 5"):
+    with expect_problem("invalid-row t.jsonl 280 'text' data.text 5", RecipeError):
         samples_of(classify(path, drop=DROP[:1], shuffle_buffer=0).datasets["train"])
 
 

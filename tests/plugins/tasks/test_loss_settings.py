@@ -16,6 +16,7 @@ from fastloop import Trainer, UsageError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
+from fastloop.testing import expect_problem
 
 INPUTS = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
@@ -72,9 +73,9 @@ def recipe_with(loss: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", NO_MEAN)
 def test_a_loss_that_is_no_mean_is_refused(name, tmp_path):
-    with pytest.raises(UsageError, match=r"^loss: .* fastloop needs the mean"):
+    with expect_problem("conflicting-values", UsageError):
         trainer(TensorDataset(INPUTS, INPUTS[:, :1]), NO_MEAN[name])
-    with pytest.raises(UsageError, match=r"plugins\.module\.loss: .* fastloop needs the mean"):
+    with expect_problem("conflicting-values plugins.module.loss", UsageError):
         build(resolve(recipe_with(f"NO_MEAN[{name!r}]", tmp_path)))
 
 
@@ -125,11 +126,11 @@ def test_three_elements_are_counted_and_both_remedies_train():
 @pytest.mark.parametrize(
     ("tensors", "loss", "found"),
     [
-        ((INPUTS,), functional.mse_loss, "1 element,"),
-        ((INPUTS, INPUTS[:, :1]), None, "no loss function"),
-        ((INPUTS, INPUTS, INPUTS, INPUTS[:, :1]), None, "4 elements"),
+        ((INPUTS,), functional.mse_loss, "wrong-batch 1"),
+        ((INPUTS, INPUTS[:, :1]), None, "wrong-batch"),
+        ((INPUTS, INPUTS, INPUTS, INPUTS[:, :1]), None, "wrong-batch 4"),
     ],
 )
 def test_other_batches_are_described(tensors, loss, found):
-    with pytest.raises(UsageError, match=found):
+    with expect_problem(found, UsageError):
         trainer(TensorDataset(*tensors), loss).fit()

@@ -14,6 +14,7 @@ from text_helpers import TINY, TINY_GPT, make_run, train_whole_and_cut
 from training_runs import execute
 
 from fastloop import Plugin, RecipeError
+from fastloop.testing import expect_problem
 from fastloop_plugins.kernels.fused_loss import FusedLoss
 from fastloop_plugins.training.lora import LoRA
 
@@ -136,7 +137,7 @@ def test_a_multiple_below_one_is_refused(value):
 def test_another_task_has_no_such_option():
     Path("a.csv").write_text("text,label\none,0\ntwo,1\n")
     model = {"config": TINY, "tokenizer": {"kind": "word"}, "pad_vocab_to": 64}
-    with pytest.raises(RecipeError, match=r"recipe.yaml: model.pad_vocab_to: no such option"):
+    with expect_problem("unknown-option recipe.yaml model.pad_vocab_to", RecipeError):
         make_run("text-classification", model, {"files": {"train": "a.csv"}, "label": "label"})
 
 

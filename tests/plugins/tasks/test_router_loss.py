@@ -12,6 +12,7 @@ from text_helpers import make_run
 from training_runs import execute
 
 from fastloop import Plugin, RecipeError
+from fastloop.testing import expect_problem
 from fastloop_plugins.data.packing import Packing
 
 SIZES = {
@@ -135,5 +136,5 @@ def test_a_router_with_another_loss_is_refused(monkeypatch):
 def test_an_encoder_decoder_with_a_routers_loss_is_refused_by_its_key():
     Path("a.jsonl").write_text("".join(json.dumps({"q": f"what is {i}", "a": f"it is {i}"}) + "\n" for i in range(12)))
     data = {"files": {"train": "a.jsonl"}, "text": "q", "target": "a", "max_length": 16, "max_target_length": 16}
-    with pytest.raises(RecipeError, match="Set output_router_logits to false in the model's configuration"):
+    with expect_problem("unsupported-model output_router_logits", RecipeError):
         make_run("seq2seq", {"config": NLLB | {"output_router_logits": True}, "tokenizer": {"kind": "word"}}, data)

@@ -28,6 +28,7 @@ from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError, UsageError
 from fastloop.recipe import Inference, make_recipe
+from fastloop.testing import expect_problem
 from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.order import CYCLE, Order
 from fastloop_plugins.text.data import TextData
@@ -282,11 +283,11 @@ def test_settings_that_cannot_hold_are_refused_by_name(case):
 @pytest.mark.parametrize(
     ("plugins", "message"),
     [
-        (["length-bucketing"], "plugins.length-bucketing: cannot hold with data.streaming"),
-        ([{"folds": {"number": 0, "of": 3}}], "plugins.folds: cannot hold with data.streaming"),
+        (["length-bucketing"], "no-streaming plugins.length-bucketing data.streaming"),
+        ([{"folds": {"number": 0, "of": 3}}], "no-streaming plugins.folds data.streaming"),
         (
             [{"text-classification": {"loss": {"name": "focal", "class_weights": "balanced"}}}],
-            "class_weights: balanced cannot hold",
+            "no-streaming class_weights",
         ),
     ],
     ids=["length-bucketing", "folds", "class-weights"],
@@ -298,7 +299,7 @@ def test_plugins_that_need_all_rows_are_refused(plugins, message):
         "validation_fraction": 0,
         "label": "label",
     }
-    with pytest.raises(RecipeError, match=message):
+    with expect_problem(message, RecipeError):
         TextData(make_recipe({"data": data, "plugins": plugins}, Path("recipe.yaml")), labelled=True)
 
 
@@ -306,21 +307,21 @@ def test_the_training_split_is_not_evaluated():
     data = {"files": {"train": write_lines("rows.jsonl", rows(8, NAMES))}, "streaming": True, "validation_fraction": 0}
     recipe = make_recipe({"data": data}, Path("recipe.yaml"))
     recipe.inference = Inference(None, "train")
-    with pytest.raises(RecipeError, match=r"data.streaming: the training split is only streamed"):
+    with expect_problem("unknown-split data.streaming", RecipeError):
         TextData(recipe, labelled=False)
 
 
 def test_a_row_without_text_names_its_file_and_row():
     table = rows(40, NAMES)
     table[30]["text"] = 7  # type: ignore[assignment]
-    with pytest.raises((DataError, UsageError), match=r"a.jsonl, row 31: column 'text'.*expected text"):
+    with expect_problem("invalid-row a.jsonl 31 'text'", (DataError, UsageError)):
         list(loader(classify(write_lines("a.jsonl", table))).batches())
 
 
 def test_a_file_that_was_changed_after_the_start_is_an_error():
     run = classify(write_lines("a.jsonl", rows(60, NAMES)))
     write_lines("a.jsonl", rows(20, NAMES))
-    with pytest.raises(DataError, match="Start it again"):
+    with expect_problem("data-changed", DataError):
         list(loader(run).batches())
 
 

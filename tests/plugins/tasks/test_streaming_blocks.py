@@ -14,6 +14,7 @@ from text_helpers import TINY_GPT, make_run
 
 from fastloop.errors import DataError, RecipeError
 from fastloop.run import Run
+from fastloop.testing import expect_problem
 from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.rows import index as row_groups
 from fastloop_plugins.rows.index import Index, Reader
@@ -75,7 +76,7 @@ def test_a_group_without_a_block_of_its_own_is_skipped():
     assert index_blocks(index, np.array([8, 8, 1, 9, 0]), [0, 2], 8, "data").rows.tolist() == [1, 1, 1, 1, 0]
     # one token is no block
     assert index_blocks(index, np.array([8, 8, 1, 0, 0]), [0], 8, "data").rows.tolist() == [1, 1, 0, 0, 0]
-    with pytest.raises(RecipeError, match="has no two tokens"):
+    with expect_problem("too-few-tokens", RecipeError):
         index_blocks(index, np.array([1, 0, 0, 0, 0]), [0], 8, "data")
 
 

@@ -14,7 +14,7 @@ from fastloop import RecipeError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.testing import TEXTS, write_texts
+from fastloop.testing import TEXTS, expect_problem, write_texts
 
 
 def frozen(model, *parts):
@@ -43,12 +43,12 @@ def test_frozen_parameters_are_in_no_optimizer_and_the_run_resumes():
 @pytest.mark.parametrize(
     ("match", "message"),
     [
-        (["embed.*", "haed.*"], r"plugins\.freeze\.match: no parameter matches 'haed\.\*'\. Did you mean 'head\.\*'\?"),
-        ("*", r"plugins\.freeze\.match: '\*' freezes every parameter that is trained"),
+        (["embed.*", "haed.*"], "no-match plugins.freeze.match 'haed 'head"),
+        ("*", "nothing-trained plugins.freeze.match"),
     ],
 )
 def test_patterns_that_freeze_nothing_or_everything_are_refused(match, message):
-    with pytest.raises(RecipeError, match=message):
+    with expect_problem(message, RecipeError):
         make_run(plugins=[{"freeze": {"match": match}}])
     assert not Path("out").exists()
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import execute
 
 from fastloop import RecipeError
+from fastloop.testing import expect_problem
 from fastloop_plugins.training import _batched_muon
 from fastloop_plugins.training._batched_muon import BatchedMuon, orthogonalize_, stack_in_bf16
 
@@ -54,18 +55,18 @@ def test_another_optimizer_is_left_alone():
 @pytest.mark.parametrize(
     ("optimizer", "patterns", "message"),
     [
-        ({"name": "Muon", "betas": [0.9, 0.9]}, [], r"train\.optimizer\.betas: no such argument.*Muon\(params, lr="),
-        ({"name": "Muon", "momentum": 0.9, "adjust_lr_fn": "x"}, [], r"Muon was called with .*"),
+        ({"name": "Muon", "betas": [0.9, 0.9]}, [], "unknown-argument train.optimizer.betas"),
+        ({"name": "Muon", "momentum": 0.9, "adjust_lr_fn": "x"}, [], "call-failed"),
         (
             "Muon",
             ["haed.*"],
-            r"plugins\.muon-optimizer\.adamw: no parameter matches 'haed\.\*'\. Did you mean 'head\.\*'\?",
+            "no-match plugins.muon-optimizer.adamw 'haed 'head",
         ),
-        ("Muon", ["*"], r"no 2-D weight is left for Muon"),
+        ("Muon", ["*"], "unsupported-model 2-D"),
     ],
 )
 def test_errors_name_the_key(optimizer, patterns, message):
-    with pytest.raises(RecipeError, match=message):
+    with expect_problem(message, RecipeError):
         make_run(optimizer=optimizer, plugins=[{"muon-optimizer": {"adamw": patterns}}])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastloop import FastloopError, Plugin, hookimpl
-from fastloop.testing import LANGUAGE, TEXTS, train, with_dropout, write_texts
+from fastloop.testing import LANGUAGE, TEXTS, expect_problem, train, with_dropout, write_texts
 from fastloop_plugins.training.neftune import text_lengths
 
 
@@ -83,7 +83,7 @@ def test_padding_of_conversations_does_not_count():
 
 
 def test_tasks_without_token_ids_are_refused(tiny_run):
-    with pytest.raises(FastloopError, match="'neftune' requires a task that declares 'token-ids'"):
+    with expect_problem("missing-trait 'neftune' 'token-ids'", FastloopError):
         tiny_run(["neftune"])
 
 

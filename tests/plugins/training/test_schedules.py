@@ -12,7 +12,7 @@ from training_runs import execute
 from transformers import get_scheduler
 
 from fastloop import CheckpointError, RecipeError, UsageError
-from fastloop.testing import tiny_data
+from fastloop.testing import expect_problem, tiny_data
 
 STEPS = 16
 
@@ -85,35 +85,35 @@ def test_a_schedule_of_a_given_length_resumes_in_a_longer_run():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "cosin"}, r"schedule: neither torch nor transformers has 'cosin'\. Did you mean 'cosine'\?"),
+        ({"schedule": "cosin"}, "unknown-schedule 'cosin' 'cosine'"),
         (
             {"schedule": "StepLR", "arguments": {"step": 4}},
-            r"arguments\.step: no such argument\..*The signature: StepLR\(optimizer, step_size",
+            "unknown-argument arguments.step step_size StepLR(optimizer",
         ),
-        ({"schedule": "StepLR"}, r"plugins\.lr-scheduler: StepLR was called with \{\}: .*step_size"),
-        ({"schedule": "ReduceLROnPlateau"}, r"schedule: ReduceLROnPlateau steps by a metric"),
+        ({"schedule": "StepLR"}, "call-failed plugins.lr-scheduler StepLR step_size"),
+        ({"schedule": "ReduceLROnPlateau"}, "unsupported-schedule ReduceLROnPlateau"),
         (
             {"schedule": "StepLR", "warmup": 3, "arguments": {"step_size": 4}},
-            r"warmup: StepLR has no warm-up of its own",
+            "unknown-option StepLR",
         ),
         (
             {"schedule": "StepLR", "min_ratio": 0.1, "arguments": {"step_size": 4}},
-            r"min_ratio: is for linear and cosine",
+            "unknown-option min_ratio",
         ),
         (
             {"schedule": "linear", "arguments": {"power": 2}},
-            r"arguments: linear has only warmup and min_ratio\. Remove 'power'",
+            "unknown-option min_ratio 'power'",
         ),
-        ({"schedule": "code.py:number"}, r"schedule: code\.py:number is of type int, expected a class or function"),
+        ({"schedule": "code.py:number"}, "wrong-type code.py:number"),
         (
             {"schedule": "code.py:returns_nothing", "arguments": {"lr": 1}},
-            r"returns_nothing returned a NoneType, expected a torch LRSch",
+            "wrong-result returns_nothing NoneType LRSch",
         ),
-        ({"schedule": "code.py:nothing"}, r"lr-scheduler\.schedule: code\.py has no 'nothing'"),
+        ({"schedule": "code.py:nothing"}, "unknown-name lr-scheduler.schedule code.py 'nothing'"),
     ],
 )
 def test_errors_name_the_key(options, message):
-    with pytest.raises(RecipeError, match=message):
+    with expect_problem(message, RecipeError):
         make_run(plugins=[{"lr-scheduler": options}])
 
 
@@ -124,7 +124,7 @@ def test_data_of_unknown_length_needs_max_steps(tiny_run):
         def __iter__(self):
             yield from tiny_data()
 
-    with pytest.raises(UsageError, match=r"lr-scheduler: the data has no known length.*Set train\.max_steps"):
+    with expect_problem("no-length train.max_steps", UsageError):
         tiny_run([{"lr-scheduler": {"schedule": "OneCycleLR"}}], data=Endless())
     run = tiny_run(
         [{"lr-scheduler": {"schedule": "StepLR", "arguments": {"step_size": 2, "gamma": 0.5}}}],

@@ -152,22 +152,30 @@ def digest(facts: Iterable[str | bytes]) -> str:
 
 
 def kept(
-    folder: Path, key: str, rows: Callable[[int], Iterable[Sequence[int]]], facts: dict[str, int] | None = None
+    folder: Path,
+    key: str,
+    rows: Callable[[int], Iterable[Sequence[int]]],
+    facts: dict[str, int] | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> Flat:
     """Rows of ids from the cache, mapped from disk. If they are not there, read ``rows`` and write them first.
 
     Args:
         rows: Returns the rows from a number on. It is not 0 if a process that was killed has written the rows before.
         facts: Written beside the rows, after reading them. If the rows are there, it gets the facts that were written.
+        write_more: Writes more files into the entry. Not called if a process that was killed has written some rows.
     """
     entry = folder / key
     found = read(entry, facts)
     if found is None:
         with partial_entry(entry, facts if facts is not None else {}) as partial:
-            if partial.rows:
-                logger.info("tokens: %d texts were written by a process that was ended, in %s", partial.rows, folder)
-            for row in rows(partial.rows):
+            before = partial.rows
+            if before:
+                logger.info("tokens: %d texts were written by a process that was ended, in %s", before, folder)
+            for row in rows(before):
                 partial.add(row)
+            if write_more is not None and not before:
+                write_more(partial.folder)
         found = read(entry)
     else:
         logger.info("tokens: %d texts from %s", len(found[1]), entry)
@@ -179,6 +187,15 @@ def kept(
 def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
     """Rows of ids that ``kept`` wrote, mapped from disk; None if they are missing or incomplete. ``facts`` gets those
     beside them."""
+    flat = read_arrays(entry, facts)
+    folder = TOKENS.get()
+    if folder is not None and flat is not None:
+        folder.note(Entry(entry, len(flat[1]), sum(file.stat().st_size for file in entry.iterdir())))
+    return flat
+
+
+def read_arrays(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
+    """``read`` without a note that the entry is used."""
     import numpy as np
 
     if not entry.is_dir():
@@ -195,9 +212,6 @@ def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
         logger.warning("tokens: %s is damaged (%s): its texts are tokenised again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
-    folder = TOKENS.get()
-    if folder is not None:
-        folder.note(Entry(entry, len(lengths), sum(file.stat().st_size for file in entry.iterdir())))
     # a plain array: slices of a memmap object cost more
     return np.asarray(np.memmap(entry / "ids.bin", dtype=np.int32, mode="r")) if size else np.empty(
         0, np.int32

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
-from fastloop_plugins._mapped import convert, flat, flatnonzero, spans
+from fastloop_plugins._mapped import convert, flat, flatnonzero, spans, zeros
 from fastloop_plugins.rows.column import Rest
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import (
@@ -33,12 +34,13 @@ from fastloop_plugins.text.columns import (
     token_types,
 )  # fmt: skip
 from fastloop_plugins.text.encoding_processes import count_processes, encode_in_processes
+from fastloop_plugins.text.known_tokens import find_known, merge, write_hashes
 from fastloop_plugins.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
+    from fastloop_plugins.rows.split_rows import Rows
     from fastloop_plugins.text.data import TextData
     from fastloop_plugins.text.model import TextModel
 
@@ -101,8 +103,6 @@ def read(
     Raises:
         RecipeError: The model, its tokenizer or the data are invalid.
     """
-    import numpy as np
-
     if first and data.stream is not None:
         raise RecipeError(
             "--samples reads rows in memory.",
@@ -140,29 +140,26 @@ def read(
             rows = rows.keep(flatnonzero(rows.characters > 0))
         if first:
             rows = rows.keep(np.arange(min(first, len(rows))))
-        texts = join_columns(rows.texts, model) if encoder is None else rows.texts
-        facts: dict[str, int] = {}
+        texts_of = partial(_text_rows, model, encoder)
         encode_rows = partial(_encode_rows, tokenizer, encoder, documents, arguments)
-        characters = int(rows.characters.sum(dtype=np.int64))
-        processes = 1 if sees_all else count_processes(len(texts), characters)
-        encode_from = partial(_encode_from, name, texts, encode_rows, processes, facts)
+        split = SplitEncoder(name, rows, texts_of, encode_rows, sees_all)
         if folder is None:
-            ids, lengths = flat(encode_from(0))
+            ids, lengths = flat(split.encode_from(0))
         else:
-            hashes = (rows.hashes[span].tobytes() for span in spans(len(rows)))
-            keys[name] = _cache.digest(chain([str(ENCODING), known, how], hashes))
-            ids, lengths = _cache.kept(folder, keys[name], encode_from, facts)
-        if facts.get("cut"):
+            split.family, split.folder = f"{_cache.digest([str(ENCODING), known, how])[:20]}-", folder
+            keys[name] = split.family + _cache.digest(rows.hashes[span].tobytes() for span in spans(len(rows)))
+            ids, lengths = _cache.kept(folder, keys[name], split.encode_from, split.facts, split.write_hashes)
+        cut = split.facts.get("cut")
+        if cut:
             of = data.name_part(name)
-            data.messages.append(
-                (logging.WARNING, describe_cut(of, facts["cut"], len(texts), "texts", data.options.max_length))
-            )
+            data.messages.append((logging.WARNING, describe_cut(of, cut, len(rows), "texts", data.options.max_length)))
             logger.warning("%s", data.messages[-1][1])
         if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
             _warn_about_unknown(name, ids, tokenizer.unk_token_id, data)
         kind = np.int64 if data.label_type == "class" else np.float32
         labels = None if rows.labels is None else convert(rows.labels, kind)
-        found[name] = Split(ids, lengths, labels, bool(types), characters, texts if first else ())
+        shown = texts_of(rows) if first else ()
+        found[name] = Split(ids, lengths, labels, bool(types), split.characters(), shown)
     if source is not None:
         _write_entry(source, data, found, keys)
     return found
@@ -181,28 +178,81 @@ def _encode_rows(
         yield ids if special is None else special.complete(ids), is_cut
 
 
-def _encode_from(
-    split: str,
-    texts: Sequence[Any],
-    encode_rows: Callable[[Any], Iterator[tuple[list[int], bool]]],
-    processes: int,
-    facts: dict[str, int],
-    start: int,
-) -> Iterator[Sequence[int]]:
-    """Yield the ids of the rows of a split from a number on.
+def _text_rows(model: TextModel, encoder: Encoder | None, rows: Rows) -> Sequence[Any]:
+    """The rows of a split as ``_encode_rows`` gets them."""
+    return join_columns(rows.texts, model) if encoder is None else rows.texts
+
+
+class SplitEncoder:
+    """Encodes the rows of a split.
 
     Args:
-        processes: The number of processes that share the rows; 1: ``encode_rows`` gets all of them.
-        facts: ``cut`` gets the number of texts that truncation shortens, before each is yielded.
+        texts: Returns rows as ``encode`` gets them.
+        encode: Yields the ids of some rows, and whether truncation shortened each.
+        sees_all: See ``read``.
+
+    Attributes:
+        facts: ``cut`` is the number of texts that truncation has shortened so far.
+        folder: The folder of the cache; None: there is none.
+        family: The beginning of the names of entries whose ids were made in the same way.
     """
-    rest: Sequence[Any] = Rest(texts, start) if start else texts
-    encoded: Iterator[tuple[Sequence[int], bool]] = encode_rows(rest)
-    if processes > 1:
-        encoded = encode_in_processes(encode_rows, portions(rest), processes)
-    facts.setdefault("cut", 0)
-    for ids, is_cut in with_progress(encoded, f"tokens: {split}", start, len(texts)):
-        facts["cut"] += is_cut
-        yield ids
+
+    def __init__(
+        self,
+        name: str,
+        rows: Rows,
+        texts: Callable[[Rows], Sequence[Any]],
+        encode: Callable[[Any], Iterator[tuple[list[int], bool]]],
+        sees_all: bool,
+    ) -> None:
+        self.name, self.rows, self.texts, self.encode, self.sees_all = name, rows, texts, encode, sees_all
+        self.facts: dict[str, int] = {}
+        self.folder: Path | None = None
+        self.family = ""
+        self._is_cut = zeros(len(rows), np.bool_)
+
+    def encode_from(self, start: int) -> Iterator[Sequence[int]]:
+        """Yield the ids of the rows from a number on. ``facts`` counts a row before it is yielded."""
+        total = len(self.rows)
+        self.facts.setdefault("cut", 0)
+        encoded = with_progress(self._encode_from(start), f"tokens: {self.name}", start, total)
+        for row, (ids, is_cut) in enumerate(encoded, start):
+            if is_cut:
+                self.facts["cut"] += 1
+                self._is_cut[row] = True
+            yield ids
+
+    def _encode_from(self, start: int) -> Iterator[tuple[Sequence[int], bool]]:
+        found = None
+        if self.folder is not None and not self.sees_all:
+            found = find_known(self.family, self.folder, self.rows.hashes)
+        if found is None:
+            texts = self.texts(self.rows)
+            return self._encode(Rest(texts, start) if start else texts, len(self.rows))
+        known, places = found
+        new = start + flatnonzero(places[start:] < 0)
+        logger.info(
+            "tokens: %s: %d of %d rows are tokenized, and the others copied from other splits in %s",
+            self.name, len(new), len(self.rows) - start, self.folder,
+        )  # fmt: skip
+        encoded: Iterator[tuple[Sequence[int], bool]] = iter(())
+        if len(new):
+            encoded = self._encode(self.texts(self.rows.keep(new)), len(new))
+        return merge(encoded, known, places[start:])
+
+    def _encode(self, texts: Sequence[Any], count: int) -> Iterator[tuple[Sequence[int], bool]]:
+        processes = 1 if self.sees_all else count_processes(count, self.characters())
+        if processes > 1:
+            return encode_in_processes(self.encode, portions(texts), processes)
+        return self.encode(texts)
+
+    def characters(self) -> int:
+        """The characters of all rows."""
+        return int(self.rows.characters.sum(dtype=np.int64))
+
+    def write_hashes(self, entry: Path) -> None:
+        """Write the files by which other splits find these rows."""
+        write_hashes(entry, self.rows.hashes, flatnonzero(self._is_cut))
 
 
 def with_progress(rows: Iterable[R], what: str, start: int, total: int) -> Iterator[R]:
@@ -344,8 +394,6 @@ def beginning(text: str, size: int) -> str:
 
 
 def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[str, str]) -> None:
-    import numpy as np
-
     with _cache.written(entry) as made:
         for name, split in splits.items():
             if split.labels is not None:
@@ -361,8 +409,6 @@ def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: di
 
 def _read_entry(entry: Path, data: TextData, typed: bool) -> dict[str, Split] | None:
     """The splits of an entry; None if the entry, or token ids that it names, are missing."""
-    import numpy as np
-
     if not entry.is_dir():
         return None
     found: dict[str, Split] = {}

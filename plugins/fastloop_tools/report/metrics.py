@@ -140,7 +140,9 @@ def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
     found: dict[str, list[NDArray[np.float64]]] = {}
     for (split, *keys), group in alike.items():
         steps = np.array([int(row["step"]) for row in group])
-        for key in set(keys) - {"step"}:
+        for key in dict.fromkeys(keys):  # in the order of the log, as on every page of these runs
+            if key == "step":
+                continue
             values = [row[key] for row in group]
             kinds = [*map(type, values)]
             if not (there := {int, float}.intersection(kinds)):

@@ -375,3 +375,8 @@ def test_a_class_named_none_is_no_missing_label(caplog):
     assert names(path, label_map={"": None, "None": "no"}).count("no") == 3
     message = refusal(jsonl_file([None, "no", "yes"] * 3), label_map={"None": None})
     assert "'None' never occurs. Rows without a label have the key ''." in message
+
+
+def test_a_number_beside_spaces_is_proposed_as_the_name_of_its_label():
+    assert "data.label_map={'1 ': 1}" in refusal(csv_file(["0", "1 ", "1"]))
+    assert names(csv_file(["0", "1 ", "1"]), label_map={"1 ": 1}) == ["0", "1", "1"]

@@ -200,3 +200,9 @@ def test_columns_that_tasks_predict_are_refused(tmp_path, cli, task):
         assert f"input_{name}=number" in refused(
             cli, home / "run", home / "rows.jsonl", *options, "--keep", f"{name}=number"
         )
+
+
+def test_a_label_map_may_have_text_and_numbers(run, cli):
+    path = write(Path("rows.csv"), ROWS)
+    options = ["data.label_map={1: bad, b: good}", "--keep", "id"]
+    assert len(predict(cli, run, path, "out.jsonl", *options)) == len(ROWS)

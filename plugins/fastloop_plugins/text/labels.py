@@ -325,13 +325,21 @@ def _are_numbers(values: Sequence[Values], what: str) -> bool:
         for kind in ("text", "number")
     ]
     fewer = min(by_kind, key=len)
-    names = ", ".join(f"{label!r}: NAME" for label in sorted(fewer, key=str)[:SHOWN])
+    names = ", ".join(
+        f"{label!r}: {_number_beside_spaces(label) or 'NAME'}" for label in sorted(fewer, key=str)[:SHOWN]
+    )
     raise RecipeError(
         f"{what} mixes text and numbers: it holds {label!r}, and {other_row} holds {other!r}.",
         code="mixed-labels",
         place=str(row),
         remedy=f"Write all one way, or name them: data.label_map={{{names}}}.",
     )
+
+
+def _number_beside_spaces(label: Any) -> str:
+    """The number in a label that has spaces around it, as in '4 '; empty if there is none."""
+    text = str(label).strip()
+    return text if text != label and DIGITS.fullmatch(text) else ""
 
 
 def _numbers(values: Values, what: str, notes: list[str]) -> Values:

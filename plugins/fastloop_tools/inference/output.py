@@ -70,7 +70,7 @@ class PredictionOutput:
 
     def _start_job(self, job: Mapping[str, Any] | None) -> None:
         """Keep the parts of an interrupted job. Remove those of another one."""
-        identity = json.dumps(job, sort_keys=True)
+        identity = json.dumps(job)  # not sorted: the keys of data.label_map may be text and numbers
         file = self.folder / "job.json"
         continues = job is not None and file.is_file() and file.read_text(encoding="utf-8") == identity
         if continues:

@@ -105,15 +105,15 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a safetensors file. Tensors that share memory (tied weights) are written as copies."""
-    storages: set[int] = set()
+    addresses: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        separate[name] = (
-            tensor.clone() if storage in storages or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-        )
-        storages.add(storage)
+        storage = tensor.untyped_storage()
+        is_part = storage.nbytes() != tensor.nbytes
+        is_shared = storage.data_ptr() in addresses
+        addresses.add(storage.data_ptr())
+        separate[name] = tensor.clone() if is_part or is_shared else tensor
     save_file(separate, path)
 
 
@@ -149,10 +149,8 @@ def write(
             _write_shards(sharded, aside / "sharded", group)
         if is_main:
             aside.mkdir(parents=True, exist_ok=True)
-            for file, part in (("model.safetensors", model), ("state.safetensors", tensors)):
-                save_tensors(
-                    {name: tensor for name, tensor in part.items() if not isinstance(tensor, DTensor)}, aside / file
-                )
+            save_tensors(_whole(model), aside / "model.safetensors")
+            save_tensors(_whole(tensors), aside / "state.safetensors")
             (aside / "state.json").write_text(json.dumps(packed))
             _finish(aside, folder)
     except Exception as error:
@@ -162,6 +160,11 @@ def write(
             raise
         raise SaveError(f"{folder} was not saved: {error}", code="save-failed") from error
     return folder
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that are not sharded."""
+    return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
 
 
 def _write_shards(sharded: dict[str, Any], folder: Path, group: Any) -> None:
@@ -236,7 +239,8 @@ def _compare(folder: Path) -> str | None:
     """The first file of a checkpoint that differs from the manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        if missing := {"model.safetensors", "state.safetensors", "state.json"} - set(manifest["files"]):
+        missing = {"model.safetensors", "state.safetensors", "state.json"} - set(manifest["files"])
+        if missing:
             return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
         for name, entry in manifest["files"].items():
             path = folder / name
@@ -310,9 +314,8 @@ def read(
         CheckpointError: The files cannot be read.
     """
     try:
-        tensors, model = (
-            read_again(partial(load_file, folder / name)) for name in ("state.safetensors", "model.safetensors")
-        )
+        model = read_again(partial(load_file, folder / "model.safetensors"))
+        tensors = read_again(partial(load_file, folder / "state.safetensors"))
         if (folder / "sharded").exists():
             for name, tensor in _read_shards(folder / "sharded", like, group).items():
                 part = model if name.startswith("model.") else tensors
@@ -351,9 +354,13 @@ def rotate(folder: Path, keep: int, step: int) -> None:
     Also removes later steps: after a resume from an earlier checkpoint, they do not belong to the current run. Other
     files stay.
     """
-    found = {path: at for path in checkpoints(folder) if (at := step_of(path)) is not None}
-    kept = [path for path, at in found.items() if at <= step][-keep:]
-    for path in [*(path for path in found if path not in kept), *leftovers(folder)]:
+    earlier: list[Path] = []  # oldest first
+    later: list[Path] = []
+    for path in checkpoints(folder):
+        at = step_of(path)
+        if at is not None:
+            (earlier if at <= step else later).append(path)
+    for path in [*earlier[:-keep], *later, *leftovers(folder)]:
         shutil.rmtree(path, ignore_errors=True)
-    if max(found.values(), default=step) > step:  # a later step must not return after a loss of power
+    if later:  # they must not return after a loss of power
         sync(folder / "checkpoints")

@@ -148,4 +148,4 @@ def test_a_strategy_is_listed_with_its_slot_without_being_imported(monkeypatch, 
     code, out, _ = cli("plugins", "--json")
     (row,) = (row for row in json.loads(out) if row["name"] == "halves")
     assert (code, row["slot"], row["numerics"], "halves" in sys.modules) == (0, "strategy", Plugin.numerics, False)
-    assert listing("ddp", entry_points("fastloop.plugins")["ddp"])["slot"] == "strategy"
+    assert listing("ddp", entry_points("fastloop.plugins")["ddp"]).slot == "strategy"

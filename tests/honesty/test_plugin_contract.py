@@ -121,15 +121,15 @@ def test_attributes_of_a_plugin_of_its_own_are_accepted():
 
 
 def test_our_own_plugins_and_the_examples_declare_what_a_plugin_declares(monkeypatch):
-    required = {"freeze": {"match": "*"}, "remote-output": {"url": "uploads"}}
+    required = {"freeze": {"match": "*"}, "remote-output": {"url": "uploads"}, "vllm-server": {"folder": "served"}}
     plugins = [load(name)(**required.get(name, {})) for name in own_plugins()]
     for code in sorted(ROOT.glob("examples/*/src")):
         monkeypatch.syspath_prepend(code)
         (package,) = (path.name for path in code.iterdir() if (path / "__init__.py").exists())
         module = __import__(package)
-        plugins += [
-            cls() for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Plugin) and cls.name
-        ]
+        for cls in vars(module).values():
+            if isinstance(cls, type) and issubclass(cls, Plugin) and cls.name:
+                plugins.append(cls(**required.get(cls.name, {})))
         monkeypatch.delitem(sys.modules, package)
     assert len(plugins) > 50
     for plugin in plugins:

@@ -136,7 +136,7 @@ def test_option_with_the_name_of_an_attribute_or_hook_is_refused(base, taken):
     if taken == "where_is" or (taken == "prepare" and base is Plugin):
         type("Free", (base,), {"__annotations__": {taken: int}, taken: option("Any.", default=1)})
         return
-    with pytest.raises(PluginError, match=rf"Taken\.{taken}: no option can have this name"):
+    with expect_problem(f"invalid-declaration Taken.{taken}", PluginError):
         type("Taken", (base,), {"__annotations__": {taken: int}, taken: option("Any.", default=1)})
 
 

@@ -322,7 +322,7 @@ CASES: dict[str, Case] = {
     ),
     # -- labels
     "label": Case(
-        ("text/data.py data.label=",),
+        ("text/option_checks.py data.label=",),
         text(plugins=["text-classification"], label=None),
         (r"such as (data\.label=label)\.",),
     ),
@@ -739,7 +739,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "trials/record.py fastloop sweep",
         "chat/tokens.py data.max_length=",
         "streaming/dataset.py data.label_type=",
-        "text/option_checks.py data.label=",
         "text/option_checks.py data.label_type=",
         "testing/conformance.py fastloop plan",
         "new/job.py fastloop new",

@@ -147,7 +147,11 @@ def find_trainer(config: Mapping[str, Any], format: str, trainer: str, file: Pat
         return _find_axolotl(config, file)
     for key in GRPO_KEYS:
         if config.get(key) is not None:
-            raise UsageError(f"{file}: {key}: found a key of GRPO, which is not converted. {GRPO_REMEDY}")
+            raise UsageError(
+                f"found a key of GRPO, which is not converted. {GRPO_REMEDY}",
+                code="unsupported-trainer",
+                place=f"{file}: {key}",
+            )
     for key, other in OTHER_TRAINERS.items():
         if config.get(key) is not None:
             raise UsageError(
@@ -190,7 +194,9 @@ def _find_axolotl(config: Mapping[str, Any], file: Path) -> str:
     if not kind:
         return "sft"
     if kind == "grpo":
-        raise UsageError(f"{file}: rl: found grpo, which is not converted. {GRPO_REMEDY}")
+        raise UsageError(
+            f"found grpo, which is not converted. {GRPO_REMEDY}", code="unsupported-trainer", place=f"{file}: rl"
+        )
     if str(kind) not in AXOLOTL_RL:
         known = ", ".join(AXOLOTL_RL)
         raise UsageError(

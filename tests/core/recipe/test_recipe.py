@@ -12,6 +12,7 @@ import yaml
 
 from fastloop import RecipeError
 from fastloop.recipe import find_recipe, load_recipe, make_recipe, shipped_recipes
+from fastloop.testing import expect_problem
 
 BASE = """
 model: {name: small, config: {layers: 2, width: 8}}
@@ -55,28 +56,25 @@ def test_the_output_is_named_after_the_file_when_it_is_not_given():
 
 
 UNREADABLE = {
-    "indentation": ("train:\n  epochs: 2\n lr: 1\n", "r.yaml, line 3: not valid YAML: "),
-    "a tab": ("train:\n\tepochs: 2\n", "r.yaml, line 2: not valid YAML: "),
-    "a key twice": (
-        "train: {epochs: 2}\ntrain: {lr: 1}\n",
-        "r.yaml, line 2: the key 'train' appears twice, first in line 1.",
-    ),
+    "indentation": ("train:\n  epochs: 2\n lr: 1\n", "invalid-yaml r.yaml, line 3: YAML"),
+    "a tab": ("train:\n\tepochs: 2\n", "invalid-yaml r.yaml, line 2: YAML"),
+    "a key twice": ("train: {epochs: 2}\ntrain: {lr: 1}\n", "repeated-key r.yaml, line 2: 'train' line 1"),
     "code": (
         "model: {name: !!python/object/apply:os.getcwd []}",
-        "r.yaml, line 1: found the tag !!python/object/apply:os.getcwd.",
+        "yaml-tag r.yaml, line 1: !!python/object/apply:os.getcwd",
     ),
-    "nothing": ("", "r.yaml: expected a mapping with the sections model, data, train, plugins, output."),
-    "a list": ("- train", "r.yaml: expected a mapping with the sections"),
-    "a number": ("3", "r.yaml: expected a mapping with the sections"),
-    "half an interpolation": ("output: ${train.", "r.yaml: "),
+    "nothing": ("", "wrong-type r.yaml: model, data, train, plugins, output"),
+    "a list": ("- train", "wrong-type r.yaml:"),
+    "a number": ("3", "wrong-type r.yaml:"),
+    "half an interpolation": ("output: ${train.", "invalid-recipe r.yaml:"),
 }
 
 
-@pytest.mark.parametrize(("text", "said"), UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_unreadable_recipe_error_has_file_and_line(text, said):
-    message = refusal(write(text))
-    assert message.startswith(said)
-    assert "\n" not in message
+@pytest.mark.parametrize(("text", "expected"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_unreadable_recipe_error_has_file_and_line(text, expected):
+    with expect_problem(expected, RecipeError) as refused:
+        load_recipe(write(text))
+    assert "\n" not in str(refused.value)
 
 
 def test_a_file_that_is_not_text_is_refused():
@@ -85,45 +83,28 @@ def test_a_file_that_is_not_text_is_refused():
 
 
 WRONG = {
-    "unknown section": ("trian: {}", "r.yaml: trian: no such section. Did you mean 'train'?"),
-    "model as a name": ("model: small", "r.yaml: model: found 'small', expected a mapping such as {name: ...}."),
-    "train as a list": ("train: [1]", "r.yaml: train: found [1] (list), expected a mapping of options."),
-    "unknown key": ("train: {epoch: 1}", "r.yaml: train.epoch: no such option. Did you mean 'epochs'?"),
-    "output as a mapping": (
-        "output: {a: 1}",
-        "r.yaml: output: found {'a': 1}, expected the path of a folder on this machine.",
-    ),
-    "output as a URL": (
-        "output: s3://a/b",
-        "r.yaml: output: found 's3://a/b', expected the path of a folder on this machine.",
-    ),
-    "plugins as a word": ("plugins: amp", "r.yaml: plugins: found 'amp', expected a list of names."),
-    "a plugin twice": (
-        "plugins: [amp, ema, {amp: {dtype: bf16}}]",
-        "r.yaml: plugins: 'amp' is listed twice. Remove one.",
-    ),
-    "a plugin as a number": (
-        "plugins: [amp, 3]",
-        "r.yaml: plugins[1]: found 3, expected a name or one {name: {option: value}}.",
-    ),
+    "unknown section": ("trian: {}", "unknown-section r.yaml: trian: 'train'"),
+    "model as a name": ("model: small", "wrong-type r.yaml: model: 'small' {name:"),
+    "train as a list": ("train: [1]", "wrong-type r.yaml: train: [1] list"),
+    "unknown key": ("train: {epoch: 1}", "unknown-option r.yaml: train.epoch: 'epochs'"),
+    "output as a mapping": ("output: {a: 1}", "wrong-type r.yaml: output: {'a': 1}"),
+    "output as a URL": ("output: s3://a/b", "wrong-type r.yaml: output: 's3://a/b'"),
+    "plugins as a word": ("plugins: amp", "wrong-type r.yaml: plugins: 'amp'"),
+    "a plugin twice": ("plugins: [amp, ema, {amp: {dtype: bf16}}]", "listed-twice r.yaml: plugins: 'amp'"),
+    "a plugin as a number": ("plugins: [amp, 3]", "wrong-type r.yaml: plugins[1]: 3"),
     "two plugins in one entry": (
         "plugins: [{amp: {}, ema: {}}]",
-        "r.yaml: plugins[0]: found {'amp': {}, 'ema': {}}, expected a name",
+        "wrong-type r.yaml: plugins[0]: {'amp': {}, 'ema': {}}",
     ),
-    "options as a word": (
-        "plugins: [{amp: bf16}]",
-        "r.yaml: plugins.amp: found 'bf16', expected a mapping of options, or false to leave it out.",
-    ),
-    "a value to fill in": (
-        "model: {name: '???'}",
-        "r.yaml: model.name: found '???', which stands for a value to fill in. Set it.",
-    ),
+    "options as a word": ("plugins: [{amp: bf16}]", "wrong-type r.yaml: plugins.amp: 'bf16' false"),
+    "a value to fill in": ("model: {name: '???'}", "missing-value r.yaml: model.name: '???'"),
 }
 
 
-@pytest.mark.parametrize(("text", "said"), WRONG.values(), ids=WRONG.keys())
-def test_invalid_value_error_has_file_and_key(text, said):
-    assert refusal(write(text)).startswith(said)
+@pytest.mark.parametrize(("text", "expected"), WRONG.values(), ids=WRONG.keys())
+def test_invalid_value_error_has_file_and_key(text, expected):
+    with expect_problem(expected, RecipeError):
+        load_recipe(write(text))
 
 
 # -- interpolation -----------------------------------------------------------------------------------------------------
@@ -284,25 +265,25 @@ def test_overrides_set_keys_of_every_section():
 
 
 OVERRIDES = {
-    "train.lr": "train.lr: not an override. Expected key=value, such as train.lr=1e-4.",
-    "=3": "=3: not an override.",
-    "trian.lr=1": "trian.lr=1: there is no section 'trian'. Did you mean 'train'?",
-    "train.lr=x": "r.yaml: train.lr: found 'x' (str). Expected float",
-    "train.lr=": "r.yaml: train.lr: found None",
-    "train.lr=[": "train.lr=[: not valid YAML: ",
-    "train.epochs.x=1": "r.yaml: train.epochs: found {'x': 1} (dict).",
-    "train=5": "r.yaml: train: found 5 (int), expected a mapping",
-    "plugins.am.dtype=fp16": "plugins.am.dtype=fp16: the recipe r.yaml does not list 'am'. Did you mean 'amp'? Add it "
-    "with --with am.",
-    "plugins.log.on_error=disable": "plugins.log.on_error=disable: the recipe r.yaml does not list 'log'.",
-    "plugins=[ema]": "plugins=[ema]: expected plugins.NAME.OPTION=value. Plugins are added by --with",
-    "plugins.amp=fp16": "r.yaml: plugins.amp: found 'fp16', expected a mapping of options",
+    "train.lr": "not-an-override train.lr: train.lr=1e-4",
+    "=3": "not-an-override =3:",
+    "trian.lr=1": "unknown-section trian.lr=1: 'trian' 'train'",
+    "train.lr=x": "invalid-value r.yaml: train.lr: 'x' str float",
+    "train.lr=": "invalid-value r.yaml: train.lr: None",
+    "train.lr=[": "invalid-yaml train.lr=[:",
+    "train.epochs.x=1": "invalid-value r.yaml: train.epochs: {'x': 1} dict",
+    "train=5": "wrong-type r.yaml: train: 5 int",
+    "plugins.am.dtype=fp16": "plugin-not-listed plugins.am.dtype=fp16: r.yaml 'am' 'amp' --with",
+    "plugins.log.on_error=disable": "plugin-not-listed plugins.log.on_error=disable: r.yaml 'log'",
+    "plugins=[ema]": "not-an-override plugins=[ema]: plugins.NAME.OPTION=value --with",
+    "plugins.amp=fp16": "wrong-type r.yaml: plugins.amp: 'fp16'",
 }
 
 
-@pytest.mark.parametrize(("override", "said"), OVERRIDES.items(), ids=OVERRIDES.keys())
-def test_invalid_override_is_rejected(override, said):
-    assert refusal(write(BASE), [override]).startswith(said)
+@pytest.mark.parametrize(("override", "expected"), OVERRIDES.items(), ids=OVERRIDES.keys())
+def test_invalid_override_is_rejected(override, expected):
+    with expect_problem(expected, RecipeError):
+        load_recipe(write(BASE), [override])
 
 
 def test_with_adds_without_removes_and_an_added_plugin_takes_overrides():

@@ -54,6 +54,10 @@ def documentation(message: str) -> str | None:
     return start.removesuffix("index.md") + PAGES[subject[1] or subject[2]]
 
 
+COMMAND_AT_END = re.compile(r": fastloop [^\n]*[^.\n]$")
+"""A text that ends in a command: ``Continue it with: fastloop sweep recipe.yaml --resume``."""
+
+
 class Messages(logging.Handler):
     """Prints to rich's console, above a live display."""
 
@@ -70,10 +74,10 @@ class Messages(logging.Handler):
             print_json("warning", problem)
             return
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
-        code = f" [{record.msg.code}]" if isinstance(record.msg, Problem) else ""
-        rich.get_console().print(
-            prefix + self.format(record) + code, markup=False, emoji=False, highlight=False, soft_wrap=True
-        )
+        text = prefix + self.format(record)
+        if isinstance(record.msg, Problem):
+            text = with_code(text, record.msg.code)
+        rich.get_console().print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def report_as_json() -> None:
@@ -91,13 +95,20 @@ def print_json(level: Literal["error", "warning"], problem: Problem) -> None:
     print(secrets.hide(json.dumps({"level": level} | problem.to_json())), file=sys.stderr, flush=True)
 
 
+def with_code(text: str, code: str) -> str:
+    """A text with the code of its problem. A command at its end stays alone on its line, so that it can be copied."""
+    if not code:
+        return text
+    separator = "\n" if COMMAND_AT_END.search(text) else " "
+    return f"{text}{separator}[{code}]"
+
+
 def print_error(problem: Problem) -> None:
     """Print an error to stderr, without secrets: ``error: TEXT [CODE]``, or as JSON."""
     if reports_json():
         print_json("error", problem)
         return
-    code = f" [{problem.code}]" if problem.code else ""
-    print(f"error: {secrets.hide(str(problem))}{code}", file=sys.stderr)
+    print(with_code(f"error: {secrets.hide(str(problem))}", problem.code), file=sys.stderr)
     if sys.stderr.isatty() and (page := documentation(str(problem))):
         print(f"docs: {page}", file=sys.stderr)
 

@@ -11,7 +11,7 @@ import pytest
 from fastloop.errors import FastloopError
 from fastloop.problem import Problem
 
-SHOWN = re.compile(r"^(?:error|warning): (.*?) \[([a-z][a-z0-9-]*)\]$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^(?:error|warning): (.*?)\s\[([a-z][a-z0-9-]*)\]$", re.MULTILINE | re.DOTALL)
 """A problem in the output of a command."""
 
 

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from fastloop import PluginError, Problem, RecipeError
+from fastloop.cli.messages import print_error
 from fastloop.testing import assert_problem, expect_problem
 
 ERROR = RecipeError("found 3.", code="out-of-range", place="r.yaml: train.lr")
@@ -39,3 +40,21 @@ def test_warnings(caplog: pytest.LogCaptureFixture):
     assert_problem("12 steps\nwarning: ema: is idle. [no-effect]\ndone\n", "no-effect ema")
     with pytest.raises(AssertionError):
         assert_problem(caplog, "no-effect lion")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a is missing.", "error: a is missing. [no-file]\n"),
+        ("not today", "error: not today [no-file]\n"),
+        (
+            "Continue it with: fastloop sweep a --resume",
+            "error: Continue it with: fastloop sweep a --resume\n[no-file]\n",
+        ),
+    ],
+)
+def test_a_code_does_not_follow_a_command_that_is_copied(text: str, shown: str, capsys: pytest.CaptureFixture[str]):
+    print_error(Problem(text, code="no-file"))
+    err = capsys.readouterr().err
+    assert err == shown
+    assert_problem(err, "no-file")

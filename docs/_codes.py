@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import fastloop
 from fastloop.problem import Problem
 
-CHECKOUT = Path(__file__).parents[1]
+CHECKOUT = Path(fastloop.__file__).parents[2]
 FOLDERS = ("core", "plugins", "packages")
 FEW_WORDS = 4
 """Words of a message that explains its code."""

@@ -13,6 +13,7 @@ import argparse
 import ast
 import inspect
 import json
+import logging
 import re
 import sys
 import tempfile
@@ -155,6 +156,7 @@ def command_lines() -> Iterator[tuple[str, str]]:
 
 def run_folder_lines() -> Iterator[tuple[str, str]]:
     """Files of a run folder, keys of ``summary.json`` and of ``metrics.jsonl``, from a short training."""
+    logging.getLogger("fastloop").setLevel(logging.WARNING)  # else the Trainer shows its log
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "run")
         model = fastloop.testing.tiny_model()

@@ -190,7 +190,7 @@ def late():
 @pytest.mark.parametrize(
     ("data", "line"),
     [("data", r"error: net\.py:12 in forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied .*"),
-     ("late", r"error: net\.py:20 in late: LookupError: no data today")],
+     ("late", r"error: net\.py:20 in late: LookupError: no data today \[user-code-failed\]")],
 )  # fmt: skip
 def test_the_command_line_names_the_modules_line(data, line):
     Path("net.py").write_text(MODULE)

@@ -240,7 +240,7 @@ def test_commands_that_crash_or_take_a_name_of_ours(venv, recipe):
     assert (code, out) == (2, "")
     assert (
         err == "error: command 'command' (bad_command:run of bad-command 0.7) cannot be imported: ZeroDivisionError: "
-        "division by zero\n"
+        "division by zero [import-failed]\n"
     )
     assert fastloop(venv, "bad-train:train") == (0, "theirs\n", "")
     assert fastloop(venv, "plan", recipe)[0] == 0

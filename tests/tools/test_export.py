@@ -262,7 +262,7 @@ def test_a_model_that_cannot_be_exported(tmp_path, cli):
     error = refused(cli, run, "--to", "onnx", "--out", "onnx")
     assert "run: Depends cannot be exported to ONNX. The exporter reports: " in error
     assert "data-dependent" in error
-    assert re.search(r"code\.py:\d+\)\.\n$", error)
+    assert re.search(r"code\.py:\d+\)\. \[export-failed\]\n$", error)
     assert len(error.splitlines()) == 1
     assert not Path("onnx").exists()
     assert no_leftovers(Path())

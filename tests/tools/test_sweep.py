@@ -356,7 +356,7 @@ def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
     refused = fastloop(*command)
     assert refused.returncode == 2
     assert "contains a sweep. Set another output, or continue it with: " in refused.stderr
-    printed = [text.partition("ontinue it with: ")[2].strip() for text in (refused.stderr, process.stdout)]
+    printed = [text.partition("ontinue it with: ")[2].partition("\n")[0] for text in (refused.stderr, process.stdout)]
     printed = [text for text in printed if text]  # a killed sweep prints nothing
     assert len(printed) == 1 + (number == signal.SIGINT)
     assert set(printed) == {printed[0]}

@@ -7,6 +7,7 @@ start fast.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import pickle
@@ -197,6 +198,7 @@ def _work(
     import torch
 
     torch.set_num_threads(1)
+    logging.getLogger("fastloop").setLevel(logging.WARNING)  # else a Trainer shows its log, as in a script
     warnings.filters[:] = filters  # type: ignore[index]
     try:
         result = function(*arguments)

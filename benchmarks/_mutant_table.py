@@ -310,8 +310,8 @@ RESUME = [
     Mutant(
         "the newest checkpoints are removed",
         f"{CORE}/checkpoint/store.py",
-        "kept = [path for path, at in found.items() if at <= step][-keep:]",
-        "kept = [path for path, at in found.items() if at <= step][:keep]",
+        "for path in [*earlier[:-keep], *later",
+        "for path in [*earlier[keep:], *later",
     ),
     Mutant(
         "a resumed run begins its epoch again",

@@ -7,6 +7,7 @@ The files around them::
     launch                # starts the processes of ``--nproc``
     startup, ending       # the start of a process until its run is open, and its end
     messages, streams     # the log, errors and their exit codes, and the standard streams
+    usage                 # errors in the command line: unknown options, missing arguments
     summary, hook_timing  # tables at the end of a run
     quick_checks          # ``--fast-dev-run`` and ``--overfit``
     recipe_schema         # the JSON Schema of recipes
@@ -54,7 +55,7 @@ def options(
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json",
+            "--json",  # `main` applies it before typer reads the command line
             help="Before the command: report errors and warnings as JSON on stderr, one a line, with code, place and "
             "remedy.",
         ),
@@ -64,10 +65,6 @@ def options(
     ] = False,
 ) -> None:
     """List plugins in a recipe, and get the fastest correct training your hardware can do."""
-    if as_json:
-        from fastloop.cli.messages import report_as_json
-
-        report_as_json()
 
 
 def command_of(arguments: list[str]) -> str | None:
@@ -76,10 +73,24 @@ def command_of(arguments: list[str]) -> str | None:
     return words[0] if words else None
 
 
+def wants_json(arguments: list[str]) -> bool:
+    """Whether the option ``--json`` stands before the command."""
+    for argument in arguments:
+        if argument == "--json":
+            return True
+        if not argument.startswith("-"):
+            return False
+    return False
+
+
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 the run failed, 2 usage error, 75 stopped by a signal, 130
     interrupted."""
     arguments = sys.argv[1:]
+    if wants_json(arguments):
+        from fastloop.cli.messages import report_as_json
+
+        report_as_json()
     command = command_of(arguments)
     if command == "train":
         from fastloop.cli.train import with_resume_value

@@ -17,6 +17,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from fastloop.cli.usage import usage_errors
 from fastloop.errors import UsageError
 from fastloop.plugins.installed import (
     distribution_name,
@@ -35,6 +36,16 @@ CORE = ("train", "plugins", "recipes", "schema", "doctor")
 
 class Commands(TyperGroup):
     """The core's commands, fastloop's tools, and commands of other packages."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """The context of a command line. Raises a ``UsageError`` for an error in it."""
+        with usage_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the command. Raises a ``UsageError`` for an error in its arguments."""
+        with usage_errors(ctx):
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands, fastloop's first."""

@@ -123,22 +123,6 @@ def test_the_version_is_the_distributions(cli):
     assert cli("--version") == (0, f"fastloop {importlib.metadata.version('fastloop-train')}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["trian"], "Did you mean 'train'?"),
-        (["train"], "Missing argument 'RECIPE'"),
-        (["plan", "quickstart", "--wiht", "a"], "--with"),
-        (["plugins", "a", "b"], "unexpected extra argument"),
-    ],
-    ids=" ".join,
-)
-def test_misspelled_command_exits_2(cli, arguments, said):
-    code, out, err = cli(*arguments)
-    assert (code, out) == (2, "")
-    assert said in err
-
-
 # -- plugins -----------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ FOLDERS = ("core", "plugins", "packages")
 FEW_WORDS = 4
 """Words of a message that explains its code."""
 VALUE = re.compile(r"\{[^{}]*\}")
-FIELDS = ("code", "place", "found", "expected", "remedy")
+FIELDS = ("code", "place", "found", "expected", "remedy", "command")
 
 
 @dataclass(frozen=True)

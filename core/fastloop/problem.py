@@ -27,13 +27,14 @@ class Fields(TypedDict, total=False):
     found: str
     expected: str
     remedy: str
+    command: str
 
 
 @dataclass(frozen=True)
 class Problem:
     """The fields of an error or a warning.
 
-    ``str(problem)`` is the text: ``PLACE: TEXT Found FOUND, expected EXPECTED. REMEDY``.
+    ``str(problem)`` is the text: ``PLACE: TEXT Found FOUND, expected EXPECTED. REMEDY COMMAND``.
 
     Attributes:
         text: Whole sentences about the problem. It may be empty if ``found`` or ``expected`` is given.
@@ -45,6 +46,8 @@ class Problem:
         remedy: Sentences about the change that solves the problem. An override in them, such as
             ``data.label_type=class``, works as it is, and so do options and commands between backquotes: "Run
             `fastloop plugins`."
+        command: A command that the remedy introduces, such as "Install it:". It ends the text, without a full stop, so
+            that it can be copied.
     """
 
     text: str = ""
@@ -53,6 +56,7 @@ class Problem:
     found: str = ""
     expected: str = ""
     remedy: str = ""
+    command: str = ""
 
     def __str__(self) -> str:
         facts = []
@@ -65,14 +69,17 @@ class Problem:
             sentence += "."
         if self.text:
             sentence = sentence[:1].upper() + sentence[1:]
-        parts = [self.text.strip(), sentence, self.remedy.strip()]
+        parts = [self.text.strip(), sentence, self.remedy.strip(), self.command]
         body = " ".join(part for part in parts if part)
         return f"{self.place}: {body}" if self.place else body
 
     @property
     def proposals(self) -> list[str]:
         """The overrides, options and commands of the remedy, as a user can type them."""
-        return [match[1] or match[2] for match in PROPOSAL.finditer(self.remedy)]
+        proposals = [match[1] or match[2] for match in PROPOSAL.finditer(self.remedy)]
+        if self.command:
+            proposals.append(self.command)
+        return proposals
 
     def to_json(self) -> dict[str, Any]:
         """The fields for programs. ``message`` is the whole text; ``file``, ``key`` and ``line`` are parts of the
@@ -91,5 +98,6 @@ class Problem:
             "found": self.found,
             "expected": self.expected,
             "remedy": self.remedy,
+            "command": self.command,
             "proposals": self.proposals,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from packaging.utils import canonicalize_name
 
@@ -52,7 +52,13 @@ def plugins_of_packages(packages: Iterable[str], place: str) -> dict[str, str]:
     for package in packages:
         name = canonicalize_name(package)
         if name not in by_distribution:
-            raise RecipeError(_explain_missing(package, by_distribution), code="unknown-package", place=place)
+            raise RecipeError(
+                f"no package {package!r} with plugins of fastloop is installed.",
+                code="unknown-package",
+                place=place,
+                remedy=f"{did_you_mean(package, by_distribution).strip()} Install it:",
+                command=_install_command(package),
+            )
         for key in by_distribution[name]:
             if ":" in key:
                 warn_once(
@@ -63,12 +69,9 @@ def plugins_of_packages(packages: Iterable[str], place: str) -> dict[str, str]:
     return found
 
 
-def _explain_missing(package: str, known: Collection[str]) -> str:
-    """Why a package has no plugins to choose from, and how to install it."""
+def _install_command(package: str) -> str:
+    """The command that installs a package."""
     for own in PACKAGES:
         if own.distribution == canonicalize_name(package):
-            return f"the package {package!r} is not installed. Install it: {own.install}."
-    suggestion = did_you_mean(package, known)
-    return (
-        f"no package {package!r} with plugins of fastloop is installed.{suggestion} Install it: pip install {package}."
-    )
+            return own.install
+    return f"pip install {package}"

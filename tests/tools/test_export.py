@@ -301,7 +301,8 @@ def test_a_missing_extra_names_the_command(trained, cli, monkeypatch):
 
     monkeypatch.setattr(metadata, "version", missing)
     error = refused(cli, trained / "run", "--to", "onnx")
-    assert "onnxscript>=0.2 is not installed. Install it: pip install 'fastloop-train[onnx]'" in error
+    assert "onnxscript>=0.2" in error
+    assert "pip install 'fastloop-train[onnx]'" in error
     monkeypatch.setattr(metadata, "version", lambda name: "0.1")
     assert "needs onnx>=1.17, found 0.1. Upgrade it" in refused(cli, trained / "run", "--to", "onnx")
 

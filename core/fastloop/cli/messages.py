@@ -54,10 +54,6 @@ def documentation(message: str) -> str | None:
     return start.removesuffix("index.md") + PAGES[subject[1] or subject[2]]
 
 
-COMMAND_AT_END = re.compile(r": fastloop [^\n]*[^.\n]$")
-"""A text that ends in a command: ``Continue it with: fastloop sweep recipe.yaml --resume``."""
-
-
 class Messages(logging.Handler):
     """Prints to rich's console, above a live display."""
 
@@ -76,7 +72,7 @@ class Messages(logging.Handler):
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
         text = prefix + self.format(record)
         if isinstance(record.msg, Problem):
-            text = with_code(text, record.msg.code)
+            text = with_code(text, record.msg)
         rich.get_console().print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
@@ -95,12 +91,12 @@ def print_json(level: Literal["error", "warning"], problem: Problem) -> None:
     print(secrets.hide(json.dumps({"level": level} | problem.to_json())), file=sys.stderr, flush=True)
 
 
-def with_code(text: str, code: str) -> str:
+def with_code(text: str, problem: Problem) -> str:
     """A text with the code of its problem. A command at its end stays alone on its line, so that it can be copied."""
-    if not code:
+    if not problem.code:
         return text
-    separator = "\n" if COMMAND_AT_END.search(text) else " "
-    return f"{text}{separator}[{code}]"
+    separator = "\n" if problem.command else " "
+    return f"{text}{separator}[{problem.code}]"
 
 
 def print_error(problem: Problem) -> None:
@@ -108,7 +104,7 @@ def print_error(problem: Problem) -> None:
     if reports_json():
         print_json("error", problem)
         return
-    print(with_code(f"error: {secrets.hide(str(problem))}", problem.code), file=sys.stderr)
+    print(with_code(f"error: {secrets.hide(str(problem))}", problem), file=sys.stderr)
     if sys.stderr.isatty() and (page := documentation(str(problem))):
         print(f"docs: {page}", file=sys.stderr)
 

@@ -99,8 +99,8 @@ def check_variables(trains: bool) -> None:
             "its own into the same folder.",
             code="wrong-environment",
             remedy=(
-                "Start one task on each machine, and in it: fastloop train RECIPE --nproc N --nnodes M --node-rank "
-                "$SLURM_NODEID --master HOST:PORT. Or set WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. "
+                "Start one task on each machine, and in it `fastloop train RECIPE --nproc N --nnodes M --node-rank "
+                "$SLURM_NODEID --master HOST:PORT`. Or set WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. "
                 f"For separate runs, unset {SLURM_TASKS}."
             ),
         )

@@ -137,7 +137,8 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
         if not requirement.specifier.contains(ours, prereleases=True):
             both = f"pip install -U {distribution_name(point)} '{DISTRIBUTION}{requirement.specifier}'"
             return (
-                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
+                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: "
+                f"`{both}`."
             )
     return ""
 
@@ -221,10 +222,8 @@ def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.m
             "two distributions with the import name fastloop are installed, and their files overwrite each other: "
             f"{DISTRIBUTION}, and fastloop {other.version}, which is another project.",
             code="broken-installation",
-            remedy=(
-                f"Remove both, then install this one: pip uninstall --yes fastloop {DISTRIBUTION} && pip install "
-                f"{DISTRIBUTION}"
-            ),
+            remedy="Remove both, then install this one:",
+            command=f"pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}",
         )
     points = importlib.metadata.entry_points()
     return {

@@ -66,5 +66,5 @@ def suggest_command(name: str, installed: Iterable[str]) -> str:
 def _suggest(name: str, installed: Iterable[str], of_packages: Mapping[str, OwnPackage]) -> str:
     package = of_packages.get(name)
     if package is not None:
-        return f" The package {package.distribution} has it. Install it: {package.install}."
+        return f" The package {package.distribution} has it. Install it: `{package.install}`."
     return did_you_mean(name, {*installed, *of_packages})

@@ -84,9 +84,9 @@ class Package:
         try:
             installed = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
-            return f"needs {required}, which is not installed. Install it: pip install '{target}'"
+            return f"needs {required}, which is not installed. Install it: `pip install '{target}'`."
         if self.version and not SpecifierSet(self.version).contains(installed, prereleases=True):
-            return f"needs {required}, but {installed} is installed. Upgrade it: pip install -U '{target}'"
+            return f"needs {required}, but {installed} is installed. Upgrade it: `pip install -U '{target}'`."
         return None
 
 
@@ -272,7 +272,15 @@ class Plugin:
         return PluginLog(self.name)
 
     def error(
-        self, key: str, text: str = "", *, code: str = "", found: str = "", expected: str = "", remedy: str = ""
+        self,
+        key: str,
+        text: str = "",
+        *,
+        code: str = "",
+        found: str = "",
+        expected: str = "",
+        remedy: str = "",
+        command: str = "",
     ) -> RecipeError:
         """The error for the value of an option: ``raise self.error("match", "matches no parameter. ...")``.
 
@@ -280,7 +288,7 @@ class Plugin:
         other arguments are fields of a ``fastloop.Problem``.
         """
         place = f"{self.where}.{key}" if key else self.where
-        return RecipeError(text, code=code, place=place, found=found, expected=expected, remedy=remedy)
+        return RecipeError(text, code=code, place=place, found=found, expected=expected, remedy=remedy, command=command)
 
     def on_teardown(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function at the end of the run, also after an error: ``self.on_teardown(torch.set_num_threads, 4)``.

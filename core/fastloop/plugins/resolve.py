@@ -95,11 +95,15 @@ def check_requirements(resolved: ResolvedRecipe, machine: hardware.Machine | Non
         for need in plugin.requirements:
             missing = need.missing(plugin, machine)
             if missing:
+                problem, _, advice = missing.removesuffix(".").partition(". ")
+                remedy = f"Leave it out: `--without {plugin.name}`."
+                if advice:
+                    remedy = f"{advice}. Or leave it out: `--without {plugin.name}`."
                 raise PluginError(
-                    f"plugin {plugin.name!r} {missing.rstrip('.')}.",
+                    f"plugin {plugin.name!r} {problem}.",
                     code="requirement-missing",
                     place=recipe.where,
-                    remedy=f"Or leave it out: --without {plugin.name}.",
+                    remedy=remedy,
                 )
 
 

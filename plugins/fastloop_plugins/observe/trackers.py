@@ -144,7 +144,8 @@ class Trackers(Plugin):
                     f"{name} is not installed.",
                     code="not-installed",
                     place=where,
-                    remedy=f"Install it: pip install {name}",
+                    remedy="Install it:",
+                    command=f"pip install {name}",
                 )
 
     @hookimpl

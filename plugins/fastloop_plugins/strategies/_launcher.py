@@ -64,7 +64,8 @@ class Launcher:
                 f"accelerate's configuration asks for {asked!r} ({variable}), and {place} is {current!r}.",
                 code="launcher-differs",
                 place=self.recipe.where,
-                remedy="Make them the same, or start with another launcher: fastloop train RECIPE --nproc N.",
+                remedy="Make them the same, or start with another launcher:",
+                command="fastloop train RECIPE --nproc N",
             )
         if is_ours:
             self.plugin.set_option(key, value)

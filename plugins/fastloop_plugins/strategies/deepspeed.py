@@ -99,9 +99,11 @@ class DeepSpeed(TimedStrategy):
         config, stage = self.configuration.build(run, model), self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
             raise PluginError(
-                "needs a launcher, for one process too: fastloop train RECIPE --nproc 1.",
+                "needs a launcher, for one process too.",
                 code="no-launcher",
                 place="plugins.deepspeed",
+                remedy="Start it with a launcher:",
+                command="fastloop train RECIPE --nproc 1",
             )
         if not all(group["params"] for group in optimizer.param_groups):
             raise PluginError(

@@ -117,13 +117,15 @@ def check_packages() -> None:
             raise UsageError(
                 f"--to onnx: {package}>={least} is not installed.",
                 code="not-installed",
-                remedy="Install it: pip install 'fastloop-train[onnx]'",
+                remedy="Install it:",
+                command="pip install 'fastloop-train[onnx]'",
             ) from None
         if Version(installed) < Version(least):
             raise UsageError(
                 f"--to onnx: needs {package}>={least}, found {installed}.",
                 code="not-installed",
-                remedy="Upgrade it: pip install -U 'fastloop-train[onnx]'",
+                remedy="Upgrade it:",
+                command="pip install -U 'fastloop-train[onnx]'",
             )
 
 

@@ -36,7 +36,8 @@ def check(to: str, quantize: str | None) -> None:
         raise UsageError(
             "--quantize int8: torchao>=0.18 is not installed.",
             code="not-installed",
-            remedy="Install it: pip install 'fastloop-train[int8]'",
+            remedy="Install it:",
+            command="pip install 'fastloop-train[int8]'",
         )
 
 

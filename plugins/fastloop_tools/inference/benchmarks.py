@@ -55,7 +55,8 @@ def evaluate_tasks(
             f"lm-eval cannot be imported ({error}).",
             code="not-installed",
             place="--tasks",
-            remedy="Install it: pip install 'fastloop-train[lm-eval]'",
+            remedy="Install it:",
+            command="pip install 'fastloop-train[lm-eval]'",
         ) from None
     from fastloop.runtime.hardware import this_machine
     from fastloop_plugins.models.hub import first_line
@@ -161,7 +162,8 @@ def check_model(model: Path, remote: bool) -> None:
             place=f"--tasks: {model}",
             found="an adapter",
             expected="a whole model",
-            remedy="Merge it first: fastloop export RUN --to safetensors",
+            remedy="Merge it first:",
+            command="fastloop export RUN --to safetensors",
         )
     config = read_json_object(model / "config.json")
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}

@@ -144,10 +144,10 @@ def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: 
     listed = names(keep)
     if listed and source is None:
         raise UsageError(
-            "found --split, and columns are kept of a FILE only. Predict the file of that split: fastloop predict RUN "
-            "FILE --keep ...",
+            "found --split, and columns are kept of a FILE only.",
             code="exclusive-options",
             place="--keep",
+            remedy="Predict the file of that split: `fastloop predict RUN FILE --keep ...`.",
         )
     if listed and not isinstance(source, Path):
         raise UsageError(

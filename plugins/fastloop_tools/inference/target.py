@@ -77,10 +77,8 @@ def load(
                 "trains.",
                 code="no-exported-model",
                 place=str(target),
-                remedy=(
-                    f"To complete it: fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} "
-                    "--resume"
-                ),
+                remedy="To complete it:",
+                command=f"fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} --resume",
             )
         raise UsageError(
             "neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).",

@@ -50,7 +50,8 @@ def search(
             "Optuna is not installed.",
             code="not-installed",
             place="--trials",
-            remedy="Install it: pip install 'fastloop-train[optuna]'",
+            remedy="Install it:",
+            command="pip install 'fastloop-train[optuna]'",
         ) from None
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError

@@ -52,7 +52,8 @@ class Record:
                 f"{folder} contains a sweep.",
                 code="folder-not-empty",
                 place="output",
-                remedy=f"Set another output, or continue it with: {again}",
+                remedy="Set another output, or continue it with:",
+                command=again,
             )
         if self.file.is_file():
             files.check_links(folder)

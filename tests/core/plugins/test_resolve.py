@@ -21,6 +21,7 @@ from fastloop import (
     Plugin,
     PluginCrash,
     PluginError,
+    Problem,
     RecipeError,
     Settings,
     When,
@@ -32,7 +33,7 @@ from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime.hardware import Machine
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 
 pytest_plugins = ["installing"]
 
@@ -53,11 +54,17 @@ def order(*plugins: Plugin) -> list[str]:
     return resolve(recipe(), CPU, plugins).plugins.names()
 
 
-def refusal(*plugins: Any, machine: Machine = CPU) -> str:
+def problem_of(*plugins: Any, machine: Machine = CPU) -> Problem:
+    """The problem of plugins that the resolver refuses."""
     named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
     with pytest.raises(PluginError) as refused:
         _ = resolve(recipe(*named), machine, [plugin for plugin in plugins if isinstance(plugin, Plugin)]).plugins.hooks
-    return str(refused.value)
+    return refused.value.problem
+
+
+def refusal(*plugins: Any) -> str:
+    """The message of ``problem_of``."""
+    return str(problem_of(*plugins))
 
 
 PLUGIN = """
@@ -272,27 +279,22 @@ def test_missing_required_plugin_is_rejected_with_repair():
 
 def test_missing_or_old_package_is_rejected_with_install_command(install):
     install("warm-pack")
-    assert refusal(make("a", requirements=(Package("nothing-of-this-name", ">=2"),))) == (
-        "recipe: plugin 'a' needs nothing-of-this-name>=2, which is not installed. Install it: pip install "
-        "'nothing-of-this-name>=2'. "
-        "Or leave it out: --without a."
-    )
-    assert "pip install 'fastloop-train[lora]'" in refusal(
-        make("a", requirements=(Package("nothing-of-this-name", extra="lora"),))
-    )
-    assert "needs warm-pack>=2, but 1.2 is installed. Upgrade it: pip install -U 'warm-pack>=2'" in refusal(
-        make("a", requirements=(Package("warm-pack", ">=2"),))
-    )
+    missing = problem_of(make("a", requirements=(Package("nothing-of-this-name", ">=2"),)))
+    assert_problem(missing, "requirement-missing recipe: 'a' nothing-of-this-name>=2")
+    assert missing.proposals == ["pip install 'nothing-of-this-name>=2'", "--without a"]
+    of_an_extra = problem_of(make("a", requirements=(Package("nothing-of-this-name", extra="lora"),)))
+    assert of_an_extra.proposals == ["pip install 'fastloop-train[lora]'", "--without a"]
+    old = problem_of(make("a", requirements=(Package("warm-pack", ">=2"),)))
+    assert_problem(old, "requirement-missing 'a' warm-pack>=2 1.2")
+    assert old.proposals == ["pip install -U 'warm-pack>=2'", "--without a"]
     assert order(make("a", requirements=(Package("warm-pack", ">=1"), Package("warm-pack")))) == ["a"]
 
 
 def test_missing_device_or_dtype_is_rejected_with_available_ones():
-    assert "'a' needs a device of type cuda or xpu; this run is on cpu." in refusal(
-        make("a", requirements=(Device("cuda", "xpu"),))
-    )
-    assert "'a' needs fp8, which cpu here does not have. It has: fp32, bf16." in refusal(
-        make("a", requirements=(Dtype("fp8"),))
-    )
+    device = problem_of(make("a", requirements=(Device("cuda", "xpu"),)))
+    assert_problem(device, "requirement-missing 'a' cuda xpu cpu")
+    dtype = problem_of(make("a", requirements=(Dtype("fp8"),)))
+    assert_problem(dtype, "requirement-missing 'a' fp8 cpu fp32 bf16")
     assert order(make("a", requirements=(Device("cuda", "cpu"), Dtype("bf16")))) == ["a"]
 
 
@@ -304,7 +306,7 @@ def test_requirement_may_depend_on_options():
         fast: bool = option("Whether it is fast.", default=False)
 
     assert order(Picky()) == ["picky"]
-    assert "needs a device of type cuda" in refusal(Picky(fast=True))
+    assert_problem(problem_of(Picky(fast=True)), "requirement-missing 'picky' cuda")
 
 
 def test_custom_requirement():
@@ -312,10 +314,9 @@ def test_custom_requirement():
         def missing(self, plugin: Plugin, machine: Machine) -> str | None:
             return f"needs a full moon over the {machine.device}."
 
-    assert (
-        refusal(make("a", requirements=(Full(),)))
-        == "recipe: plugin 'a' needs a full moon over the cpu. Or leave it out: --without a."
-    )
+    problem = problem_of(make("a", requirements=(Full(),)))
+    assert_problem(problem, "requirement-missing recipe: 'a' moon cpu")
+    assert problem.proposals == ["--without a"]
 
 
 # -- hooks that are written wrongly ------------------------------------------------------------------------------------

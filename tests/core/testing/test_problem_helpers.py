@@ -43,18 +43,25 @@ def test_warnings(caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("problem", "shown"),
     [
-        ("a is missing.", "error: a is missing. [no-file]\n"),
-        ("not today", "error: not today [no-file]\n"),
+        (Problem("a is missing.", code="no-file"), "error: a is missing. [no-file]\n"),
+        (Problem("not today", code="no-file"), "error: not today [no-file]\n"),
         (
-            "Continue it with: fastloop sweep a --resume",
+            Problem(remedy="Continue it with:", command="fastloop sweep a --resume", code="no-file"),
             "error: Continue it with: fastloop sweep a --resume\n[no-file]\n",
+        ),
+        (
+            Problem("a is missing.", remedy="Install it:", command="pip install a", code="no-file"),
+            "error: a is missing. Install it: pip install a\n[no-file]\n",
         ),
     ],
 )
-def test_a_code_does_not_follow_a_command_that_is_copied(text: str, shown: str, capsys: pytest.CaptureFixture[str]):
-    print_error(Problem(text, code="no-file"))
+def test_a_code_does_not_follow_a_command_that_is_copied(
+    problem: Problem, shown: str, capsys: pytest.CaptureFixture[str]
+):
+    print_error(problem)
     err = capsys.readouterr().err
     assert err == shown
     assert_problem(err, "no-file")
+    assert problem.command == "" or problem.proposals == [problem.command]

@@ -520,5 +520,6 @@ class TestConformanceItself:
     def test_unavailable_requirement_is_skipped_with_reason(self, outcomes):
         assert by_outcome(outcomes["needy"], "passed") == {"options", "documented"}
         assert not by_outcome(outcomes["needy"], "failure")
-        needed = "'needy' needs no-such-thing>=2, which is not installed. Install it: pip install 'no-such-thing>=2'"
-        assert needed in outcomes["needy"]["numerics"][1]
+        message = outcomes["needy"]["numerics"][1]
+        assert "'needy'" in message
+        assert "pip install 'no-such-thing>=2'" in message

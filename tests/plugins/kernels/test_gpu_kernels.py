@@ -30,11 +30,10 @@ def test_a_cpu_is_refused(tiny_run, plugin):
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="the extra liger is installed")
 def test_missing_kernel_package_error_has_install_command():
     plugin = Liger()
-    said = [need.missing(plugin, A100) for need in plugin.requirements]
-    assert said == [
-        None,
-        "needs liger-kernel>=0.5, which is not installed. Install it: pip install 'fastloop-train[liger]'",
-    ]
+    device, package = [need.missing(plugin, A100) for need in plugin.requirements]
+    assert device is None
+    assert "liger-kernel>=0.5" in package
+    assert "pip install 'fastloop-train[liger]'" in package
 
 
 def test_a_device_without_fp8_units_is_refused():

@@ -56,7 +56,8 @@ class LibraryModel:
                 f"{self.library} is not installed.",
                 code="not-installed",
                 place=f"{self.where}.name",
-                remedy=f"Install it: pip install {self.library}",
+                remedy="Install it:",
+                command=f"pip install {self.library}",
             )
         try:
             if self.library == "torchvision":

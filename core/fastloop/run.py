@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from fastloop.checkpoint.build_record import BuildRecord
@@ -27,6 +26,7 @@ from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, SaveError
 from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import Recipe
+from fastloop.runtime import device_copies
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import region
@@ -199,7 +199,10 @@ class Run:
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
         with region("to device"):
             for batch in batches:
-                batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.settings.pin_memory)
+                batch.inputs = device_copies.to_device(
+                    batch.inputs, batch._buffer, self.device, non_blocking=self.settings.pin_memory
+                )
+                batch._buffer = None
         return batches
 
     def _start_totals(self, batches: list[Batch]) -> StepTotals:

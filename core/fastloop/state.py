@@ -126,11 +126,18 @@ class Batch:
     unreadable: tuple[tuple[int, str], ...] = ()
     stream_digest: str = ""
     drawn: int = 0
+    _in_one_copy: bool = field(default=False, init=False, repr=False, compare=False)
+    _buffer: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader when ``pin_memory`` is on."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
+        from fastloop.runtime.device_copies import gather_small
+
+        if self._in_one_copy:
+            self.inputs, self._buffer = gather_small(self.inputs)
+        # tensors in the buffer stay where they are
         self.inputs = pin_memory(self.inputs)  # type: ignore[no-untyped-call]
         return self
 

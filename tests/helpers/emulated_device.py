@@ -86,11 +86,12 @@ class Stream:
 
     Attributes:
         operations: Number of operations so far.
+        received: Number of copies from the host so far.
         in_flight: Copies to the host that have not arrived, each with its numbers.
     """
 
     def __init__(self) -> None:
-        self.operations = 0
+        self.operations = self.received = 0
         self.in_flight: list[tuple[Tensor, Tensor]] = []
 
     def send(self, numbers: Tensor) -> Tensor:
@@ -154,6 +155,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> A
     if copies and to_host and wrapped and not sends:
         waits.append(_place(func))
     if copies and on_device and any(not isinstance(leaf, DeviceTensor) for leaf in inputs):
+        STREAM.received += 1
         blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
         if blocking:
             waits.append(_place(func))
@@ -205,7 +207,7 @@ class _Operations(TorchDispatchMode):
 
 class _Constructors(TorchFunctionMode):
     """Makes tensors from Python numbers on the host first, as torch does for every device but the one whose name is
-    borrowed here."""
+    borrowed here. Page-locked memory is ordinary memory: without an accelerator, torch has no other."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,6 +217,10 @@ class _Constructors(TorchFunctionMode):
             and torch.device(kwargs["device"]) == DEVICE
         ):
             return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func is torch.empty:
+            kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
 
 
@@ -237,6 +243,7 @@ class EmulatedDevice(Plugin):
         steps: The waits of each training step, from the copy of its batches until the loop asks for the next ones,
             evaluates or saves. They include those of a log point.
         evaluations: The waits of each evaluation, without what plugins wrap around it.
+        copies: Copies to the device for a batch of each training step.
     """
 
     name = "emulated-device"
@@ -247,6 +254,8 @@ class EmulatedDevice(Plugin):
         self.waits: list[str] = []
         self.steps: list[list[str]] = []
         self.evaluations: list[list[str]] = []
+        self.copies: list[float] = []
+        self.copied = 0.0
         self.in_step = self.evaluating = False
 
     @contextmanager
@@ -262,7 +271,6 @@ class EmulatedDevice(Plugin):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        # without an accelerator torch pins nothing; copies are non-blocking all the same
         return {"pin_memory": self.pin_memory, "placing": self.placed}
 
     def placed(
@@ -270,10 +278,16 @@ class EmulatedDevice(Plugin):
     ) -> Iterator[list[Batch]]:
         """Each step's batches on the device, when it is its turn."""
         for step in steps:
+            if self.pin_memory:  # without an accelerator, torch's loader does not
+                for batch in step:
+                    batch.pin_memory()
+            before = STREAM.received
             if not self.evaluating:
                 self.waits.clear()
+            placed = place(step)
+            self.copied = (STREAM.received - before) / len(step)
             try:
-                yield place(step)
+                yield placed
             finally:
                 self.end_step()
 
@@ -296,6 +310,7 @@ class EmulatedDevice(Plugin):
         """Keep the waits of a step."""
         if self.in_step:
             self.steps.append(self.waits.copy())
+            self.copies.append(self.copied)
         self.in_step = False
 
     @hookimpl(tryfirst=True)

@@ -133,10 +133,15 @@ class MapReader(Dataset[Any]):
 
 class Collate:
     """Collates samples with the task's collator, and sets the fields of ``Batch`` that the loader is responsible
-    for."""
+    for.
 
-    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
-        self.collator = collator
+    Args:
+        in_one_copy: Whether one copy takes the small tensors of a batch to the device. A tensor that is kept then keeps
+            the others, too, so batches of an evaluation, whose targets are kept for the metrics, are copied apart.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any], in_one_copy: bool = False) -> None:
+        self.collator, self.in_one_copy = collator, in_one_copy
 
     def __call__(self, samples: list[Any]) -> Batch:
         read = samples if isinstance(samples, MicroBatchSamples) else MicroBatchSamples()
@@ -150,6 +155,7 @@ class Collate:
         else:
             batch = self._collate(samples)
         batch.ids = ids
+        batch._in_one_copy = self.in_one_copy
         batch.is_last_micro_batch = read.is_last_micro_batch
         batch.unreadable = read.unreadable
         batch.stream_digest = getattr(first, "stream_digest", "")

@@ -78,7 +78,7 @@ class Loader:
         self.stream: Any = None  # for an iterable dataset
         self.sampler: StepSampler | None = None
         arguments: dict[str, Any] = {
-            "collate_fn": Collate(collator),
+            "collate_fn": Collate(collator, in_one_copy=split == "train"),
             "num_workers": reading["num_workers"],
             "pin_memory": reading["pin_memory"],
             "generator": torch.Generator().manual_seed(seed),  # keep epochs from using the global state

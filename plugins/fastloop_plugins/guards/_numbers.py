@@ -5,30 +5,73 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import FastloopError
 from fastloop.runtime.files import no_follow
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fastloop import Run
 
 NORMAL = 1.4826
 """The median distance from the median, times this, is the standard deviation of normally distributed numbers."""
+SMALLEST_SPREAD = 0.01
+"""Smallest standard deviation to assume, as a fraction of the median: losses that hardly differ make no spikes."""
 MIN_WINDOW = 20
 """Losses that must be known before one can be a spike."""
 
 
+@dataclass(frozen=True)
+class StepStart:
+    """A step, and the place in the data where it begins.
+
+    Attributes:
+        number: The step, as in metrics.jsonl: the first one is 1.
+        epoch: Its epoch, from 0.
+        samples: How many samples of the epoch came before the step.
+    """
+
+    number: int
+    epoch: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class UncheckedStep:
+    """A step whose numbers the host has not read yet.
+
+    Attributes:
+        start: The step.
+        loss_and_norm: Shape (2,), on the device: the loss and the norm of the gradients.
+    """
+
+    start: StepStart
+    loss_and_norm: Tensor
+
+
+@dataclass(frozen=True)
+class SavedBuffer:
+    """A buffer of the model, such as a mean of batch norm, and a copy of its values before a step."""
+
+    buffer: Tensor
+    before: Tensor
+
+
 class NotFinite(FastloopError):
-    """A step's loss or gradients are NaN or infinite. ``place``: its epoch, and how many samples of it came before."""
+    """A step's loss or gradients are NaN or infinite.
+
+    Attributes:
+        start: The step.
+    """
 
     code = "not-finite"
 
-    def __init__(self, message: str, place: list[int]) -> None:
+    def __init__(self, message: str, start: StepStart) -> None:
         super().__init__(message)
-        self.place = place
+        self.start = start
 
 
 class Spikes:
@@ -44,15 +87,18 @@ class Spikes:
         if len(self.losses) >= MIN_WINDOW:
             median = statistics.median(self.losses)
             spread = NORMAL * statistics.median([abs(value - median) for value in self.losses])
-            if loss > median + self.threshold * max(spread, 0.01 * abs(median)):
+            smallest_spread = SMALLEST_SPREAD * abs(median)
+            if loss > median + self.threshold * max(spread, smallest_spread):
                 spike = median
         self.losses.append(loss)
         return spike
 
 
 def loss_and_norm(run: Run, loss: Tensor) -> Tensor:
-    """A step's loss and the norm of its gradients, on the device; 0 with loss scaling, which finds its scale by
-    overflows."""
+    """A step's loss and the norm of its gradients, shape (2,), on the device.
+
+    With loss scaling the norm is 0: gradients that overflow are how the scaler finds its scale, and no failure.
+    """
     import torch
 
     norm = run.gradient_norm() if run.accelerator.scaler is None else torch.zeros_like(loss)
@@ -69,37 +115,50 @@ def read(numbers: list[Tensor]) -> list[list[float]]:
     return values
 
 
-def discard_step(run: Run, bad: Tensor, buffers: list[tuple[Tensor, Tensor]], by_itself: bool) -> None:
+def copy_buffers(model: nn.Module) -> list[SavedBuffer]:
+    """Copy the buffers that a forward may change, such as the statistics of batch norm."""
+    copies = []
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            copies.append(SavedBuffer(buffer, buffer.clone()))
+    return copies
+
+
+def discard_step(run: Run, bad: Tensor, buffers: list[SavedBuffer], on_device: bool) -> None:
     """Make the next optimizer step change nothing, if it is ``bad``. With loss scaling, the scaler does that.
 
     Args:
         bad: 0-dim bool on the device; the host waits for it only where it must.
         buffers: The model's buffers, each with its value before the step.
-        by_itself: Whether the optimizer can skip a step on the device.
+        on_device: Whether the optimizer can skip a step on the device.
     """
     import torch
 
-    for buffer, before in buffers:
-        buffer.copy_(torch.where(bad, before, buffer))
-    if by_itself:
+    for saved in buffers:
+        saved.buffer.copy_(torch.where(bad, saved.before, saved.buffer))
+    if on_device:
         optimizer: Any = run.optimizer
         optimizer.found_inf = bad.float()  # a fused optimizer reads it
     elif run.accelerator.scaler is None and bad:
         run.optimizer.zero_grad()  # weights without gradients do not change
 
 
-def write(run: Run, number: int, place: list[int], **found: Any) -> None:
-    """A line of ``bad_batches.jsonl`` about a step, with its sample ids, or positions in an iterable dataset.
+def write(run: Run, start: StepStart, **facts: Any) -> None:
+    """Append a line about a step to ``bad_batches.jsonl``, on the main process.
+
+    The line has the step's sample ids, or its positions in an iterable dataset.
 
     Args:
-        number: As in metrics.jsonl: the first step is 1.
-        place: The step's epoch, from 0, and how many samples of it came before.
+        facts: Further entries of the line, such as ``what`` and ``loss``.
     """
     if not run.is_main:
         return
-    epoch, start = place
-    end = start + run.recipe.train.batch_size
+    end = start.samples + run.recipe.train.batch_size
     sampler = run.train_loader.sampler
-    ids = list(range(start, end)) if sampler is None else list(sampler.order()[start:end])
+    if sampler is None:
+        ids = list(range(start.samples, end))
+    else:
+        ids = list(sampler.order()[start.samples : end])
+    line = json.dumps({"step": start.number, "epoch": start.epoch, **facts, "ids": ids})
     with open(run.folder / "bad_batches.jsonl", "a", opener=no_follow) as file:
-        file.write(json.dumps({"step": number, "epoch": epoch, **found, "ids": ids}) + "\n")
+        file.write(line + "\n")

@@ -23,17 +23,21 @@ def stepped_parameters(optimizer: Any) -> list[Tensor]:
 def missing_parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Name -> parameter, for the parameters that require gradients, but that the optimizer does not step."""
     stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
-    return {
-        name: weight for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in stepped
-    }
+    missing: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and id(weight) not in stepped:
+            missing[name] = weight
+    return missing
 
 
 def orphaned_parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """The parameters with gradients that the optimizer steps, but that are not in the model."""
     own = {id(parameter) for parameter in model.parameters()}
-    return [
-        parameter for parameter in stepped_parameters(optimizer) if parameter.requires_grad and id(parameter) not in own
-    ]
+    orphans = []
+    for parameter in stepped_parameters(optimizer):
+        if parameter.requires_grad and id(parameter) not in own:
+            orphans.append(parameter)
+    return orphans
 
 
 def by_module(names: Iterable[str]) -> str:
@@ -42,5 +46,8 @@ def by_module(names: Iterable[str]) -> str:
     for name in names:
         module, _, parameter = name.rpartition(".")
         modules.setdefault(module or "the model itself", []).append(parameter)
-    listed = ", ".join(f"{module} ({', '.join(parameters)})" for module, parameters in list(modules.items())[:LISTED])
-    return listed + f" and {len(modules) - LISTED} more modules" * (len(modules) > LISTED)
+    groups = [f"{module} ({', '.join(parameters)})" for module, parameters in modules.items()]
+    listed = ", ".join(groups[:LISTED])
+    if len(groups) > LISTED:
+        listed += f" and {len(groups) - LISTED} more modules"
+    return listed

@@ -50,9 +50,10 @@ class MetricCheck(Plugin):
                 if loader.sampler is None:
                     continue
                 with preserve_random_states():
-                    problem = next(filter(None, run.processes.all_gather_object(try_batch(run, split, loader))), None)
-                if problem:
-                    raise UsageError(problem, code="metric-failed")
+                    problems = run.processes.all_gather_object(try_batch(run, split, loader))
+                for problem in problems:
+                    if problem is not None:
+                        raise UsageError(problem, code="metric-failed")
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, Any, Any]:
@@ -74,7 +75,8 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
 
     try:
         with probing(run.unwrap_model()), evaluating(run.model), run.scalars.paused():
-            ((batch,),) = run.to_device([list(islice(loader.batches(), 1))])
+            first_batches = list(islice(loader.batches(), 1))
+            [[batch]] = run.to_device([first_batches])
             with torch.compiler.set_stance("force_eager"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             return find_problem(run, split, output) if batch.samples else None

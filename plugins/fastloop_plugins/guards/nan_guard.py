@@ -24,9 +24,22 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import CheckpointError, FastloopError, Plugin, PluginError, hookimpl, option
-from fastloop_plugins.guards._numbers import MIN_WINDOW, NotFinite, Spikes, discard_step, loss_and_norm, read, write
+from fastloop_plugins.guards._numbers import (
+    MIN_WINDOW,
+    NotFinite,
+    Spikes,
+    StepStart,
+    UncheckedStep,
+    copy_buffers,
+    discard_step,
+    loss_and_norm,
+    read,
+    write,
+)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from fastloop import Run
@@ -53,44 +66,50 @@ class NanGuard(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # steps not checked yet: number, place, loss and gradient norm
-        self.pending: list[tuple[int, list[int], Tensor]] = []
+        self.unchecked: list[UncheckedStep] = []
         self.spikes = Spikes(self.window, self.spike)
         self.counts = {"not_finite": 0, "acted": 0, "overflows": 0, "spikes": 0}
         self.high_log_points = 0  # in a row, up to the newest
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        names, action = run.plugins.names(), self.action
-        where = f"{run.recipe.where}: plugins.nan-guard.action: {action}:"
-        if action == "skip" and "deepspeed" in names:
-            raise PluginError(
-                f"{where} 'deepspeed' does not expose the gradients.",
-                code="unsupported-strategy",
-                remedy="Use stop or rollback.",
-            )
-        if action == "rollback" and "sample-audit" in names:
-            raise PluginError(
-                f"{where} 'sample-audit' would count the samples of repeated steps twice.",
-                code="excluded-plugin",
-                remedy="Remove one of them.",
-            )
+        self.check_other_plugins(run)
         self.skips_on_device = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
-        if (
-            action == "skip"
-            and run.device.type != "cpu"
-            and not self.skips_on_device
-            and run.accelerator.scaler is None
-        ):
+        skips_on_host = self.action == "skip" and not self.skips_on_device and run.accelerator.scaler is None
+        if skips_on_host and run.device.type != "cpu":
             self.log.warning(
                 "this optimizer cannot skip a step on the device: the host waits at each step. Add fused-optimizer."
             )
 
+    def check_other_plugins(self, run: Run) -> None:
+        """Check that the action works beside the other plugins of the run.
+
+        Raises:
+            PluginError: It does not.
+        """
+        names = run.plugins.names()
+        place = f"{run.recipe.where}: plugins.nan-guard.action: {self.action}"
+        if self.action == "skip" and "deepspeed" in names:
+            raise PluginError(
+                "'deepspeed' does not expose the gradients.",
+                code="unsupported-strategy",
+                place=place,
+                remedy="Use stop or rollback.",
+            )
+        if self.action == "rollback" and "sample-audit" in names:
+            raise PluginError(
+                "'sample-audit' would count the samples of repeated steps twice.",
+                code="excluded-plugin",
+                place=place,
+                remedy="Remove one of them.",
+            )
+
     @hookimpl
     def before_step(self, run: Run) -> None:
-        self.place = [run.state.epoch, run.state.epoch_samples]
-        if self.action == "skip":  # batch norm updates its statistics before the check
-            self.buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers() if buffer.is_floating_point()]
+        state = run.state
+        self.start = StepStart(number=state.step + 1, epoch=state.epoch, samples=state.epoch_samples)
+        if self.action == "skip":
+            self.buffers = copy_buffers(run.model)
 
     @hookimpl
     def after_backward(self, loss: Tensor) -> None:
@@ -99,27 +118,28 @@ class NanGuard(Plugin):
     @hookimpl
     def before_optimizer_step(self, run: Run) -> None:
         numbers = loss_and_norm(run, self.loss)
-        self.pending.append((run.state.step + 1, self.place, numbers))
+        self.unchecked.append(UncheckedStep(self.start, numbers))
         if self.action == "skip":
             discard_step(run, ~numbers.isfinite().all(), self.buffers, self.skips_on_device)
-        if run.device.type == "cpu" or (run.state.step + 1) % self.every == 0:
-            self.check_pending(run)
+        if run.device.type == "cpu" or self.start.number % self.every == 0:
+            self.check_steps(run)
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
-        self.counts["overflows"] += run.step_was_skipped()
+        if run.step_was_skipped():
+            self.counts["overflows"] += 1
         if run.schedule.should_stop():
-            self.check_pending(run)
+            self.check_steps(run)
         if self.max_loss is not None and run.state.step % run.recipe.train.log_every == 0:
             self.check_high_loss(run, loss.item(), self.max_loss)  # the same loss on all processes
 
     @hookimpl
     def after_epoch(self, run: Run) -> None:
-        self.check_pending(run)
+        self.check_steps(run)
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        self.check_pending(run)  # before anything is written
+        self.check_steps(run)  # before anything is written
         return {
             "losses": list(self.spikes.losses),
             "counts": self.counts,
@@ -136,29 +156,44 @@ class NanGuard(Plugin):
         self.counts = dict(state["counts"])
         self.high_log_points = state["high_log_points"]
 
-    def check_pending(self, run: Run) -> None:
-        """Read the numbers of the pending steps, and act on them. Every process has the same numbers, so all act alike.
+    def check_steps(self, run: Run) -> None:
+        """Read the numbers of the unchecked steps, and act on them. All processes have the same numbers, and act alike.
 
         Raises:
             NotFinite: A step is not finite, and is not skipped.
         """
-        pending, self.pending = self.pending, []
-        for (number, place, _), (loss, norm) in zip(pending, read([numbers for _, _, numbers in pending]), strict=True):
+        steps = self.unchecked
+        self.unchecked = []
+        values = read([step.loss_and_norm for step in steps])
+        for step, (loss, norm) in zip(steps, values, strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
-                if (usual := self.spikes.add(loss)) is not None:
-                    self.counts["spikes"] += 1
-                    write(run, number, place, what="spike", loss=loss, usual=usual)
-                continue
-            self.counts["not_finite"] += 1
-            write(run, number, place, what="not finite", loss=str(loss), grad_norm=str(norm))
-            message = (
-                f"step {number}: the loss is {loss}, the gradients' norm {norm}; bad_batches.jsonl in "
-                f"{run.folder} names its samples."
-            )
-            if self.action != "skip" or self.counts["acted"] == self.limit:
-                raise NotFinite(message + self.limit_reached(), place)
-            self.counts["acted"] += 1
-            logger.warning("%s fastloop skips it.", message)
+                self.record_spike(run, step.start, loss)
+            else:
+                self.act_on(run, step.start, loss, norm)
+
+    def record_spike(self, run: Run, start: StepStart, loss: float) -> None:
+        """Record a step in ``bad_batches.jsonl`` if its loss is a spike."""
+        usual = self.spikes.add(loss)
+        if usual is not None:
+            self.counts["spikes"] += 1
+            write(run, start, what="spike", loss=loss, usual=usual)
+
+    def act_on(self, run: Run, start: StepStart, loss: float, norm: float) -> None:
+        """Record a step that is not finite, and count it as skipped or end it.
+
+        Raises:
+            NotFinite: The step is not skipped. ``recover`` may roll back then.
+        """
+        self.counts["not_finite"] += 1
+        write(run, start, what="not finite", loss=str(loss), grad_norm=str(norm))
+        message = (
+            f"step {start.number}: the loss is {loss}, the gradients' norm {norm}; bad_batches.jsonl in "
+            f"{run.folder} names its samples."
+        )
+        if self.action != "skip" or self.limit_is_reached():
+            raise NotFinite(message + self.describe_limit(), start)
+        self.counts["acted"] += 1
+        logger.warning("%s fastloop skips it.", message)
 
     def check_high_loss(self, run: Run, loss: float, max_loss: float) -> None:
         """Count a log point with a high loss, and end the run after ``max_loss_patience`` of them in a row.
@@ -181,25 +216,27 @@ class NanGuard(Plugin):
             )
         run.state.request_stop(f"nan-guard: {reason}")
 
-    def limit_reached(self) -> str:
-        """The end of the error message of a run that may skip or roll back."""
-        done = {"skip": "skipped a step", "rollback": "rolled back"}.get(self.action)
-        return (
-            f" The run has {done} {self.counts['acted']} times; plugins.nan-guard.limit is {self.limit}."
-            if done
-            else ""
-        )
+    def limit_is_reached(self) -> bool:
+        """Whether the run may skip or roll back no more."""
+        return self.counts["acted"] == self.limit
+
+    def describe_limit(self) -> str:
+        """The end of the message of a run that may skip or roll back; empty for ``stop``."""
+        if self.action == "stop":
+            return ""
+        done = "skipped a step" if self.action == "skip" else "rolled back"
+        return f" The run has {done} {self.counts['acted']} times; plugins.nan-guard.limit is {self.limit}."
 
     @hookimpl
     def recover(self, run: Run, error: Exception) -> bool | None:
-        if not isinstance(error, NotFinite) or self.action != "rollback" or self.counts["acted"] == self.limit:
+        if not isinstance(error, NotFinite) or self.action != "rollback" or self.limit_is_reached():
             return None
         logger.warning("%s", error)
-        counts = self.counts
-        if not roll_back(run, skip=error.place):
+        counts = self.counts  # the checkpoint has older ones
+        if not roll_back(run, skip=error.start):
             return None
-        self.counts = counts | {"acted": counts["acted"] + 1}
-        self.pending.clear()
+        self.counts = {**counts, "acted": counts["acted"] + 1}
+        self.unchecked.clear()
         return True
 
     @hookimpl
@@ -207,27 +244,36 @@ class NanGuard(Plugin):
         summary["nan-guard"] = self.counts
 
 
-def roll_back(run: Run, skip: list[int]) -> bool:
-    """Load the newest checkpoint during training, and skip the step that begins at ``skip``
-    (``[epoch, epoch_samples]``).
+def roll_back(run: Run, skip: StepStart) -> bool:
+    """Load the newest checkpoint during training, and skip the step ``skip`` from then on.
 
     Returns False if the run has no checkpoint.
     """
-    from fastloop import checkpoint
     from fastloop.checkpoint import resume
 
     resume.wait_for_save(run)
-    newest: Any = None
-    if run.is_main:  # the main process may have just written one, and all processes must load the same
+    newest = newest_checkpoint(run)
+    if newest is None:
+        return False
+    left_out = [*run.state.left_out, [skip.epoch, skip.samples]]
+    resume.load(run, *newest)
+    run.state.left_out = left_out  # the checkpoint does not have the step yet
+    logger.warning("rolled back to step %d: training continues without the step that failed", run.state.step)
+    return True
+
+
+def newest_checkpoint(run: Run) -> tuple[Path, list[str]] | None:
+    """The newest checkpoint of a run, and warnings about damaged ones; None, which is logged: there is none.
+
+    The main process looks it up for all, because other hosts may see late what it has just written.
+    """
+    from fastloop import checkpoint
+
+    newest: tuple[Path, list[str]] | None = None
+    if run.is_main:
         try:
             newest = checkpoint.find_newest(run.folder)
         except CheckpointError as error:
             logger.warning("there is nothing to roll back to: %s", error)
-    newest = run.processes.all_gather_object(newest)[0]
-    if newest is None:
-        return False
-    left_out = [*run.state.left_out, skip]
-    resume.load(run, *newest)
-    run.state.left_out = left_out
-    logger.warning("rolled back to step %d: training continues without the step that failed", run.state.step)
-    return True
+    by_rank: list[tuple[Path, list[str]] | None] = run.processes.all_gather_object(newest)
+    return by_rank[0]

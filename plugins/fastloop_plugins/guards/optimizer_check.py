@@ -143,8 +143,7 @@ class OptimizerCheck(Plugin):
         if orphans:
             logger.warning(
                 "%s put parameters into the optimizer that the model does not have, of the shapes %s. No checkpoint "
-                "will hold them: "
-                "register them in the model in before_prepare",
+                "will hold them: register them in the model in before_prepare",
                 author,
                 ", ".join(str(tuple(parameter.shape)) for parameter in orphans[:LISTED]),
             )
@@ -155,13 +154,16 @@ class OptimizerCheck(Plugin):
         Raises:
             PluginError: They differ by more than ``accepted``. Names the plugins that implement the hook.
         """
-        missing = [
-            name for name, weight in missing_parameters(model, optimizer).items() if id(weight) not in self.accepted
-        ]
+        missing = []
+        for name, weight in missing_parameters(model, optimizer).items():
+            if id(weight) not in self.accepted:
+                missing.append(name)
         orphans = [weight for weight in orphaned_parameters(model, optimizer) if id(weight) not in self.accepted]
         if not missing and not orphans:
             return
-        problems = f" Not in the optimizer, so they would never train: {by_module(missing)}." if missing else ""
+        problems = ""
+        if missing:
+            problems += f" Not in the optimizer, so they would never train: {by_module(missing)}."
         if orphans:
             names = by_module(self.names.get(id(weight), "an unknown parameter") for weight in orphans)
             problems += f" In the optimizer, but no longer in the model: {names}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
 from fastloop.probing import probing
+from fastloop_plugins.data.packing import FLASH
 from fastloop_plugins.text.masks import compute as forward
 from fastloop_plugins.text.masks import split
 from fastloop_plugins.text.padding_check import results
@@ -24,52 +26,91 @@ WINDOWS = ("window", "local_att", "chunk", "block_size")
 attention_chunk_size."""
 
 
+@dataclass(frozen=True)
+class TrialResult:
+    """Whether a model can be packed.
+
+    Attributes:
+        first_position: The model's first position id.
+        refusal: Why it cannot be packed, as the end of a sentence; None: it can.
+    """
+
+    first_position: int = 0
+    refusal: str | None = None
+
+
 def try_packing(
-    run: Run, model: nn.Module, found: Any, collator: PackedCollator, pack: Callable[[], None]
-) -> int | str:
+    run: Run, model: nn.Module, network: Any, collator: PackedCollator, pack: Callable[[], None]
+) -> TrialResult:
     """Compute two sequences alone and packed, for each place where models let positions begin. One sequence is longer
     than each window of the model's attention that is shorter than the data. The model stays as it is.
 
     Args:
-        found: The transformers model in ``model``.
+        network: The transformers model in ``model``.
         pack: Adapts the model to packed rows.
-
-    Returns:
-        The model's first position id, or why it cannot be packed.
     """
     dataset = run.datasets[run.loaders.first]
-    uses_flash = found.config._attn_implementation == "flash_attention_2"
     longest = 0
-    if not uses_flash:  # FlashAttention has the windows itself
+    if network.config._attn_implementation != FLASH:  # FlashAttention has the windows itself
         longest = collator.longest or run.recipe.data.get("max_length") or 0
-    limits = windows(found.config.to_dict(), longest)
-    size = max(12, min(longest, 2 * max(limits.values(), default=0)))
-    lengths = list(getattr(dataset, "lengths", [0]))
+    limits = windows(network.config.to_dict(), longest)
+    longest_window = max(limits.values(), default=0)
     try:
         with probing(model):
-            long_sample = resized(dataset[lengths.index(max(lengths))], size)
-            short_sample = resized(dataset[len(dataset) - 1], 7)
-            if uses_flash:
-                found.set_attn_implementation("sdpa")  # FlashAttention needs CUDA, and the model is on the CPU
-            of_long = compute(run, model, found, collator, [long_sample], collator.collate)
-            of_short = compute(run, model, found, collator, [short_sample], collator.collate)
-            expected = join(in_turns(of_long, of_short))
-            pack()
-            after_pad = (getattr(found.config, "pad_token_id", None) or 0) + 1  # where RoBERTa's positions begin
-            for first_position in (0, after_pad):
-                collator.first_position = first_position
-                packed = compute(run, model, found, collator, [long_sample, short_sample], collator)
-                if same(join(packed), expected):
-                    return first_position
+            samples = trial_samples(dataset, tokens=max(12, min(longest, 2 * longest_window)))
+            first_position = find_first_position(run, model, network, collator, pack, samples)
+    except PluginError as error:
+        return TrialResult(refusal=str(error))
     except Exception as error:  # whatever a model or a task that knows no rows may raise
         if isinstance(error, IndexError) and "label" in dataset[0]:  # the model gets only the first token of each text
-            return "it does not classify by the first token"
-        return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-    reason = "its results change when sequences are packed in one row"
+            return TrialResult(refusal="it does not classify by the first token")
+        return TrialResult(refusal=f"{type(error).__name__}: {error}")
+    if first_position is not None:
+        return TrialResult(first_position)
+    refusal = "its results change when sequences are packed in one row"
     if limits:
         fields = ", ".join(f"{name}: {value}" for name, value in limits.items())
-        reason += f". Sequences have up to {longest} tokens, and these fields may limit attention to fewer: {fields}"
-    return reason
+        refusal += f". Sequences have up to {longest} tokens, and these fields may limit attention to fewer: {fields}"
+    return TrialResult(refusal=refusal)
+
+
+def trial_samples(dataset: Any, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A long and a short sample.
+
+    Args:
+        tokens: Tokens of the long one. Longer than every window of the model.
+    """
+    lengths = list(getattr(dataset, "lengths", [0]))
+    longest = lengths.index(max(lengths))
+    return resized(dataset[longest], tokens), resized(dataset[len(dataset) - 1], 7)
+
+
+def find_first_position(
+    run: Run,
+    model: nn.Module,
+    network: Any,
+    collator: PackedCollator,
+    pack: Callable[[], None],
+    samples: tuple[dict[str, Any], dict[str, Any]],
+) -> int | None:
+    """The first position id with which packed samples give the results that each has alone; None: neither does.
+
+    Adapts the model. The caller undoes it.
+    """
+    long_sample, short_sample = samples
+    if network.config._attn_implementation == FLASH:
+        network.set_attn_implementation("sdpa")  # FlashAttention needs CUDA, and the model is on the CPU
+    of_long = compute(run, model, network, collator, [long_sample], collator.collate)
+    of_short = compute(run, model, network, collator, [short_sample], collator.collate)
+    expected = join(in_turns(of_long, of_short))
+    pack()
+    after_pad = (getattr(network.config, "pad_token_id", None) or 0) + 1  # where RoBERTa's positions begin
+    for first_position in (0, after_pad):
+        collator.first_position = first_position
+        packed = compute(run, model, network, collator, [long_sample, short_sample], collator)
+        if same(join(packed), expected):
+            return first_position
+    return None
 
 
 def in_turns(ours: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
@@ -82,7 +123,7 @@ def in_turns(ours: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
 
 
 def compute(
-    run: Run, model: nn.Module, found: Any, collator: PackedCollator, samples: list[Any], collate: Any
+    run: Run, model: nn.Module, network: Any, collator: PackedCollator, samples: list[Any], collate: Any
 ) -> list[Tensor]:
     """Compute predictions of samples, (samples, ...), or the logits of each token, (tokens, ...), or the sum
     of losses, 0-dim.
@@ -101,7 +142,7 @@ def compute(
         inputs = {name: value for name, value in batch.inputs.items() if name != "targets"}
         return split(results(forward(model, inputs)), inputs)
     outputs: list[Any] = []
-    handle = found.register_forward_hook(lambda module, args, output: outputs.append(output))
+    handle = network.register_forward_hook(lambda module, args, output: outputs.append(output))
     output = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
     handle.remove()
     if output.predictions is not None:
@@ -147,12 +188,12 @@ def resized(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
     return cut
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
+def same(actual: Tensor, expected: Tensor) -> bool:
     """Whether the rows of two results differ only by rounding, which stays below 1e-5. A missed boundary, position or
     window changes them by 1e-3 and more."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return False
     count = len(expected) if expected.dim() else 1
-    difference = (found - expected).reshape(count, -1).norm(dim=1)
+    difference = (actual - expected).reshape(count, -1).norm(dim=1)
     size = expected.reshape(count, -1).norm(dim=1)
     return bool(difference.max() < 1e-4 * size.max())

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
     from fastloop_plugins.data._packing import PackedCollator
+    from fastloop_plugins.data._packing_trial import TrialResult
 
 
 FLASH = "flash_attention_2"
@@ -45,6 +46,8 @@ INSIDE = {
 uses sdpa."""
 PACKABLE = (*BERT_LIKE, "gpt2", "llama", "mistral", "qwen2")
 """Types of models that the tests pack."""
+LITTLE_PADDING = 0.02
+"""Share of padding in padded batches below which packing hardly saves anything."""
 
 
 class Packing(Plugin):
@@ -99,102 +102,165 @@ class Packing(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         if not hasattr(self, "collator"):  # prompts to continue
             return
-        found = transformers_model(model)
-        if found is None:
-            raise PluginError(
-                f"{type(model).__name__} is not a transformers model.",
-                code="unsupported-model",
-                place=f"{run.recipe.where}: plugins.packing",
-                remedy="Remove packing.",
-            )
-        elsewhere = any(parameter.is_meta for parameter in model.parameters())  # only the main process has weights
-        answers = run.processes.all_gather_object(self.adapt(run, model, found, trial=not elsewhere))
-        answer = next(answer for answer in answers if answer is not None)
-        if isinstance(answer, str):
-            raise PluginError(
-                f"{type(found).__name__} cannot be packed: {answer}.",
-                code="unsupported-model",
-                place=f"{run.recipe.where}: plugins.packing",
-                remedy="Remove packing.",
-            )
-        self.collator.first_position = answer
+        network = transformers_model(model)
+        if network is None:
+            raise self.unsupported(run, f"{type(model).__name__} is not a transformers model.")
+        has_weights = not any(parameter.is_meta for parameter in model.parameters())
+        own_result = self.adapt(run, model, network, trial=has_weights)
+        # processes without weights cannot try the model: all use the first result of a trial
+        result = next(result for result in run.processes.all_gather_object(own_result) if result is not None)
+        if result.refusal is not None:
+            raise self.unsupported(run, f"{type(network).__name__} cannot be packed: {result.refusal}.")
+        self.collator.first_position = result.first_position
 
-    def adapt(self, run: Run, model: nn.Module, found: Any, trial: bool) -> int | str | None:
-        """Adapt the model to packed rows: returns its first position id, or a reason against it; None without a
-        trial."""
-        from torch import nn
+    def unsupported(self, run: Run, text: str) -> PluginError:
+        """The error for a model that cannot be packed."""
+        return PluginError(
+            text,
+            code="unsupported-model",
+            place=f"{run.recipe.where}: plugins.packing",
+            remedy="Remove packing.",
+        )
 
+    def adapt(self, run: Run, model: nn.Module, network: Any, trial: bool) -> TrialResult | None:
+        """Adapt the model to packed rows, and the collator to the model.
+
+        Args:
+            network: The transformers model in ``model``.
+            trial: Whether to compute packed rows first. The model must have its weights.
+
+        Returns:
+            The model's first position, or a reason against packing. The model is unchanged then. None without a trial.
+        """
         from fastloop_plugins.data import _varlen
         from fastloop_plugins.data._packing import first_tokens, register
-        from fastloop_plugins.data._packing_trial import try_packing
+        from fastloop_plugins.data._packing_trial import TrialResult, try_packing
 
-        current, dataset = found.config._attn_implementation, run.datasets[run.loaders.first]
-        longest = max(int(max(getattr(split, "lengths", [0]))) for split in run.datasets.values())
-        inference = run.recipe.inference
-        if inference is not None and inference.chunk and self.name in run.recipe.selected:
-            longest = max(longest, run.recipe.data.get("max_length", 512))  # of later chunks
-        stack = next(
-            (
-                module
-                for module in found.modules()
-                if any(isinstance(part, nn.ModuleList) for part in module.children())
-            ),
-            None,
-        )
-        if not getattr(found, "_supports_sdpa", False):
-            return "it has no selectable attention"
-        if current not in INSIDE:
-            return f"its attention is {current!r}, and packing supports {', '.join(INSIDE)}"
+        refusal = self.find_obstacle(run, network)
+        if refusal is not None:
+            return TrialResult(refusal=refusal)
+        stack = block_stack(network)
         if stack is None:
-            return "it has no list of blocks"
-        if not hasattr(dataset, "__getitem__"):
-            return f"it is trained on {type(dataset).__name__}, which is iterable"
-        absent = _varlen.missing(run.device, _varlen.computing_dtype(run, model), _varlen.head_size(found.config))
-        if run.device.type == "cuda" and absent is not None and self.name in run.recipe.selected:
-            return f"attention would be computed one sequence at a time, since {absent}"
-        if current != FLASH:  # which supports sliding windows
+            return TrialResult(refusal="it has no list of blocks")
+        implementation = network.config._attn_implementation
+        no_kernel = why_no_kernel(run, model, network)
+        if run.device.type == "cuda" and no_kernel is not None and self.name in run.recipe.selected:
+            return TrialResult(refusal=f"attention would be computed one sequence at a time, since {no_kernel}")
+        longest = self.longest_sequence(run)
+        if implementation != FLASH:  # which supports sliding windows
             self.collator.longest = longest
 
         def pack() -> None:
-            found.set_attn_implementation(register(INSIDE[current]))
+            network.set_attn_implementation(register(INSIDE[implementation]))
             stack.register_forward_hook(first_tokens, with_kwargs=True)
 
-        answer = try_packing(run, model, found, self.collator, pack) if trial else None
-        if isinstance(answer, str):
-            return answer
+        result = None
+        if trial:
+            result = try_packing(run, model, network, self.collator, pack)
+            if result.refusal is not None:
+                return result
         pack()
         self.collator.longest = longest
-        if current == FLASH or absent is None:
-            found.set_attn_implementation(FLASH if current == FLASH else _varlen.register())
+        if implementation == FLASH:
+            network.set_attn_implementation(FLASH)
+            self.collator.varlen = True
+        elif no_kernel is None:
+            network.set_attn_implementation(_varlen.register())
             self.collator.varlen = True
         elif run.device.type == "cuda":
-            self.log.warning("attention is computed one sequence at a time, since %s", absent)
-        return answer
+            self.log.warning("attention is computed one sequence at a time, since %s", no_kernel)
+        return result
+
+    def find_obstacle(self, run: Run, network: Any) -> str | None:
+        """Why rows of this model and data cannot be packed, as far as it shows without computing; None: no reason."""
+        implementation = network.config._attn_implementation
+        if not getattr(network, "_supports_sdpa", False):
+            return "it has no selectable attention"
+        if implementation not in INSIDE:
+            return f"its attention is {implementation!r}, and packing supports {', '.join(INSIDE)}"
+        dataset = run.datasets[run.loaders.first]
+        if not hasattr(dataset, "__getitem__"):
+            return f"it is trained on {type(dataset).__name__}, which is iterable"
+        return None
+
+    def longest_sequence(self, run: Run) -> int:
+        """The tokens of the longest sequence of all splits; 0 if unknown."""
+        longest = 0
+        for dataset in run.datasets.values():
+            longest = max(longest, int(max(getattr(dataset, "lengths", [0]))))
+        inference = run.recipe.inference
+        if inference is not None and inference.chunk and self.name in run.recipe.selected:
+            longest = max(longest, run.recipe.data.get("max_length", 512))  # of later chunks
+        return longest
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        lengths, sampler = getattr(run.datasets["train"], "lengths", None), run.train_loader.sampler
-        if lengths is None or sampler is None:
+        batches = batch_lengths(run)
+        if batches is None:
             return
-        steps = [micro_batches for _, micro_batches in sampler.steps()]
-        batches = [[int(lengths[index]) for index in batch] for step in steps for batch in step]
         rows = [sum(batch) for batch in batches]
-        share = 1 - sum(rows) / sum(max(batch) * len(batch) for batch in batches)
-        if share < 0.02:
+        self.report_padding(batches, rows)
+        self.choose_multiple(run, rows)
+        self.report_shapes(rows)
+
+    def report_padding(self, batches: list[list[int]], rows: list[int]) -> None:
+        """Log the share of padding that packing removes.
+
+        Sequences of 3 and 5 tokens are a padded batch of 2 x 5 tokens, and a row of 8: packing removes 20%.
+        """
+        padded = sum(max(batch) * len(batch) for batch in batches)
+        share = 1 - sum(rows) / padded
+        if share < LITTLE_PADDING:
             self.log.warning("batches have only %.1f%% of padding: there is little to remove", 100 * share)
         else:
             self.log.info("removes padding, %.0f%% of the tokens of padded batches", 100 * share)
+
+    def choose_multiple(self, run: Run, rows: list[int]) -> None:
+        """Choose the multiple to which rows are padded, where the recipe leaves it open."""
         if run.device.type == "cuda" and run.recipe.data.get("pad_to_multiple_of") is None:
             self.collator.multiple = multiple_for(rows, run.settings.pad_to_multiple_of or MULTIPLE)
         elif run.device.type == "cpu" and run.settings.pad_to_multiple_of is None:
             self.collator.multiple = cheap_multiple(rows)
-        widths, multiple = [self.collator.width(row) for row in rows], self.collator.multiple
-        if multiple > 1:
-            more = 100 * (sum(widths) / sum(rows) - 1)
-            shapes = len(set(widths))
-            self.log.info(
-                "rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
-                multiple,
-                shapes,
-                more,
-            )
+
+    def report_shapes(self, rows: list[int]) -> None:
+        """Log how many different widths the rows have, and the tokens that are added to them."""
+        if self.collator.multiple == 1:
+            return
+        widths = [self.collator.width(row) for row in rows]
+        self.log.info(
+            "rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
+            self.collator.multiple,
+            len(set(widths)),
+            100 * (sum(widths) / sum(rows) - 1),
+        )
+
+
+def block_stack(network: nn.Module) -> nn.Module | None:
+    """The first module with a list of blocks, such as the encoder of BERT: its output is that of the last block."""
+    from torch import nn
+
+    for module in network.modules():
+        if any(isinstance(child, nn.ModuleList) for child in module.children()):
+            return module
+    return None
+
+
+def why_no_kernel(run: Run, model: nn.Module, network: Any) -> str | None:
+    """Why no kernel computes the attention of a whole row here; None: one does."""
+    from fastloop_plugins.data import _varlen
+
+    dtype = _varlen.computing_dtype(run, model)
+    return _varlen.missing(run.device, dtype, _varlen.head_size(network.config))
+
+
+def batch_lengths(run: Run) -> list[list[int]] | None:
+    """The lengths of the sequences of each batch of the first epoch; None: they are not known before."""
+    lengths = getattr(run.datasets["train"], "lengths", None)
+    sampler = run.train_loader.sampler
+    if lengths is None or sampler is None:
+        return None
+    batches = []
+    for _, micro_batches in sampler.steps():
+        for micro_batch in micro_batches:
+            batches.append([int(lengths[index]) for index in micro_batch])
+    return batches

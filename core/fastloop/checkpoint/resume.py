@@ -46,20 +46,7 @@ def save(run: Run) -> None:
     with run.clock("save"), region("save"):
         log_points.log_pending(run)
         run._shared_buffers.share()
-        state = {
-            "fastloop": 1,
-            "recipe": secrets.hidden(run.recipe.to_dict()),
-            "build": run.build_record.to_dict(),
-            "state": run.state.to_dict(),
-            "clock": dict(run.clock.seconds),
-            "data": run.loaders.fingerprints,
-            "scalars": run.scalars.state(run.processes),
-            "random": run.processes.all_gather_object(random_states()),
-            "optimizer": run.strategy.optimizer_state(run),
-            "scheduler": run.scheduler and run.scheduler.state_dict(),
-            "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict(),
-            "plugins": {plugin.name: call(run=run) for plugin, call in run.plugins.each("save_state")},
-        }
+        state = _collect_state(run)
         path = checkpoint.step_folder(run.folder, run.state.step)
         try:
             pending = run.hooks.write_checkpoint(run=run, folder=path, model=run.strategy.model_state(run), state=state)
@@ -70,16 +57,39 @@ def save(run: Run) -> None:
     run.state.save_requested = False  # also covers a signal that arrived during the save
 
 
+def _collect_state(run: Run) -> dict[str, Any]:
+    """The content of ``state.json``. Every process must call it, because some parts are gathered from all."""
+    scaler = run.accelerator.scaler
+    return {
+        "fastloop": 1,
+        "recipe": secrets.hidden(run.recipe.to_dict()),
+        "build": run.build_record.to_dict(),
+        "state": run.state.to_dict(),
+        "clock": dict(run.clock.seconds),
+        "data": run.loaders.fingerprints,
+        "scalars": run.scalars.state(run.processes),
+        "random": run.processes.all_gather_object(random_states()),
+        "optimizer": run.strategy.optimizer_state(run),
+        "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "plugins": {plugin.name: call(run=run) for plugin, call in run.plugins.each("save_state")},
+    }
+
+
 def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any], group: Any = None) -> None:
-    """Write a checkpoint, then remove the oldest ones. Arguments as in ``checkpoint.write``; ``group``: None:
-    ``host_group``.
+    """Write a checkpoint, then remove the oldest ones.
+
+    Args:
+        model: As in ``checkpoint.write``, like ``state``.
+        group: The process group that writes sharded tensors together. None: ``run.processes.host_group``.
 
     Raises:
         SaveError: The checkpoint cannot be written; the old ones are kept.
         TypeError: ``state`` contains a value that cannot be saved.
     """
     checkpoint.write(path, model, state, run.is_main, group or run.processes.host_group)
-    if run.is_main and (step := checkpoint.step_of(path)) is not None:
+    step = checkpoint.step_of(path)
+    if run.is_main and step is not None:
         checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, step)
 
 
@@ -126,13 +136,15 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     """
     for line in skipped:
         log.warning("%s", line)
-    if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
-        raise CheckpointError(
-            f"process {run.rank} finds: {problem}.",
-            code="checkpoint-differs",
-            place=str(path),
-            remedy="Put the run folder where all processes see the same files.",
-        )
+    if not run.is_main:  # the main process has verified it already
+        problem = checkpoint.verify(path, wait=True)
+        if problem is not None:
+            raise CheckpointError(
+                f"process {run.rank} finds: {problem}.",
+                code="checkpoint-differs",
+                place=str(path),
+                remedy="Put the run folder where all processes see the same files.",
+            )
     model, saved = checkpoint.read(path, sharded_target(run), run.processes.host_group)
     malformed = f"{path}: malformed state.json. Resume from another checkpoint: "
     with refuse_errors(malformed):
@@ -140,51 +152,86 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         states = dict(saved["plugins"])
     _restore_plugins(run, path, states)
     log.info("resumed from %s at step %d", path, run.state.step)
-    with refuse_errors(malformed, *MALFORMED, RuntimeError):
+    with refuse_errors(malformed, (*MALFORMED, RuntimeError)):
         _restore_random_states(run, saved["random"])
 
 
 @contextmanager
-def refuse_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds, by default of ``MALFORMED``, into a CheckpointError."""
+def refuse_errors(text: str, kinds: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
+    """Turn errors of these kinds into a CheckpointError.
+
+    Args:
+        text: The begin of the message, before the type and the text of the error.
+    """
     try:
         yield
-    except kinds or MALFORMED as error:  # noqa: B030
-        raise CheckpointError(
-            f"{what}{type(error).__name__}: {' '.join(str(error).split())[:200]}", code="invalid-state"
-        ) from error
+    except kinds as error:
+        raise CheckpointError(f"{text}{_shorten(error)}", code="invalid-state") from error
+
+
+def _shorten(error: Exception) -> str:
+    """The type of an error, and the first 200 characters of its text in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    """Restore the run's state from a checkpoint that was read."""
-    with refuse_errors(f"{path}: not a checkpoint of this model: ", RuntimeError):
+    """Restore everything but the states of plugins and the random states from a checkpoint that was read.
+
+    Raises:
+        CheckpointError: It is not a checkpoint of this model or optimizer.
+        Exception: One of ``MALFORMED``: its state has another form.
+    """
+    with refuse_errors(f"{path}: not a checkpoint of this model: ", (RuntimeError,)):
         run.strategy.load_model_state(run, model)
-    optimizer = with_own_code(saved["optimizer"], run.optimizer.param_groups)
-    groups = [without_parameters(group) for group in run.optimizer.param_groups]
-    if len(optimizer["param_groups"]) == len(groups):  # else the optimizer reports it
-        check_form(optimizer["param_groups"], groups, "optimizer.param_groups")
-    with refuse_errors(
-        f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError
-    ):
-        run.strategy.load_optimizer_state(run, optimizer)
+    _restore_optimizer(run, path, saved["optimizer"])
     if run.scheduler is not None:
-        check_form(saved["scheduler"], run.scheduler.state_dict(), "scheduler")
-        run.scheduler.load_state_dict(saved["scheduler"])
-    if len(getattr(run.scheduler, "base_lrs", groups)) != len(groups):
-        raise ValueError(f"scheduler.base_lrs: expected one for each of the {len(groups)} parameter groups")
+        _restore_scheduler(run, saved)
     scaler = run.accelerator.scaler
     if scaler is not None:
         check_form(saved["scaler"], scaler.state_dict(), "scaler")
         scaler.load_state_dict(with_own_growth(saved["scaler"], scaler))
     run.state.restore(saved["state"])
     recipe = secrets.hidden(run.recipe.to_dict())
-    if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
+    settings_changed = any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins"))
+    if run.interrupted or settings_changed:
         run.state.stop_reason = None  # it may not apply to other epochs or plugins
     run.saver.last_saved_step = run.state.step
-    run.clock.seconds |= {key: float(value) for key, value in saved["clock"].items()} | {
-        "startup": run.clock.seconds["startup"]
-    }
+    _restore_clock(run, saved["clock"])
     run.scalars.restore(saved["scalars"], run.processes)
+
+
+def _restore_optimizer(run: Run, path: Path, saved: dict[str, Any]) -> None:
+    """Restore the optimizer, but not the settings that select the code of a step."""
+    optimizer = with_own_code(saved, run.optimizer.param_groups)
+    groups = [without_parameters(group) for group in run.optimizer.param_groups]
+    if len(optimizer["param_groups"]) == len(groups):  # else the optimizer reports it
+        check_form(optimizer["param_groups"], groups, "optimizer.param_groups")
+    problem = "not a checkpoint of this optimizer, which needs the parameters of the run that saved it"
+    with refuse_errors(f"{path}: {problem}: ", (ValueError,)):
+        run.strategy.load_optimizer_state(run, optimizer)
+
+
+def _restore_scheduler(run: Run, saved: dict[str, Any]) -> None:
+    """Restore the scheduler, and check that it has a learning rate for each parameter group.
+
+    Raises:
+        ValueError: It has another number of them.
+    """
+    assert run.scheduler is not None
+    check_form(saved["scheduler"], run.scheduler.state_dict(), "scheduler")
+    run.scheduler.load_state_dict(saved["scheduler"])
+    groups = run.optimizer.param_groups
+    if len(getattr(run.scheduler, "base_lrs", groups)) != len(groups):
+        raise ValueError(f"scheduler.base_lrs: expected one for each of the {len(groups)} parameter groups")
+
+
+def _restore_clock(run: Run, saved: dict[str, Any]) -> None:
+    """Continue to count the seconds of the run that saved. The time to start is that of this process."""
+    startup = run.clock.seconds["startup"]
+    for name, seconds in saved.items():
+        run.clock.seconds[name] = float(seconds)
+    run.clock.seconds["startup"] = startup
 
 
 def _restore_plugins(run: Run, path: Path, states: dict[str, Any]) -> None:
@@ -213,9 +260,8 @@ def _refuse_state_of(plugin: Plugin, path: Path) -> Iterator[None]:
     except (*MALFORMED, AssertionError, RuntimeError) as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
-            f"plugin {plugin.name!r} cannot load its state: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]} ({Path(line.filename).name}, line {line.lineno}). The state is "
-            "malformed, or of another version of the plugin.",
+            f"plugin {plugin.name!r} cannot load its state: {_shorten(error)} ({Path(line.filename).name}, line "
+            f"{line.lineno}). The state is malformed, or of another version of the plugin.",
             code="invalid-state",
             place=str(path),
             remedy="Resume from another checkpoint, or start a new run.",
@@ -232,17 +278,30 @@ def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:
 
 
 def sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
-    """For ``checkpoint.read``: returns an empty tensor with this run's sharding of the named weight or optimizer state.
-    If the optimizer of a strategy has the method ``empty_shard(shape)``, its result is used instead."""
-    model, empty_shard = run.unwrap_model().state_dict(), getattr(run.optimizer, "empty_shard", None)
-    parameters = dict(enumerate(parameter for group in run.optimizer.param_groups for parameter in group["params"]))
+    """For ``checkpoint.read``: returns a function that gives the tensor to read a sharded tensor into.
+
+    It is an empty one with this run's sharding of the weight or parameter. If the optimizer of a strategy has the
+    method ``empty_shard(shape)``, its result gives the sharding instead.
+    """
+    weights = run.unwrap_model().state_dict()
+    empty_shard = getattr(run.optimizer, "empty_shard", None)
+    parameters: list[Tensor] = []  # in the order of the optimizer's state
+    for group in run.optimizer.param_groups:
+        parameters += group["params"]
 
     def target_like(name: str, shape: torch.Size) -> Tensor | None:
-        number = re.match(r"state\.optimizer\.state\.(\d+)\.", name)
-        if empty_shard is not None and (number or name.startswith("model.")):
+        """The tensor to read ``model.head.weight`` into, or ``state.optimizer.state.3.exp_avg``: a state of the
+        parameter with number 3. None: it is not sharded in this run."""
+        optimizer_state = re.match(r"state\.optimizer\.state\.(\d+)\.", name)
+        target: Tensor | None = None
+        if empty_shard is not None and (optimizer_state is not None or name.startswith("model.")):
             target = empty_shard(shape)
-        else:
-            target = parameters.get(int(number[1])) if number else model.get(name.removeprefix("model."))
-        return torch.empty_like(target) if isinstance(target, DTensor) and target.shape == shape else None
+        elif optimizer_state is None:
+            target = weights.get(name.removeprefix("model."))
+        elif int(optimizer_state[1]) < len(parameters):
+            target = parameters[int(optimizer_state[1])]
+        if isinstance(target, DTensor) and target.shape == shape:
+            return torch.empty_like(target)
+        return None
 
     return target_like

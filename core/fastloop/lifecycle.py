@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from fastloop import log_points, loop
-from fastloop.checkpoint import folder, resume
+from fastloop.checkpoint import folder, resume, run_summary
 from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
@@ -124,7 +124,7 @@ def execute(run: Run) -> dict[str, Any]:
                 _export(run)
                 log_points.flush(run)
             _share_disabled(run)  # also a barrier: no process exits while another still needs it
-            run._summary = folder.summarize(
+            run._summary = run_summary.summarize(
                 run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason
             )
     except BaseException as error:
@@ -134,7 +134,7 @@ def execute(run: Run) -> dict[str, Any]:
             run.saver.wait()  # so that the run can resume from this checkpoint
         try:
             with explain_errors(run):
-                folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
+                run_summary.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
         except FastloopError as summary_error:  # raise the original error instead
             if str(summary_error) != str(error):
                 log.error("%s", summary_error)
@@ -156,7 +156,7 @@ def close_after(run: Run) -> Iterator[None]:
         if error is not None:
             if run._summary is not None:
                 failure = {"status": "failed", "reason": str(error) or type(error).__name__}
-                folder.write_summary(run, run._summary | failure)
+                run_summary.write_summary(run, run._summary | failure)
             raise error
 
 

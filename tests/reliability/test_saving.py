@@ -26,7 +26,7 @@ from saving_helpers import Forked, mounted, record, said, steps, summary, times,
 
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.checkpoint import MANIFEST, find_newest, read, verify, write
-from fastloop.checkpoint.folder import Lock
+from fastloop.checkpoint.lock import Lock
 from fastloop.errors import CheckpointError, SaveError
 from fastloop.testing import tiny_model
 

@@ -1,7 +1,8 @@
 """Checkpoints: the format, the run folder, saving and resuming.
 
 store, form               # the files of a checkpoint, and the form of a state that was read
-folder                    # the run folder, its lock and ``summary.json``
+folder, lock              # the run folder, and its lock
+run_summary               # ``summary.json``
 resume                    # the state of a run, saved and restored
 saver                     # the pending save
 build_record              # the settings of a run, which a resume compares

@@ -104,28 +104,28 @@ class Watchdog(Plugin):
 
     def watch(self, run: Run) -> None:
         """Check progress until ``over`` is set; the body of the thread."""
-        timeout, warned = self.timeout, False
+        has_warned = False
         while not self.over.wait(self.every):
             self.arm()
             idle = self.heartbeats.seconds_idle()
             self.heartbeats.write(run.state.step)
-            if idle > timeout:
+            if idle > self.timeout:
                 faulthandler.dump_traceback(file=self.stacks, all_threads=True)
                 self.over.wait(2 * self.every)  # the other processes reach their timeout within this time
                 stacks = f"{self.heartbeats.folder}/rank-*.txt"
                 self.end(run, f"{self.heartbeats.diagnose()} Stacks of all threads: {stacks}. Continue with --resume.")
-            if idle < timeout / 2:
-                warned = False
-            elif not warned:
-                warned = True
+            if idle < self.timeout / 2:
+                has_warned = False  # progress resumed: warn again the next time
+            elif not has_warned:
+                has_warned = True
                 self.log.warning("%s", self.heartbeats.diagnose())
 
     @staticmethod
     def end(run: Run, reason: str) -> None:
         """End the process immediately: its main thread cannot react to a request."""
-        from fastloop.checkpoint import folder
+        from fastloop.checkpoint import run_summary
 
         print(f"error: {reason}", file=sys.stderr, flush=True)
         with suppress(Exception):
-            folder.summarize(run, "failed", reason)
+            run_summary.summarize(run, "failed", reason)
         os._exit(1)

@@ -12,7 +12,7 @@ import pytest
 import fastloop
 import fastloop_plugins
 import fastloop_tools
-from fastloop.checkpoint.folder import Lock
+from fastloop.checkpoint.lock import Lock
 
 FORGET = """
 import os, signal, sys
@@ -116,7 +116,7 @@ def test_a_run_folder_is_locked_without_fcntl(locks):
     take = f"""{FORGET}{locks}{HIDE}
 from pathlib import Path
 from fastloop import RecipeError
-from fastloop.checkpoint.folder import Lock
+from fastloop.checkpoint.lock import Lock
 try:
     Lock(Path(), "recipe.yaml").release()
     print("free")

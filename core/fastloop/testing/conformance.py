@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import os
 import sys
 import typing
@@ -38,7 +37,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fastloop.cli.numerics import BOUNDS, HOLDS, compare
 from fastloop.cli.option_table import describe
 from fastloop.errors import RecipeError, UsageError, did_you_mean
 from fastloop.options import parse
@@ -46,21 +44,22 @@ from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, load
 from fastloop.plugins.plugin import Numerics, listed_at
 from fastloop.runtime.platform_support import KILL
-from fastloop.testing.differences import distance, few, packed, unequal
-from fastloop.testing.runs import DIES_AT, RELEASED_AFTER, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Trained
+from fastloop.testing.differences import few, unequal
+from fastloop.testing.promises import (
+    REPAIRS,
+    BrokenPromise,
+    check_batch_norm,
+    check_bits,
+    check_continuation,
+    check_final_loss,
+    check_gradients,
+    check_losses,
+    early_end,
+)
+from fastloop.testing.runs import DIES_AT, RELEASED_AFTER, SAVES_EVERY, SEEDS, STOPS_AT, Failed
 from fastloop.testing.starting import failure
 from fastloop.testing.studies import StudyResults, strategies_for
 from fastloop.testing.tasks import VECTORS, with_batch_norm
-
-BOUNDED = 10
-"""Steps whose losses keep the bound of a class other than bitwise."""
-
-REPAIRS = {
-    "bitwise": "Touch no number and draw no random one, or promise less: set `numerics`",
-    "reassociated": "Compute the same in another order only, or promise less: set `numerics`",
-    "reduced-precision": "Round less, or promise less: set `numerics`",
-    "changes-training": "See whether `options` and `task` of the test suit it",
-}
 
 
 class Conformance:
@@ -90,7 +89,8 @@ class Conformance:
     def __init_subclass__(cls) -> None:
         checks = [name.removeprefix("test_") for name in dir(cls) if name.startswith("test_")]
         for name in cls.slow:
-            if (check := name.partition("[")[0]) not in checks:
+            check = name.partition("[")[0]  # of processes[fsdp]: processes
+            if check not in checks:
                 raise UsageError(
                     f"there is no check {check!r}.",
                     code="unknown-check",
@@ -100,16 +100,18 @@ class Conformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize ``test_processes`` by strategy. pytest calls it for each test of the class."""
-        if "strategy" in metafunc.fixturenames:
-            known = {"one process", *installed()}
-            for name in [name for name in (*self.strategy_options, *self.refuses) if name not in known]:
+        if "strategy" not in metafunc.fixturenames:
+            return
+        known = {"one process", *installed()}
+        for name in (*self.strategy_options, *self.refuses):
+            if name not in known:
                 raise UsageError(
                     f"there is no strategy {name!r}.",
                     code="unknown-strategy",
                     place=str(type(self).__name__),
                     remedy=did_you_mean(name, known),
                 )
-            metafunc.parametrize("strategy", strategies_for(self.plugin))
+        metafunc.parametrize("strategy", strategies_for(self.plugin))
 
     @pytest.fixture(autouse=True)
     def _named(self, request: pytest.FixtureRequest) -> None:
@@ -135,21 +137,22 @@ class Conformance:
     def test_options(self) -> None:
         """Each option has a description, accepts its default, and rejects wrong types. An unknown option is an error
         with its path."""
-        cls, where = load(self.plugin), f"recipe.yaml: plugins.{self.plugin}"
-        for field, row in zip(dataclasses.fields(options_of(cls)), describe(options_of(cls)), strict=True):
+        declared = options_of(load(self.plugin))
+        where = f"recipe.yaml: plugins.{self.plugin}"
+        for field, row in zip(dataclasses.fields(declared), describe(declared), strict=True):
             if not row.help:
                 self.broken(
                     f"to document its option {row.name!r}",
                     "no help",
                     'Declare it by option("What it does.", ...)',
                 )
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            options = dict(self.options)
+            if field.default_factory is not dataclasses.MISSING:
+                options[field.name] = field.default_factory()
+            elif field.default is not dataclasses.MISSING:
+                options[field.name] = field.default
             try:
-                parse(
-                    options_of(cls),
-                    dict(self.options) | ({} if default is dataclasses.MISSING else {field.name: default}),
-                    where,
-                )
+                parse(declared, options, where)
             except RecipeError as error:
                 self.broken(
                     f"a valid default of its option {row.name!r}", f"{error}", "Give it one that the option takes"
@@ -198,53 +201,25 @@ class Conformance:
     def test_numerics(self, study_results: StudyResults) -> None:
         """The first step's gradients, the losses and the final metric keep the bounds of the numerics class.
         ``bitwise``: all metrics, the final weights and the random states are the same, too."""
-        ours, numerics = study_results.run("ours"), study_results.plugin.numerics
+        ours = study_results.run("ours")
+        numerics = study_results.plugin.numerics
         if study_results.plugin.slot == "task":
             pytest.skip("it is a task: there is no training without it")
         ends_early = early_end(ours)
-        plain, again = (study_results.plain.run(name) for name in ("plain", "plain again"))
-        self._losses(numerics, ours, plain, again)
+        plain = study_results.plain.run("plain")
+        again = study_results.plain.run("plain again")
+        self._require(check_losses(numerics, ours, plain, again))
         if numerics == "changes-training":
             return
         if numerics == "bitwise" and not ends_early:
-            self._bits(ours, plain)
-        far, noise = distance(ours.gradients, plain.gradients), distance(again.gradients, plain.gradients)
-        if far > max(BOUNDS[numerics], 2 * noise):
-            found = f"a relative difference of {far:.2e}, and {BOUNDS[numerics]:g} is allowed"
-            self.broken(
-                f"numerics {numerics!r}: the first step's gradients as they are without it", found, REPAIRS[numerics]
-            )
+            self._require(check_bits(ours, plain))
+        self._require(check_gradients(numerics, ours, plain, again))
         if ends_early:
             pytest.skip(f"{ends_early}, so its final weights and metrics are not those of a whole training")
-        seeds = () if numerics == "bitwise" else SEEDS
-        finals = [
-            study_results.plain.run(name).metrics[-1][1]["loss"]
-            for name in ("plain", *(f"seed {seed}" for seed in seeds))
-        ]
-        final, spread = ours.metrics[-1][1]["loss"], max(finals) - min(finals)
-        if not abs(final - finals[0]) <= spread:
-            found = (
-                f"an evaluation loss of {final:.6g} instead of {finals[0]:.6g}, while other seeds change it by "
-                f"up to {spread:.3g}"
-            )
-            self.broken(f"numerics {numerics!r}: the final metric as it is without it", found, REPAIRS[numerics])
-
-    def _bits(self, ours: Trained, plain: Trained) -> None:
-        """Check what a bitwise plugin leaves alone beside the losses."""
-        pairs = zip(ours.metrics, plain.metrics, strict=False)
-        shown = [(split, {name: metrics.get(name) for name in expected}) for (split, metrics), (_, expected) in pairs]
-        found = ["other metrics of evaluations"] if shown != plain.metrics else []
-        if names := unequal(ours.weights, plain.weights):
-            found.append(f"other final weights: {few(names)}")
-        found += [
-            f"another state of the random numbers of {name}" for name in unequal(ours.random[-1], plain.random[-1])
-        ]
-        if found:
-            self.broken(
-                "numerics 'bitwise': the training that there is without it, to the bit",
-                "; ".join(found),
-                REPAIRS["bitwise"],
-            )
+        seeds = []
+        if numerics != "bitwise":
+            seeds = [study_results.plain.run(f"seed {seed}") for seed in SEEDS]
+        self._require(check_final_loss(numerics, ours, plain, seeds))
 
     def test_batch_norm(self, study_results: StudyResults) -> None:
         """Batch norm counts the passes through the model in train mode: a plugin that does not change the training adds
@@ -254,67 +229,25 @@ class Conformance:
             pytest.skip("it is a task, or changes the training: nothing is promised about the statistics of batch norm")
         if with_batch_norm(self.task) is None:
             pytest.skip("the model of its task has no variant with batch norm; VECTORS and IMAGES have one")
-        if ends_early := early_end(study_results.run("batch norm")):
-            pytest.skip(f"{ends_early}, so it makes fewer passes")
-        ours, plain = (results.run("batch norm").weights for results in (study_results, study_results.plain))
-        counts = {name: int(count) for name, count in plain.items() if name.endswith("num_batches_tracked")}
-        if found := [
-            f"{name} is {ours.get(name)} instead of {count}"
-            for name, count in counts.items()
-            if ours.get(name) != count
-        ]:
-            repair = (
-                "Put the model into eval mode for passes of the plugin's own (fastloop.evaluation_results.evaluating)"
-            )
-            self.broken(
-                f"numerics {numerics!r}: as many passes in train mode as there are without it", few(found), repair
-            )
-
-    def _losses(self, numerics: str, ours: Trained, plain: Trained, again: Trained, where: str = "") -> None:
-        """Check that the losses keep the bounds of the class."""
+        ours = study_results.run("batch norm")
         ends_early = early_end(ours)
         if ends_early:
-            plain, again = (dataclasses.replace(run, losses=run.losses[: len(ours.losses)]) for run in (plain, again))
-        losses, expected = ours.losses, plain.losses
-        if numerics == "changes-training" and ends_early:
-            if not all(map(math.isfinite, losses)):
-                self.broken(f"finite losses{where}", f"the losses {few(losses)}", REPAIRS[numerics])
-        elif numerics == "changes-training":
-            half = max(len(losses) // 2, 1)  # an epoch, so both halves have the same samples
-            if not all(map(math.isfinite, losses)) or not sum(losses[-half:]) < sum(losses[:half]):
-                self.broken(f"a training that learns{where}", f"the losses {few(losses)}", REPAIRS[numerics])
-        elif len(losses) != len(expected):
-            found = f"{len(losses)} instead of {len(expected)}"
-            self.broken(
-                f"numerics {numerics!r}: as many steps as there are without it{where}", found, REPAIRS[numerics]
-            )
-        elif numerics == "bitwise" and losses != expected:
-            step = next(index for index, pair in enumerate(zip(losses, expected, strict=True)) if pair[0] != pair[1])
-            found = f"from step {step + 1} on other ones: {losses[step]!r} instead of {expected[step]!r}"
-            self.broken(
-                f"numerics 'bitwise': the losses that there are without it, to the bit{where}", found, REPAIRS[numerics]
-            )
-        else:  # later steps magnify a difference of the first ones
-            verdict = compare(numerics, *({"losses": run.losses[:BOUNDED]} for run in (ours, plain, again)))
-            if verdict["verdict"] != HOLDS:
-                promised = (
-                    f"numerics {numerics!r}: each step's loss within {verdict['bound']:g} of what it is "
-                    f"without it{where}"
-                )
-                self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[numerics])
+            pytest.skip(f"{ends_early}, so it makes fewer passes")
+        self._require(check_batch_norm(numerics, ours, study_results.plain.run("batch norm")))
 
     def test_saved_and_loaded(self, study_results: StudyResults) -> None:
         """An interrupted and resumed run ends with the same bits and the same plugin state as an uninterrupted one."""
-        if len(study_results.run("interrupted").losses) != STOPS_AT:
+        steps = len(study_results.run("interrupted").losses)
+        if steps != STOPS_AT:
             self._skip_if_early(study_results, STOPS_AT)
-            found = f"a run that ends after {len(study_results.run('interrupted').losses)} steps"
             self.broken(
                 f"more than {STOPS_AT} steps of training",
-                found,
+                f"a run that ends after {steps} steps",
                 "Set `task` or `options` so that the run takes more steps",
             )
-        whole, again = study_results.run("whole"), study_results.run("resumed")
-        self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT)
+        whole = study_results.run("whole")
+        resumed = study_results.run("resumed")
+        self._require(check_continuation(whole, resumed, f"was interrupted after step {STOPS_AT}", STOPS_AT))
 
     def test_killed(self, study_results: StudyResults) -> None:
         """A new process that resumes a killed run ends with the same bits as an undisturbed run."""
@@ -322,14 +255,16 @@ class Conformance:
         if study_results.killed.code != -KILL:
             self._skip_if_early(study_results, DIES_AT)
             ended = study_results.killed.result
-            why = ended.error if isinstance(ended, Failed) else failure([study_results.killed])
+            reason = ended.error if isinstance(ended, Failed) else failure([study_results.killed])
             self.broken(
                 f"to train up to step {DIES_AT}, in which its process is killed",
-                why,
+                reason,
                 "It must train in a process of its own",
             )
-        whole, again = study_results.run("whole"), study_results.run("after the kill")
-        self._goes_on(whole, again, f"was killed in step {DIES_AT}", DIES_AT // SAVES_EVERY * SAVES_EVERY)
+        last_saved = DIES_AT // SAVES_EVERY * SAVES_EVERY  # saved at 4, 8 and 12, and killed in 14
+        whole = study_results.run("whole")
+        resumed = study_results.run("after the kill")
+        self._require(check_continuation(whole, resumed, f"was killed in step {DIES_AT}", last_saved))
 
     def _skip_if_early(self, study_results: StudyResults, steps: int) -> None:
         """Skip a check that needs more than ``steps`` steps, if the plugin ends the training before."""
@@ -339,81 +274,71 @@ class Conformance:
             advice = "`options` or `task` of the test can let it train longer"
             pytest.skip(f"{ends_early}, and the check needs more than {steps}: {advice}")
 
-    def _goes_on(self, whole: Trained, again: Trained, what: str, step: int, where: str = "") -> None:
-        wrong, rest = [], whole.losses[step:]
-        if len(again.losses) != len(rest):
-            wrong.append(f"{len(again.losses)} further steps instead of {len(rest)}")
-        elif again.losses != rest:
-            first = next(index for index, pair in enumerate(zip(again.losses, rest, strict=True)) if pair[0] != pair[1])
-            wrong.append(f"other losses from step {step + first + 1} on")
-        if names := unequal(whole.weights, again.weights):
-            wrong.append(f"other weights: {few(names)}")
-        elif whole.replicas != again.replicas:
-            wrong.append("other weights on this process")
-        if again.metrics != whole.metrics[len(whole.metrics) - len(again.metrics) :]:
-            wrong.append(
-                f"other metrics: in the end {again.metrics[-1][1]}, and {whole.metrics[-1][1]} without a break"
-            )
-        saved, loaded = (packed(state) for state in again.states)
-        if names := unequal(saved, loaded):
-            wrong.append(f"that save_state, right after load_state, gives another {few(names)}")
-        if wrong:
-            repair = "Return from save_state all that the numbers depend on, and take it back in load_state"
-            self.broken(f"the same result from a run that {what} and resumed{where}", "; ".join(wrong), repair)
-
     def test_processes(self, study_results: StudyResults, strategy: str) -> None:
         """The numerics class also holds on two processes, and both have the same weights. A strategy can save and
         resume there."""
-        ranks = study_results.pair(strategy)
+        first, second = study_results.pair(strategy)
         where = f" on two processes with {strategy!r}"
-        numerics = "changes-training" if study_results.plugin.slot == "task" else study_results.plugin.numerics
-        plain = (
-            ranks[0]  # nothing is compared, and the strategy may refuse the task of the plain run
-            if numerics == "changes-training"
-            else study_results.plain.pair(strategy)[0]
-            if study_results.plugin.slot != "strategy"
-            else study_results.plain.run("plain")
-        )
-        self._losses(numerics, ranks[0], plain, plain, where)
-        parts = {"weights": "replicas", "learning rates": "lrs", "metrics": "metrics"}
-        if different := [name for name, part in parts.items() if getattr(ranks[0], part) != getattr(ranks[1], part)]:
-            repair = "Let every process do the same"
+        slot = study_results.plugin.slot
+        numerics = "changes-training" if slot == "task" else study_results.plugin.numerics
+        if numerics == "changes-training":
+            plain = first  # nothing is compared, and the strategy may refuse the task of the plain run
+        elif slot == "strategy":
+            plain = study_results.plain.run("plain")
+        else:
+            plain = study_results.plain.pair(strategy)[0]
+        self._require(check_losses(numerics, first, plain, plain, where))
+        different = []
+        if first.replicas != second.replicas:
+            different.append("weights")
+        if first.lrs != second.lrs:
+            different.append("learning rates")
+        if first.metrics != second.metrics:
+            different.append("metrics")
+        if different:
             self.broken(
                 f"the same weights, learning rates and metrics on all processes{where}",
                 f"other {few(different)}",
-                repair,
+                "Let every process do the same",
             )
         if strategy == self.plugin:
-            study_results.resumed_pair("interrupted")
-            pairs = zip(study_results.resumed_pair("whole"), study_results.resumed_pair("resumed"), strict=True)
-            for rank, (whole, again) in enumerate(pairs):
-                self._goes_on(
-                    whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT, f",{where} (process {rank})"
-                )
+            self._check_resumed_strategy(study_results, where)
+
+    def _check_resumed_strategy(self, study_results: StudyResults, where: str) -> None:
+        """Check that a strategy, on two processes, continues an interrupted run with the same bits."""
+        study_results.resumed_pair("interrupted")
+        event = f"was interrupted after step {STOPS_AT}"
+        pairs = zip(study_results.resumed_pair("whole"), study_results.resumed_pair("resumed"), strict=True)
+        for rank, (whole, resumed) in enumerate(pairs):
+            self._require(check_continuation(whole, resumed, event, STOPS_AT, f",{where} (process {rank})"))
 
     def test_off(self, study_results: StudyResults) -> None:
         """A run without the plugin is the same before and after a run with it, and the plugin restores changed
         settings."""
-        study_results.run("ours")
-        plain, off, changed = study_results.plain.run("plain"), study_results.run("off"), study_results.run("changed")
+        ours = study_results.run("ours")
+        plain = study_results.plain.run("plain")
+        off = study_results.run("off")
+        changed = study_results.run("changed")
         if changed:
-            repair = "Restore it in teardown, the last hook of every run"
-            self.broken("to leave nothing behind when it is off", few(changed), repair)
-        hooks = study_results.run("ours").hooks
-        if hooks and study_results.plugin.slot != "strategy":
             self.broken(
-                "to leave no hook of a run on the model", few(hooks), "Remove the handle of each hook in teardown"
+                "to leave nothing behind when it is off",
+                few(changed),
+                "Restore it in teardown, the last hook of every run",
             )
-        if study_results.run("ours").kept > plain.kept:
-            found = (
-                f"{study_results.run('ours').kept} tensors of the first step's batches, {RELEASED_AFTER} steps later"
+        if ours.hooks and study_results.plugin.slot != "strategy":
+            self.broken(
+                "to leave no hook of a run on the model", few(ours.hooks), "Remove the handle of each hook in teardown"
             )
-            self.broken("to keep no batch after its step", found, "Copy what later steps need")
+        if ours.kept > plain.kept:
+            self.broken(
+                "to keep no batch after its step",
+                f"{ours.kept} tensors of the first step's batches, {RELEASED_AFTER} steps later",
+                "Copy what later steps need",
+            )
         if off.losses != plain.losses or unequal(off.weights, plain.weights):
-            found = f"the losses {few(off.losses)} instead of {few(plain.losses)}"
             self.broken(
                 "to leave nothing behind: a run without it after one with it is the same to the bit",
-                found,
+                f"the losses {few(off.losses)} instead of {few(plain.losses)}",
                 REPAIRS["bitwise"],
             )
 
@@ -425,21 +350,21 @@ class Conformance:
         if study_results.plugin.slot == "task":
             del runs["without"]
         for name, names in runs.items():
-            seconds = [second for run in names for second in study_results.run(run).seconds]
+            seconds: list[float] = []
+            for run in names:
+                seconds += study_results.run(run).seconds
             if not seconds:
                 pytest.skip("it ends the training after one step")
             request.node.user_properties.append((f"seconds a step {name} it", median(seconds)))
 
+    def _require(self, problem: BrokenPromise | None) -> None:
+        """Fail if a promise is broken."""
+        if problem is not None:
+            self.broken(problem.promised, problem.difference, problem.repair)
+
     def broken(self, promised: str, found: str, repair: str) -> None:
         """Fail with the promise, the finding, and the remedy."""
         pytest.fail(f"plugin {self.plugin!r} promises {promised}. Found: {found}. {repair}.", pytrace=False)
-
-
-def early_end(run: Trained) -> str:
-    """After how many steps a plugin ended the training by ``run.state.request_stop``, and why; empty: it did not."""
-    if run.summary["status"] != "stopped":
-        return ""
-    return f"it ends the training after {len(run.losses)} steps ({run.summary['reason']})"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -458,10 +383,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """List the checks that did not run, with their reasons."""
-    skipped = [(dict(report.user_properties), report) for report in terminalreporter.stats.get("skipped", ())]
-    rows = [(properties["plugin"], report) for properties, report in skipped if "plugin" in properties]
-    if rows:
+    lines = []
+    for report in terminalreporter.stats.get("skipped", ()):
+        plugin = dict(report.user_properties).get("plugin")
+        if plugin is None:  # another test
+            continue
+        check = report.nodeid.rpartition("::test_")[2]
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        lines.append(f"{plugin}: {check}: {reason}")
+    if lines:
         terminalreporter.section("conformance: skipped checks, which are no passes")
-    for plugin, report in rows:
-        check, reason = report.nodeid.rpartition("::test_")[2], report.longrepr[2].removeprefix("Skipped: ")
-        terminalreporter.line(f"{plugin}: {check}: {reason}")
+    for line in lines:
+        terminalreporter.line(line)

@@ -36,10 +36,17 @@ from fastloop.state import Batch
 from fastloop.testing.settings import changes, snapshot
 from fastloop.testing.tasks import with_batch_norm
 
-EVALUATES_EVERY, STOPS_AT, SAVES_EVERY, DIES_AT = 2, 9, 4, 14
-"""Steps, in four epochs of five: evaluate every n steps; interrupt one run after a step; let another save every n
-steps, and kill it in a step. A plugin that counts steps, evaluations or epochs without saving the count acts at another
-time, whatever number it counts to."""
+EVALUATES_EVERY = 2
+"""Steps between two evaluations of a training. It has 20 steps: four epochs of five.
+
+A plugin that counts steps, evaluations or epochs without saving the count acts at another time in a resumed run,
+whatever number it counts to. This number and the next three see to that."""
+STOPS_AT = 9
+"""The step after which one training is interrupted."""
+SAVES_EVERY = 4
+"""Steps between two checkpoints of another training."""
+DIES_AT = 14
+"""The step in which that training is killed."""
 RELEASED_AFTER = 6
 """Steps after which the first step's batch must not be in memory any more."""
 PATIENCE = 10.0
@@ -49,6 +56,7 @@ TRAIN: dict[str, Any] = {
     "save_every": None, "seed": 1
 }  # fmt: skip
 SEEDS = (2, 3, 4)
+"""Seeds of further trainings without the plugin, whose final losses show how much a seed changes."""
 TRAININGS = {
     "declared": (),
     "options": (),
@@ -123,9 +131,14 @@ class RunRecorder(Plugin):
         super().__init__()
         self.of = of
         self.states: tuple[Any, Any] = (None, None)
-        self.found: dict[str, Any] = {"losses": [], "lrs": [], "metrics": [], "gradients": {}, "random": [], "kept": 0}
-        self.ends: list[float] = []
-        self.first: list[weakref.ref[Tensor]] = []
+        self.losses: list[float] = []
+        self.lrs: list[float] = []
+        self.metrics: list[tuple[str, dict[str, float]]] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.random: list[dict[str, str]] = []
+        self.kept = 0
+        self.ends: list[float] = []  # of each step, in seconds
+        self.first_batch: list[weakref.ref[Tensor]] = []
 
     @hookimpl(trylast=True)
     def check_run(self, run: Run) -> None:
@@ -135,44 +148,56 @@ class RunRecorder(Plugin):
     def before_fit(self, run: Run) -> None:
         if run.resume_point is not None and run.world_size == 1:
             saved = checkpoint.read(run.resume_point[0])[1]["plugins"].get(self.of)
-            now = [call(run=run) for plugin, call in run.plugins.each("save_state") if plugin.name == self.of]
-            self.states = saved, copy.deepcopy(now[0]) if now else None
+            saved_again = None
+            for plugin, call in run.plugins.each("save_state"):
+                if plugin.name == self.of:
+                    saved_again = copy.deepcopy(call(run=run))
+            self.states = (saved, saved_again)
 
     @hookimpl(trylast=True)
     def before_step(self, batches: list[Batch]) -> None:
-        if not self.found["losses"]:
+        if not self.losses:
             leaves = tree_leaves([batch.inputs for batch in batches])
-            self.first = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+            self.first_batch = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
     @hookimpl(trylast=True)
     def before_optimizer_step(self, run: Run) -> None:
-        if self.found["losses"]:
+        if self.losses:
             return
         scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler is not None else 1.0
         for name, parameter in run.unwrap_model().named_parameters():
             if parameter.grad is not None:
-                self.found["gradients"][name] = gather_full(parameter.grad).detach().cpu().clone() / scale
+                self.gradients[name] = gather_full(parameter.grad).detach().cpu().clone() / scale
 
     @hookimpl(trylast=True)
     def after_step(self, run: Run, loss: Tensor) -> None:
         self.ends.append(perf_counter())
-        self.found["losses"].append(loss.item())
-        self.found["lrs"].append(run.optimizer.param_groups[0]["lr"])
-        self.found["random"].append(_random())
-        if len(self.ends) == 1 + RELEASED_AFTER and any(leaf() is not None for leaf in self.first):
-            gc.collect()
-            self.found["kept"] = sum(leaf() is not None for leaf in self.first)
+        self.losses.append(loss.item())
+        self.lrs.append(run.optimizer.param_groups[0]["lr"])
+        self.random.append(_random())
+        if len(self.ends) == 1 + RELEASED_AFTER and self._count_kept():
+            gc.collect()  # a tensor in a reference cycle is not kept
+            self.kept = self._count_kept()
+
+    def _count_kept(self) -> int:
+        """Tensors of the first batch that are still in memory."""
+        return sum(leaf() is not None for leaf in self.first_batch)
 
     @hookimpl(trylast=True)
     def after_evaluate(self, split: str, metrics: dict[str, float]) -> None:
-        self.found["metrics"].append((split, dict(metrics)))
+        self.metrics.append((split, dict(metrics)))
 
     def result(self, run: Run, summary: dict[str, Any]) -> Trained:
         """The recorded results. Every process must call it."""
         seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
         weights = {name: tensor.clone() for name, tensor in run.full_state_dict().items()}
         return Trained(
-            **self.found,
+            losses=self.losses,
+            lrs=self.lrs,
+            metrics=self.metrics,
+            gradients=self.gradients,
+            random=self.random,
+            kept=self.kept,
             seconds=seconds,
             weights=weights,
             replicas=_replicas(run),
@@ -234,23 +259,19 @@ def _random() -> dict[str, str]:
     parts = {
         "torch": states["torch"].numpy().tobytes(),
         "numpy": states["numpy"][1].tobytes() + repr(states["numpy"][2:]).encode(),
+        "python": repr(states["python"]).encode(),
     }
-    return {
-        name: hashlib.sha256(part).hexdigest()
-        for name, part in (parts | {"python": repr(states["python"]).encode()}).items()
-    }
+    return {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
 
 
 def _hooks(model: nn.Module) -> list[str]:
     """Module and kind of each torch hook of a model."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    modules = [(name or "the model", module) for name, module in model.named_modules()]
-    return [
-        f"{kind[1:-1].replace('_', ' ')} of {name}"
-        for name, module in modules
-        for kind in kinds
-        for _ in getattr(module, kind)
-    ]
+    hooks = []
+    for name, module in model.named_modules():
+        for kind in ("forward_pre_hook", "forward_hook", "backward_pre_hook", "backward_hook"):
+            for _ in getattr(module, f"_{kind}s"):
+                hooks.append(f"{kind.replace('_', ' ')} of {name or 'the model'}")
+    return hooks
 
 
 def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | None = None, of: str = "") -> Trained:
@@ -333,11 +354,15 @@ class Study:
 
 def without(study: Study) -> dict[str, Any]:
     """The trainings of a process that has not imported the plugin."""
-    found = {name: study.train(name, on=False, still=True) for name in ("plain", "plain again")}
+    results = {}
+    for name in ("plain", "plain again"):
+        results[name] = study.train(name, on=False, still=True)
     if with_batch_norm(study.task):
-        found["batch norm"] = study.train("batch norm", on=False, still=True, batch_norm=True)
-    seeds = SEEDS if study.still else ()  # a bitwise or reassociated plugin must differ less than another seed
-    return found | {f"seed {seed}": study.train(f"seed {seed}", on=False, still=True, seed=seed) for seed in seeds}
+        results["batch norm"] = study.train("batch norm", on=False, still=True, batch_norm=True)
+    if study.still:  # a reassociated plugin, or one of reduced precision, must differ less than another seed
+        for seed in SEEDS:
+            results[f"seed {seed}"] = study.train(f"seed {seed}", on=False, still=True, seed=seed)
+    return results
 
 
 def dies(study: Study) -> Trained | Failed:
@@ -348,26 +373,26 @@ def dies(study: Study) -> Trained | Failed:
 def alone(study: Study, names: Collection[str]) -> dict[str, Any]:
     """The trainings of one process with the plugin, after that of ``dies``: ``ours``, and those of ``names``.
     ``changed``: settings that it did not restore."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if "before" in names:  # imports, which the plugin need not undo
-        found["before"] = study.train("before", on=study.task != study.without)
+        results["before"] = study.train("before", on=study.task != study.without)
     before = snapshot()
-    found["ours"] = study.train("ours", still=True)
-    found["changed"] = changes(before, snapshot())
+    results["ours"] = study.train("ours", still=True)
+    results["changed"] = changes(before, snapshot())
     if "off" in names:
-        found["off"] = study.train("off", on=False, still=True)
-    if isinstance(found["ours"], Failed):
-        return found
+        results["off"] = study.train("off", on=False, still=True)
+    if isinstance(results["ours"], Failed):
+        return results
     if "batch norm" in names and with_batch_norm(study.task):
-        found["batch norm"] = study.train("batch norm", still=True, batch_norm=True)
+        results["batch norm"] = study.train("batch norm", still=True, batch_norm=True)
     if "whole" in names:
-        found["whole"] = study.train("whole") if study.still else found["ours"]
+        results["whole"] = study.train("whole") if study.still else results["ours"]
     if "resumed" in names:
-        found["interrupted"] = study.train("resumed", InterruptAtStep())
-        found["resumed"] = study.train("resumed", resume=True)
+        results["interrupted"] = study.train("resumed", InterruptAtStep())
+        results["resumed"] = study.train("resumed", resume=True)
     if "after the kill" in names:
-        found["after the kill"] = study.train("killed", resume=True, save_every=SAVES_EVERY)
-    return found
+        results["after the kill"] = study.train("killed", resume=True, save_every=SAVES_EVERY)
+    return results
 
 
 def together(study: Study, strategy: str) -> Trained | Failed:

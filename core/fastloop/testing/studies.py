@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from functools import cache, cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,24 @@ def strategies() -> list[str]:
 
     A strategy of another package is tested by its own package: an error in it is none of the plugin under test."""
     wanted = os.environ.get("FASTLOOP_TEST_STRATEGIES")
-    names = wanted.split(",") if wanted is not None else [name for name, point in installed().items() if is_own(point)]
-    return list(_strategies(tuple(names)))
+    if wanted is not None:
+        names = wanted.split(",")
+    else:
+        names = [name for name, point in installed().items() if is_own(point)]
+    return list(_strategies_of(tuple(names)))
 
 
 @cache
-def _strategies(names: tuple[str, ...]) -> list[str]:
-    found = []
+def _strategies_of(names: tuple[str, ...]) -> list[str]:
+    """The plugins that are strategies."""
+    strategies = []
     for name in names:
         try:
             if load(name).slot == "strategy":
-                found.append(name)
+                strategies.append(name)
         except PluginError:  # a broken strategy, which has its own tests
             continue
-    return found
+    return strategies
 
 
 def strategies_for(plugin: str) -> list[str]:
@@ -69,9 +72,16 @@ class StudyResults:
         refuses: Collection[str] = (),
         checks: Collection[str] = (),
     ) -> None:
-        self.study, self.where, self._plain, self.refuses = study, where, plain, refuses
-        everything = tuple(chain(*TRAININGS.values()))
-        self._names = {*chain.from_iterable(TRAININGS.get(check, everything) for check in checks)}
+        self.study = study
+        self.where = where
+        self._plain = plain
+        self.refuses = refuses
+        self._names: set[str] = set()  # of the trainings that the checks read
+        for check in checks:
+            if check in TRAININGS:
+                self._names.update(TRAININGS[check])
+            else:  # an author's own check may read each of them
+                self._names.update(*TRAININGS.values())
         self._pairs: dict[str, list[ProcessResult]] = {}
         self._reasons: dict[str | None, str] = {}
         write_texts(where)
@@ -113,11 +123,13 @@ class StudyResults:
         """Skip the test if the plugin cannot run on this machine or with a strategy, with the message that a user
         gets."""
         if strategy not in self._reasons:
-            self._reasons[strategy] = self._unresolved(strategy)
-        if reason := self._reasons[strategy]:
+            self._reasons[strategy] = self._why_unresolved(strategy)
+        reason = self._reasons[strategy]
+        if reason:
             pytest.skip(reason)
 
-    def _unresolved(self, strategy: str | None) -> str:
+    def _why_unresolved(self, strategy: str | None) -> str:
+        """Why the plugin cannot run on this machine or with a strategy; empty: it can."""
         try:
             resolved = resolve(self.study.recipe("run", strategy=strategy), any_machine=True)
         except PluginError as error:
@@ -137,13 +149,14 @@ class StudyResults:
             self.resolved()
         if self._alone.code != 0:
             pytest.fail(f"{self}: its process ended before its trainings did.\n{failure([self._alone])}", pytrace=False)
-        name = name if name in self._alone.result else "ours"  # it failed, so the other trainings did not run
-        found = self._alone.result[name]
-        if isinstance(found, Failed) and found.refused and "one process" in self.refuses:
-            pytest.skip(f"refused in one process: {found.error}")
-        if isinstance(found, Failed):
-            pytest.fail(f"{self}: the training {name!r} failed: {found.error}\n{found.trace}", pytrace=False)
-        return found
+        if name not in self._alone.result:
+            name = "ours"  # it failed, so the other trainings did not run
+        training = self._alone.result[name]
+        if isinstance(training, Failed):
+            if training.refused and "one process" in self.refuses:
+                pytest.skip(f"refused in one process: {training.error}")
+            pytest.fail(f"{self}: the training {name!r} failed: {training.error}\n{training.trace}", pytrace=False)
+        return training
 
     def pair(self, strategy: str) -> list[Trained]:
         """The trainings of two processes under a strategy, by rank."""
@@ -158,18 +171,15 @@ class StudyResults:
     def _of_each(self, processes: list[ProcessResult], strategy: str, name: str | None = None) -> list[Trained]:
         if any(ended.code != 0 for ended in processes):
             pytest.fail(f"{self}: its two processes did not end well.\n{failure(processes)}", pytrace=False)
-        found = [ended.result if name is None else ended.result[name] for ended in processes]
-        for rank, run in enumerate(found):
-            if (
-                isinstance(run, Failed)
-                and run.refused
-                and (strategy in self.refuses or self._is_refused_without(strategy))
-            ):
-                pytest.skip(f"refused with {strategy!r}: {run.error}")
-            if isinstance(run, Failed):
-                where = f"on process {rank} of two with {strategy!r}"
-                pytest.fail(f"{self}: its training failed {where}: {run.error}\n{run.trace}", pytrace=False)
-        return found
+        trainings = [ended.result if name is None else ended.result[name] for ended in processes]
+        for rank, training in enumerate(trainings):
+            if not isinstance(training, Failed):
+                continue
+            if training.refused and (strategy in self.refuses or self._is_refused_without(strategy)):
+                pytest.skip(f"refused with {strategy!r}: {training.error}")
+            where = f"on process {rank} of two with {strategy!r}"
+            pytest.fail(f"{self}: its training failed {where}: {training.error}\n{training.trace}", pytrace=False)
+        return trainings
 
     def _is_refused_without(self, strategy: str) -> bool:
         """Whether a strategy refuses the task without the plugin, too."""
@@ -187,15 +197,17 @@ _PLAIN: dict[str, StudyResults] = {}
 @pytest.fixture(scope="class")
 def study_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StudyResults:
     """Of one class of ``Conformance``."""
-    ours, plugin = request.cls, load(request.cls.plugin)
-    is_task = plugin.slot == "task"
+    ours = request.cls
+    plugin = load(ours.plugin)
     common = {
         "requires": tuple(ours.requires),
         "device": ours.device,
         "still": BOUNDS.get(plugin.numerics, 0.0) > 0,
         "strategy_options": ours.strategy_options,
     }
-    other = (TEXTS if ours.task == VECTORS else VECTORS) if is_task else ours.task
+    other = ours.task  # of the runs without the plugin
+    if plugin.slot == "task":  # which need another one
+        other = TEXTS if ours.task == VECTORS else VECTORS
     study = Study(plugin=ours.plugin, options=ours.options, task=ours.task, without=other, **common)
     plain = Study(plugin="", options={}, task=other, without=other, **common)
     if repr(plain) not in _PLAIN:

@@ -705,7 +705,9 @@ CASES: dict[str, Case] = {
 }
 SLOW = {
     "values to sweep": Case(
-        ("sweep/command.py train.lr=",), lambda cli: ["sweep", *module()(cli)[1:]], (r"such as (train\.lr=1e-5,3e-5),",)
+        ("sweep/grid_runs.py train.lr=",),
+        lambda cli: ["sweep", *module()(cli)[1:]],
+        (r"such as (train\.lr=1e-5,3e-5),",),
     ),
     "another folder for a sweep": Case(
         ("trials/record.py output=",),
@@ -720,7 +722,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "parts of commands that the code builds": (
         "cli/launch.py --nproc",
         "profile/suggestions.py plugins.{}.{}=",
-        "sweep/command.py plugins.folds.of=",
+        "sweep/grid_runs.py plugins.folds.of=",
         "trials/runs.py plugins.folds.number=",
         "trials/runs.py plugins.remote-output.folder=",
         "trials/runs.py train.seed=",
@@ -803,7 +805,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "scale/share.py train.optimizer=",  # test_scale.py
         "scale/change.py plugins.{}.{}=",  # test_scale_advice.py
         "trials/runs.py --resume",  # test_sweep.py
-        "sweep/command.py fastloop report",
+        "sweep/grid_runs.py fastloop report",
         "chat/data.py data.messages=",  # test_chat_rows.py
         "chat/data.py data.roles=",  # test_chat_roles.py
         "chat/template.py data.chat_template=",  # test_chat.py

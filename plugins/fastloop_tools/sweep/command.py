@@ -5,12 +5,11 @@ With ``--trials``, Optuna chooses the points: see ``search``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fastloop.cli.arguments import NoCode, RecipeName, With, Without, choice, names
-from fastloop.distributed import signals
 
 Values = Annotated[
     list[str] | None,
@@ -88,14 +87,7 @@ def sweep(
     trials. The output folders need the same name. The same command also continues a search that was stopped. A trial
     whose worker is stopped or lost is replaced by another one.
     """
-    from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
-    from fastloop.runtime.files import read_json_object
-    from fastloop_tools.shared.command_lines import command_line
-    from fastloop_tools.sweep import grid, space
-    from fastloop_tools.sweep.search import search
-    from fastloop_tools.trials.record import Record
-    from fastloop_tools.trials.runs import Trials, stop
 
     if trials is not None:
         if folds is not None or resume:
@@ -105,6 +97,8 @@ def sweep(
                 code="exclusive-options",
                 remedy="Leave one of the two out.",
             )
+        from fastloop_tools.sweep.search import search
+
         search(recipe, values or [], trials, storage, monitor, mode, seeds, with_, without, nproc, heartbeat or 60)
         return
     for option, value in (("--storage", storage), ("--heartbeat", heartbeat)):
@@ -115,68 +109,8 @@ def sweep(
                 place=option,
                 remedy="Give --trials N, too.",
             )
-    for axis in space.parse(values or ())[0]:
-        if not axis.values:
-            raise UsageError(
-                f"{axis.key}={axis.text}: a range has no grid.",
-                code="missing-value",
-                remedy="Give --trials N, or a list of values.",
-            )
-    monitor = monitor or "loss"
-    parsed, added = grid.parse(values or ()), names(with_)
-    options: dict[str, Any] = {"--with": added, "--without": names(without), "--seeds": seeds, "--folds": folds}
-    options |= {"--monitor": monitor, "--mode": mode, "--nproc": nproc, "--resume": True}
-    again = command_line("sweep", [recipe, *(values or ())], options)
-    if folds is not None:
-        if key := next((key for key in (*parsed.axes, *parsed.fixed) if key.startswith("plugins.folds.")), None):
-            raise UsageError(
-                "--folds sets the options of the plugin 'folds', too.",
-                code="set-twice",
-                place=key,
-                remedy="Leave one of the two out.",
-            )
-        parsed.fixed.append(f"plugins.folds.of={folds}")
-        added = [*added, "folds"]
-    shared = Trials(recipe, parsed.fixed, added, names(without), monitor, nproc)
-    base, folder = shared.base, shared.folder
-    if not parsed.axes and seeds is None and folds is None:
-        raise UsageError(
-            "there is nothing to sweep.",
-            code="nothing-to-sweep",
-            expected="a key with several values, such as train.lr=1e-5,3e-5, or --seeds N, or --folds K",
-        )
-    if seeds is not None and "train.seed" in parsed.axes:
-        raise UsageError(
-            "train.seed has several values, and --seeds sets it, too.",
-            code="set-twice",
-            remedy="Leave one of the two out.",
-        )
-    numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
-    runs = parsed.runs(numbers, range(folds) if folds is not None else (None,))
-    for run in runs:  # a value that is wrong ends the sweep before the first run
-        shared.load(run.overrides)
-    show_messages()
-    origin = {"recipe": str(base.source), "base": base.to_dict()}
-    record = Record(folder, origin, runs, monitor, shared.known_mode(mode))
-    record.start(resume, again)
-    with signals.on_signals(signals.stop_now):
-        for number, run in enumerate(runs, start=1):
-            if run.status != "finished":
-                typer.echo(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
-                run.status, run.reason = "running", None
-                record.write()
-                code = shared.train(run)
-                record.write()
-                if run.status == "stopped":
-                    typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Continue it with: {again}")
-                    raise stop(code)
-            shared.check_metric(run)
-            if record.mode is None and run.status == "finished":
-                record.mode = shared.read_mode(read_json_object(folder / run.name / "summary.json"))
-                record.write()
-    record.show()
-    failed = [run for run in runs if run.status == "failed"]
-    for run in failed:
-        typer.echo(f"failed: {run.name}: {run.reason}")
-    typer.echo(f"written to {record.file}; curves: fastloop report {folder}")
-    raise typer.Exit(int(bool(failed)))
+    from fastloop_tools.sweep.grid_runs import sweep_grid
+
+    added = names(with_)
+    left_out = names(without)
+    sweep_grid(recipe, values or [], added, left_out, seeds, folds, monitor or "loss", mode, nproc, resume)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastloop.errors import UsageError
@@ -26,15 +26,26 @@ class Grid:
     def runs(self, seeds: Sequence[int | None], folds: Sequence[int | None] = (None,)) -> list[TrialRun]:
         """All runs. Each seed and fold covers the grid before the next one begins, so an early stop leaves complete
         pairs."""
-        last = [key.rpartition(".")[2] for key in self.axes]
-        short = {key: name if last.count(name) == 1 else key for key, name in zip(self.axes, last, strict=True)}
         points = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
-        pairs = list(itertools.product(seeds, folds))
-        return [
-            TrialRun(folder_name(point, seed, short, fold), point, seed, fold=fold)
-            for seed, fold in pairs
-            for point in points
-        ]
+        short = short_names(self.axes)
+        runs = []
+        for seed in seeds:
+            for fold in folds:
+                for point in points:
+                    runs.append(TrialRun(folder_name(point, seed, short, fold), point, seed, fold=fold))
+        return runs
+
+
+def short_names(keys: Collection[str]) -> dict[str, str]:
+    """Key -> its name in folders: the last part, or the whole key if the last parts of two keys are equal.
+
+    ``train.lr`` becomes ``lr``. ``plugins.ema.decay`` beside ``plugins.swa.decay`` stays as it is.
+    """
+    last_parts = [key.rpartition(".")[2] for key in keys]
+    names = {}
+    for key, last_part in zip(keys, last_parts, strict=True):
+        names[key] = last_part if last_parts.count(last_part) == 1 else key
+    return names
 
 
 def parse(overrides: Iterable[str]) -> Grid:
@@ -44,7 +55,8 @@ def parse(overrides: Iterable[str]) -> Grid:
         UsageError: A list has an empty value, or equal ones such as 1e-3 and 0.001, a key occurs twice, or the list is
             one of output folders.
     """
-    grid, keys = Grid(), set()
+    grid = Grid()
+    keys: set[str] = set()
     for item in overrides:
         key, _, text = item.partition("=")
         if key in keys:
@@ -88,22 +100,24 @@ def _check_different(item: str, key: str, values: Iterable[str]) -> None:
 
 
 def split_values(text: str) -> list[str]:
-    """Split ``[1,2],[3,4]`` at the commas outside brackets and quotes."""
-    parts, quote = [""], ""
-    open_brackets: list[str] = []
+    """Split a text at the commas outside brackets and quotes: ``[1,2],[3,4]`` into ``[1,2]`` and ``[3,4]``."""
+    parts = [""]
+    quote = ""  # the open one
+    expected_brackets: list[str] = []  # that close the open ones, the innermost last
     for character in text:
-        if character == "," and not open_brackets and not quote:
+        if character == "," and not expected_brackets and not quote:
             parts.append("")
             continue
         parts[-1] += character
         if quote:
-            quote = "" if character == quote else quote
+            if character == quote:
+                quote = ""
         elif character in "'\"" and parts[-1].strip() == character:  # not the apostrophe in a word
             quote = character
         elif character in CLOSING:
-            open_brackets.append(CLOSING[character])
-        elif open_brackets and character == open_brackets[-1]:
-            open_brackets.pop()
+            expected_brackets.append(CLOSING[character])
+        elif expected_brackets and character == expected_brackets[-1]:
+            expected_brackets.pop()
     return [part.strip() for part in parts]
 
 
@@ -116,5 +130,8 @@ def folder_name(point: Mapping[str, str], seed: int | None, short: Mapping[str, 
         if readable != value:
             readable += f"-{hashlib.sha256(value.encode()).hexdigest()[:4]}"
         parts.append(f"{short[key]}-{readable}")
-    parts += [f"{name}-{number}" for name, number in (("seed", seed), ("fold", fold)) if number is not None]
+    if seed is not None:
+        parts.append(f"seed-{seed}")
+    if fold is not None:
+        parts.append(f"fold-{fold}")
     return "_".join(parts) or "run"

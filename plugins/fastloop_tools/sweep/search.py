@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,8 @@ from fastloop.distributed import signals
 
 if TYPE_CHECKING:
     from fastloop import MetricMode
+    from fastloop_tools.sweep.space import Axis
+    from fastloop_tools.sweep.study import Row
     from fastloop_tools.trials.runs import Trials
 
 
@@ -41,6 +43,66 @@ def search(
         UsageError: The command line is wrong, Optuna is not installed, or the study belongs to another search.
         typer.Exit: With the exit code.
     """
+    require_optuna()
+    from fastloop.cli.messages import show_messages
+    from fastloop.recipe import secrets
+    from fastloop_tools.sweep import space
+    from fastloop_tools.sweep.study import collect, open_study, read_runs, storage_errors
+    from fastloop_tools.sweep.worker import Worker
+    from fastloop_tools.trials.record import Record
+    from fastloop_tools.trials.runs import Trials, monitored
+
+    axes, fixed = space.parse(values)
+    check_axes(axes, seeds)
+    trials = Trials(recipe, fixed, names(with_), names(without), monitor or "", nproc)
+    check_values(trials, axes)
+    if not monitor:
+        monitor = monitored(trials.base)[1]
+    trials = replace(trials, monitor=monitor)
+    show_messages()
+    better = trials.known_mode(mode)
+    if better is None:
+        better = measure_mode(trials, [f"{axis.key}={axis.examples()[0]}" for axis in axes])
+    folder = trials.folder
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = {
+        "recipe": {key: value for key, value in trials.base.to_dict().items() if key != "output"},
+        "search": {axis.key: axis.text for axis in axes},
+        "seeds": seeds,
+        "optimized": f"{'lowest' if better == 'min' else 'highest'} {monitor}",
+    }
+    record = Record(folder, origin, [], monitor, better)
+    url = storage or f"sqlite:///{folder / 'study.db'}"
+    study = open_study(url, folder.name, better, record.origin, heartbeat)
+    record.origin = {**record.origin, "study": study.study_name}
+
+    def write() -> None:
+        record.runs = read_runs(study)
+        record.write()
+
+    seed_numbers: list[int | None] = [None]
+    if seeds is not None:
+        seed_numbers = [trials.base.train.seed + index for index in range(seeds)]
+    with storage_errors(url), signals.on_signals(signals.stop_now):
+        write()  # an error of the study comes before the first line
+        for axis in axes:
+            typer.echo(secrets.hide(axis.describe()))
+        Worker(study, axes, seed_numbers, count, trials, write).work()
+        write()
+        rows = collect(study)
+    show_trials(rows, trials, better)
+    typer.echo(f"curves: fastloop report {folder}")
+    has_failed = any(row.error for row in rows)
+    raise typer.Exit(1 if has_failed else 0)
+
+
+def require_optuna() -> None:
+    """Check that Optuna is installed.
+
+    Raises:
+        UsageError: It is not.
+    """
     try:
         import optuna  # noqa: F401
     except ImportError:
@@ -53,19 +115,16 @@ def search(
             remedy="Install it:",
             command="pip install 'fastloop-train[optuna]'",
         ) from None
-    from fastloop.cli.messages import show_messages
-    from fastloop.errors import UsageError
-    from fastloop.metric_modes import direction
-    from fastloop.plugins.resolve import resolve
-    from fastloop.recipe import secrets
-    from fastloop_tools.shared.tables import show_table
-    from fastloop_tools.sweep import space
-    from fastloop_tools.sweep.study import collect, open_study, read_runs, storage_errors
-    from fastloop_tools.sweep.worker import Worker
-    from fastloop_tools.trials.record import Record
-    from fastloop_tools.trials.runs import Trials, monitored
 
-    axes, fixed = space.parse(values or ())
+
+def check_axes(axes: Sequence[Axis], seeds: int | None) -> None:
+    """Check that there are values to search, and that the seed is set once.
+
+    Raises:
+        UsageError: One of them is not so.
+    """
+    from fastloop.errors import UsageError
+
     if not axes:
         raise UsageError(
             "there is nothing to search.",
@@ -76,54 +135,44 @@ def search(
         raise UsageError(
             "train.seed is searched, and --seeds sets it, too.", code="set-twice", remedy="Leave one of the two out."
         )
-    shared = Trials(recipe, fixed, names(with_), names(without), monitor or "", nproc)
-    for axis in axes:  # a key or value that is wrong ends the search before the first trial
+
+
+def check_values(trials: Trials, axes: Sequence[Axis]) -> None:
+    """Resolve the recipe with the values of each list and both ends of each range, before the first trial.
+
+    The other keys have their first value then: with lr=1e-5..1e-3 and batch_size=16,32, lr is tried with a batch size
+    of 16, and the batch sizes with an lr of 1e-5.
+
+    Raises:
+        UsageError: A key or a value is wrong.
+    """
+    from fastloop.plugins.resolve import resolve
+
+    for axis in axes:
         others = [f"{other.key}={other.examples()[0]}" for other in axes if other is not axis]
         for value in axis.examples():
-            resolve(shared.load([*others, f"{axis.key}={value}"]))
-    base, folder = shared.base, shared.folder
-    monitor = monitor or monitored(base)[1]
-    shared = replace(shared, monitor=monitor)
-    show_messages()
-    better = shared.known_mode(mode)
-    if better is None:
-        better = measure_mode(shared, [f"{axis.key}={axis.examples()[0]}" for axis in axes])
-    origin = {
-        "recipe": {key: value for key, value in base.to_dict().items() if key != "output"},
-        "search": {axis.key: axis.text for axis in axes},
-        "seeds": seeds,
-        "optimized": f"{'lowest' if better == 'min' else 'highest'} {monitor}",
-    }
-    check_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    url = storage or f"sqlite:///{folder / 'study.db'}"
-    record = Record(folder, origin, [], monitor, better)
-    study = open_study(url, folder.name, better, record.origin, heartbeat)
-    record.origin = {**record.origin, "study": study.study_name}
+            resolve(trials.load([*others, f"{axis.key}={value}"]))
 
-    def write() -> None:
-        record.runs = read_runs(study)
-        record.write()
 
-    numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
-    with storage_errors(url), signals.on_signals(signals.stop_now):
-        write()  # an error of the study comes before the first line
-        for axis in axes:
-            typer.echo(secrets.hide(axis.describe()))
-        Worker(study, axes, numbers, count, shared, write).work()
-        write()
-        rows = collect(study)
+def show_trials(rows: Sequence[Row], trials: Trials, better: MetricMode) -> None:
+    """Print the table of the trials, the errors of failed ones, and the command that trains the best one.
+
+    Args:
+        rows: The trials, best first.
+    """
+    from fastloop.metric_modes import direction
+    from fastloop.recipe import secrets
+    from fastloop_tools.shared.tables import show_table
+
     cells = [[str(row.number), row.shown, secrets.hide(" ".join(row.overrides))] for row in rows]
-    show_table(["trial", f"validation {monitor}{direction(better)}", "overrides"], cells, wraps=-1)
+    show_table(["trial", f"validation {trials.monitor}{direction(better)}", "overrides"], cells, wraps=-1)
     for row in rows:
         if row.error:
             typer.echo(secrets.hide(f"trial {row.number} failed: {row.error}"))
     if rows and rows[0].value is not None:
-        words = [part for part in shared.words if not part.startswith("output=")]
-        best = shlex.join(["fastloop", "train", *words, *rows[0].overrides, f"output={folder}-best"])
+        words = [part for part in trials.words if not part.startswith("output=")]
+        best = shlex.join(["fastloop", "train", *words, *rows[0].overrides, f"output={trials.folder}-best"])
         typer.echo(secrets.hide(f"best: {best}"))
-    typer.echo(f"curves: fastloop report {folder}")
-    raise typer.Exit(int(any(row.error for row in rows)))
 
 
 def measure_mode(trials: Trials, overrides: Iterable[str]) -> MetricMode:
@@ -166,8 +215,11 @@ def check_folder(folder: Path) -> None:
         return
     check_links(folder)
     record = folder / "sweep.json"
-    searched = "study" in read_json(record) if record.exists() else not (folder / "recipe.yaml").is_file()
-    if not (folder.is_dir() and searched):
+    if record.exists():
+        may_be_used = "study" in read_json(record)
+    else:
+        may_be_used = folder.is_dir() and not (folder / "recipe.yaml").is_file()
+    if not may_be_used:
         raise UsageError(
             f"{folder} contains a run or a sweep.",
             code="folder-not-empty",

@@ -58,9 +58,12 @@ class Bench:
         say: Callable[[str], None],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.ablation, self.settings, self.runner = ablation, settings, runner
-        self.say, self.keep = say, keep
-        self.measured: dict[tuple[str, ...], list[Measurement]] = {}
+        self.ablation = ablation
+        self.settings = settings
+        self.runner = runner
+        self.say = say
+        self.keep = keep
+        self.measured: dict[tuple[str, ...], list[Measurement]] = {}  # by the plugins of a variant
         self.errors: dict[tuple[str, ...], str] = {}
         self.record: dict[str, Any] = {
             **facts,
@@ -83,18 +86,24 @@ class Bench:
         try:
             self._speed()
             if self.settings.numerics:
-                for found in check_numerics(self.ablation, self._losses):
-                    self.record["numerics"].append(found)
-                    self.say(f"numerics  {found['plugin']}: {found['verdict']}")
+                for finding in check_numerics(self.ablation, self._losses):
+                    self.record["numerics"].append(finding)
+                    self.say(f"numerics  {finding['plugin']}: {finding['verdict']}")
                     self._refresh()
             if self.settings.quality:
                 self._quality()
             self.record["complete"] = True
         finally:
             self._refresh()
-        quality = self.record["quality"] or {}
-        broken = any(found["verdict"] in (BROKEN, FAILED) for found in self.record["numerics"])
-        return not (self.errors or broken or quality.get("errors"))
+        return self._has_succeeded()
+
+    def _has_succeeded(self) -> bool:
+        if self.errors:
+            return False
+        if any(finding["verdict"] in (BROKEN, FAILED) for finding in self.record["numerics"]):
+            return False
+        quality = self.record["quality"]
+        return quality is None or not quality["errors"]
 
     def processes(self) -> int:
         """How many processes the speeds and the numerics need, if no control of the numerics is noisy."""
@@ -109,12 +118,14 @@ class Bench:
         """The measurements and a first estimate of their time, as text."""
         settings = self.settings
         estimate = self.processes() * (START_SECONDS + settings.seconds)
-        quality = f", then {2 * QUALITY_SEEDS} whole trainings" if settings.quality else ""
-        return (
+        text = (
             f"{len(self.ablation.measured())} variants x {settings.repeats} repeats, {settings.warmup} + at least "
             f"{settings.steps} steps and {settings.seconds:g} s each: {self.processes()} processes, about "
-            f"{show_time(estimate)} if each starts in {START_SECONDS:g} s{quality}"
+            f"{show_time(estimate)} if each starts in {START_SECONDS:g} s"
         )
+        if settings.quality:
+            text += f", then {2 * QUALITY_SEEDS} whole trainings"
+        return text
 
     def check_budget(self, first: Measurement) -> None:
         """Say how long the rest takes, by the first measurement.
@@ -122,7 +133,8 @@ class Bench:
         Raises:
             UsageError: It does not fit into the budget.
         """
-        seconds, budget = first["process_seconds"], self.settings.budget
+        seconds = first["process_seconds"]
+        budget = self.settings.budget
         needed = self.processes() * seconds
         self.say(f"a measurement takes {seconds:.0f} s here: {show_time(needed)} in all")
         if budget is not None and needed > budget:
@@ -137,25 +149,30 @@ class Bench:
             )
 
     def _speed(self) -> None:
+        """Measure each variant once a repeat: in order, then in reverse, so that a machine that becomes slower
+        disadvantages none."""
         variants = self.ablation.measured()
         for repeat in range(self.settings.repeats):
-            for variant in variants if repeat % 2 == 0 else reversed(variants):
+            order = variants if repeat % 2 == 0 else variants[::-1]
+            for variant in order:
                 if variant.plugins in self.errors:
                     continue
                 cache = str(variants.index(variant))
-                found = self.runner.measure(self.ablation.recipe, self.settings, repeat, variant.plugins, cache)
-                if "error" in found:
-                    if variant is variants[0] and repeat == 0:
-                        raise failed_measurement(f"the baseline cannot be measured: {found['error']}", found)
-                    self.errors[variant.plugins] = found["error"]
-                    result = f"failed: {found['error']}"
+                measurement = self.runner.measure(self.ablation.recipe, self.settings, repeat, variant.plugins, cache)
+                is_first = variant is variants[0] and repeat == 0
+                if "error" in measurement:
+                    error = measurement["error"]
+                    if is_first:
+                        raise failed_measurement(f"the baseline cannot be measured: {error}", measurement)
+                    self.errors[variant.plugins] = error
+                    result = f"failed: {error}"
                 else:
-                    self.measured.setdefault(variant.plugins, []).append(found)
-                    rate, unit = speed(found)
-                    result = f"{rate:,.1f} {unit}/s ({found['process_seconds']:.1f} s)"
+                    self.measured.setdefault(variant.plugins, []).append(measurement)
+                    rate, unit = speed(measurement)
+                    result = f"{rate:,.1f} {unit}/s ({measurement['process_seconds']:.1f} s)"
                 self.say(f"repeat {repeat + 1}/{self.settings.repeats}  {variant.title}: {result}")
-                if variant is variants[0] and repeat == 0:
-                    self.check_budget(found)
+                if is_first:
+                    self.check_budget(measurement)
             self._refresh()
 
     def _losses(self, plugins: tuple[str, ...]) -> Measurement:
@@ -163,26 +180,25 @@ class Bench:
 
     def _quality(self) -> None:
         """Train the first and the last variant to the end, with several seeds, and record their metrics."""
-        ablation, steps = self.ablation, self.settings.quality_steps
+        ablation = self.ablation
+        steps = self.settings.quality_steps
+        train: dict[str, Any] = {}
+        if steps is not None:
+            train = {"max_steps": steps, "epochs": None}
         arms = {"baseline": ablation.variants[0], "full": ablation.full()}
-        metrics: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}
+        metrics: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}  # with a value for each seed
         errors: list[str] = []
         self.record["quality"] = {"seeds": QUALITY_SEEDS, "steps": steps, "metrics": metrics, "errors": errors}
         for number in range(QUALITY_SEEDS):
+            train["seed"] = ablation.recipe.train.seed + number
             for arm, variant in arms.items():
-                length: dict[str, Any] = {} if steps is None else {"max_steps": steps, "epochs": None}
-                length["seed"] = ablation.recipe.train.seed + number
                 spec = {"evaluates": True}
-                found = self.runner.train(ablation.recipe, variant.plugins, "quality", spec=spec, **length)
-                if "error" in found:
-                    errors.append(f"{arm}, seed {number + 1}: {found['error']}")
+                training = self.runner.train(ablation.recipe, variant.plugins, "quality", spec=spec, **train)
+                if "error" in training:
+                    errors.append(f"{arm}, seed {number + 1}: {training['error']}")
                     self.say(f"quality {errors[-1]}")
                     continue
-                values = {
-                    f"{split} {name}": value
-                    for split in ("validation", "test")
-                    for name, value in (found["summary"][split] or {}).items()
-                }
+                values = final_metrics(training["summary"])
                 for name, value in values.items():
                     metrics[arm].setdefault(name, []).append(value)
                 shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -193,42 +209,58 @@ class Bench:
         """Update the record, and pass it to ``keep``."""
         rows = []
         for variant in self.ablation.variants:
-            possible, which = variant.why_not is None, variant.plugins
-            found = {"error": self.errors.get(which), "measurements": self.measured.get(which, [])}
-            rows.append(asdict(variant) | (found if possible else {"error": None, "measurements": []}))
+            row = {**asdict(variant), "error": None, "measurements": []}
+            if variant.why_not is None:
+                row["error"] = self.errors.get(variant.plugins)
+                row["measurements"] = self.measured.get(variant.plugins, [])
+            rows.append(row)
         self.record["variants"] = variant_results(rows)
         self.record["foreign_load"] = {"before": self.runner.before, "worst": self.runner.worst}
         self.keep(json_safe(self.record))
 
 
+def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics in the summary of a run, by split and name: ``{"validation accuracy": 0.9}``."""
+    values = {}
+    for split in ("validation", "test"):
+        for name, value in (summary[split] or {}).items():
+            values[f"{split} {name}"] = value
+    return values
+
+
 def check_numerics(ablation: Ablation, train: Callable[[tuple[str, ...]], Measurement]) -> Iterator[dict[str, Any]]:
-    """Yield a finding for each tested plugin: compares losses with and without it. If they differ too much, the control
-    is trained a second time: on a device that is not deterministic, the difference of both is the smallest one that can
-    be detected.
+    """Yield a finding for each tested plugin: compares losses with and without it.
+
+    If they differ too much, the control is trained a second time. On a device that is not deterministic, the difference
+    of both controls is the smallest one that can be detected.
 
     Args:
         train: Trains with these plugins briefly and without dropout; see ``TrialRunner.losses``.
     """
-    controls: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    controls: dict[tuple[str, ...], Measurement] = {}  # by their plugins
+    second_controls: dict[tuple[str, ...], Measurement] = {}
     for name, plugin in ablation.plugins.items():
-        found = {"plugin": name, "class": plugin.numerics, "bound": BOUNDS.get(plugin.numerics), "difference": None}
+        bound = BOUNDS.get(plugin.numerics)
+        finding = {"plugin": name, "class": plugin.numerics, "bound": bound, "difference": None}
         needed = closure(ablation, name)
         together = tuple(other for other in ablation.plugins if other == name or other in needed)
-        why = unresolvable(ablation, together) or unresolvable(ablation, needed)
-        if found["bound"] is None:
-            why = "its numerics class is changes-training"
-        if why:
-            yield found | {"verdict": NOT_COMPARED, "why": why}
+        if bound is None:
+            why_not: str | None = "its numerics class is changes-training"
+        else:
+            why_not = unresolvable(ablation, together) or unresolvable(ablation, needed)
+        if why_not is not None:
+            yield {**finding, "verdict": NOT_COMPARED, "why": why_not}
             continue
         if needed not in controls:
-            controls[needed] = [train(needed)]
-        trained, control = train(together), controls[needed][0]
-        result = compare(plugin.numerics, trained, control, control)
-        if result["verdict"] == BROKEN:
-            if len(controls[needed]) == 1:
-                controls[needed].append(train(needed))
-            result = compare(plugin.numerics, trained, control, controls[needed][1])
-        yield found | {"control": list(needed)} | result
+            controls[needed] = train(needed)
+        control = controls[needed]
+        ours = train(together)
+        comparison = compare(plugin.numerics, ours, control, control)
+        if comparison["verdict"] == BROKEN:
+            if needed not in second_controls:
+                second_controls[needed] = train(needed)
+            comparison = compare(plugin.numerics, ours, control, second_controls[needed])
+        yield {**finding, "control": list(needed), **comparison}
 
 
 def show_time(seconds: float) -> str:
@@ -248,46 +280,74 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def ratio(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> dict[str, Any] | None:
     """The ratio of two variants' speeds, over the repeats that both have. A variant that fails is not repeated."""
-    ratios = [faster(*pair) for pair in zip(ours, theirs, strict=False)]
-    return {**summary(ratios), "pairs": len(ratios), "ratios": ratios, "verdict": verdict(ratios)} if ratios else None
+    ratios = [faster(our_repeat, their_repeat) for our_repeat, their_repeat in zip(ours, theirs, strict=False)]
+    if not ratios:
+        return None
+    return {**summary(ratios), "pairs": len(ratios), "ratios": ratios, "verdict": verdict(ratios)}
 
 
 def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add ``results`` to each variant; None if nothing was measured. A step is compared with the nearest measured
     variant before it. The factor of a variant without one plugin is the full set's speed over its own."""
-    reached: dict[str, Any] | None = None
+    by_title = {row["title"]: row for row in rows}
+    last_step: dict[str, Any] | None = None  # the newest one that was measured
     for row in rows:
-        done, row["results"] = row["measurements"], None
-        if not done:
+        row["results"] = None
+        if not row["measurements"]:
             continue
         if row["kind"] == "without":
-            full = next(other for other in rows if other["title"] == row["before"])
-            over = ratio(full["measurements"], row["measurements"])
+            full = by_title[row["before"]]
+            over_before = ratio(full["measurements"], row["measurements"])
+        elif last_step is None:
+            over_before = None
+            row["before"] = None
         else:
-            over = ratio(row["measurements"], reached["measurements"]) if reached else None
-            row["before"] = reached["title"] if reached else None
-        first, warm = done[0], [found["warmup_extra_seconds"] for found in done[1:]]
-        tokens = [found["tokens"] / found["seconds"] for found in done]
-        padding = [1 - found["tokens"] / found["padded_tokens"] for found in done if found["padded_tokens"]]
+            over_before = ratio(row["measurements"], last_step["measurements"])
+            row["before"] = last_step["title"]
+        over_baseline = None
+        if row is not rows[0]:
+            over_baseline = ratio(row["measurements"], rows[0]["measurements"])
         row["results"] = {
-            "unit": speed(first)[1],
-            "samples_per_second": summary([found["samples"] / found["seconds"] for found in done]),
-            "tokens_per_second": summary(tokens) if first["tokens"] else None,
-            "padding": median(padding) if padding else None,
-            "seconds_a_step": median([found["seconds_a_step"] for found in done]),
-            "over_before": over,
-            "over_baseline": ratio(row["measurements"], rows[0]["measurements"]) if row is not rows[0] else None,
-            **{key: first[key] for key in ("peak_memory_bytes", "startup_seconds", "total_steps")},
-            "first_steps_cold_seconds": first["warmup_extra_seconds"],
-            "first_steps_warm_seconds": median(warm) if warm else None,
+            **measured_results(row["measurements"]),
+            "over_before": over_before,
+            "over_baseline": over_baseline,
             "pays_after_steps": None,
-            "warnings": sorted({line for found in done for line in found["warnings"]}),
         }
-        if row["kind"] != "without":
-            if reached is not None and over is not None and over["verdict"] == "faster":
-                row["results"]["pays_after_steps"] = pays_after(row["results"], reached["results"], over["median"])
-            reached = row
+        if row["kind"] == "without":
+            continue
+        if last_step is not None and over_before is not None and over_before["verdict"] == "faster":
+            factor = over_before["median"]
+            row["results"]["pays_after_steps"] = pays_after(row["results"], last_step["results"], factor)
+        last_step = row
     return rows
+
+
+def measured_results(measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """The speed, memory and one-time costs of a variant. Its first measurement compiles, and later ones do not."""
+    first = measurements[0]
+    _, unit = speed(first)
+    samples = [measurement["samples"] / measurement["seconds"] for measurement in measurements]
+    tokens = [measurement["tokens"] / measurement["seconds"] for measurement in measurements]
+    warm = [measurement["warmup_extra_seconds"] for measurement in measurements[1:]]
+    padding = []
+    warnings: set[str] = set()
+    for measurement in measurements:
+        if measurement["padded_tokens"]:
+            padding.append(1 - measurement["tokens"] / measurement["padded_tokens"])
+        warnings.update(measurement["warnings"])
+    return {
+        "unit": unit,
+        "samples_per_second": summary(samples),
+        "tokens_per_second": summary(tokens) if first["tokens"] else None,
+        "padding": median(padding) if padding else None,
+        "seconds_a_step": median([measurement["seconds_a_step"] for measurement in measurements]),
+        "peak_memory_bytes": first["peak_memory_bytes"],
+        "startup_seconds": first["startup_seconds"],
+        "total_steps": first["total_steps"],
+        "first_steps_cold_seconds": first["warmup_extra_seconds"],
+        "first_steps_warm_seconds": median(warm) if warm else None,
+        "warnings": sorted(warnings),
+    }
 
 
 def pays_after(ours: dict[str, Any], before: dict[str, Any], factor: float) -> int | None:

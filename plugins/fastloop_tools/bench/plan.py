@@ -50,8 +50,11 @@ class Ablation:
 
     def measured(self) -> list[Variant]:
         """The variants to measure, each set of plugins once."""
-        possible = [variant for variant in self.variants if variant.why_not is None]
-        return list({variant.plugins: variant for variant in reversed(possible)}.values())[::-1]
+        by_plugins: dict[tuple[str, ...], Variant] = {}
+        for variant in self.variants:
+            if variant.why_not is None:
+                by_plugins.setdefault(variant.plugins, variant)
+        return list(by_plugins.values())
 
 
 def make_ablation(recipe: Recipe, sets: Sequence[Sequence[str]], leave_one_out: bool) -> Ablation:
@@ -63,25 +66,61 @@ def make_ablation(recipe: Recipe, sets: Sequence[Sequence[str]], leave_one_out: 
     Raises:
         UsageError: The recipe cannot run, for a reason other than this machine.
     """
+    recipe = expand(recipe)
+    ablation = Ablation(recipe)
+    tested = list(_tested(recipe))
+    _load_plugins(ablation, tested)
+    _check_names(recipe, tested, sets)
+    # an error in the full set is an error in the recipe
+    all_of_them = () if ablation.absent or sets else tested
+    resolved = check(make_recipe(with_only(recipe, all_of_them), recipe.source))
+    resolved.plugins.hooks.check_recipe(recipe=recipe, plugins=resolved.plugins)
+
+    ablation.variants.append(Variant("baseline", (), "baseline"))
+    if sets:
+        _add_given_sets(ablation, tested, sets)
+    else:
+        _add_one_by_one(ablation, tested)
+    full = ablation.full()
+    if leave_one_out and len(full.plugins) > 1:
+        for name in full.plugins:
+            others = tuple(other for other in full.plugins if other != name)
+            why_not = unresolvable(ablation, others)
+            ablation.variants.append(Variant(f"all but {name}", others, "without", full.title, (name,), why_not))
+    return ablation
+
+
+def _load_plugins(ablation: Ablation, tested: Sequence[str]) -> None:
+    """Fill ``plugins`` and ``absent`` of an ablation."""
     from fastloop.runtime.hardware import this_machine
 
-    recipe = expand(recipe)
-    ablation, machine = Ablation(recipe), this_machine(recipe.train.device)
-    tested = list(_tested(recipe))
+    machine = this_machine(ablation.recipe.train.device)
     for name in tested:
-        plugin = make(recipe, name)
-        why = next((missing for need in plugin.requirements if (missing := need.missing(plugin, machine))), None)
-        if why is None:
+        plugin = make(ablation.recipe, name)
+        missing = None
+        for requirement in plugin.requirements:
+            missing = missing or requirement.missing(plugin, machine)
+        if missing is None:
             ablation.plugins[name] = plugin
         else:
-            ablation.absent[name] = f"not measurable here: {plugin.name} {why}"
-    for wanted in (name for names in sets for name in names if name not in tested):
-        raise UsageError(
-            f"{wanted!r} is not a plugin that can be measured here.",
-            code="unknown-plugin",
-            place="--variants",
-            remedy=did_you_mean(wanted, tested),
-        )
+            ablation.absent[name] = f"not measurable here: {plugin.name} {missing}"
+
+
+def _check_names(recipe: Recipe, tested: Sequence[str], sets: Sequence[Sequence[str]]) -> None:
+    """Check that there are plugins to measure, and that each given set has only such plugins.
+
+    Raises:
+        UsageError: It is not so.
+    """
+    for names in sets:
+        for name in names:
+            if name not in tested:
+                raise UsageError(
+                    f"{name!r} is not a plugin that can be measured here.",
+                    code="unknown-plugin",
+                    place="--variants",
+                    remedy=did_you_mean(name, tested),
+                )
     if not tested:
         raise UsageError(
             "lists no plugin to measure.",
@@ -89,22 +128,36 @@ def make_ablation(recipe: Recipe, sets: Sequence[Sequence[str]], leave_one_out: 
             place=recipe.where,
             remedy="Add some: --with A,B. `fastloop plugins` lists them.",
         )
-    # an error in the full set is an error in the recipe
-    all_of_them = () if ablation.absent or sets else tested
-    resolved = check(make_recipe(with_only(recipe, all_of_them), recipe.source))
-    resolved.plugins.hooks.check_recipe(recipe=recipe, plugins=resolved.plugins)
 
-    ablation.variants.append(Variant("baseline", (), "baseline"))
-    have: tuple[str, ...] = ()
-    for names in sets or [tested[: index + 1] for index in range(len(tested))]:
-        here = tuple(name for name in tested if name in names)
-        added = tuple(name for name in here if name not in have)
-        adds = " ".join(f"+ {name}" for name in added) if set(have) <= set(here) else ""
-        # of the recipe's own plugins, later variants leave out those that cannot be measured
-        active = here if sets else tuple(name for name in here if name not in ablation.absent)
-        reasons = [ablation.absent[name] for name in (here if sets else added) if name in ablation.absent]
-        why_not = "; ".join(reasons) or unresolvable(ablation, active)
-        title = adds or ", ".join(here) or "no plugins"
+
+def _add_one_by_one(ablation: Ablation, tested: Sequence[str]) -> None:
+    """Add a variant for each plugin: that plugin, and those before it that can be measured."""
+    active: tuple[str, ...] = ()
+    for name in tested:
+        why_not = ablation.absent.get(name)
+        if why_not is None:
+            active = (*active, name)
+            why_not = unresolvable(ablation, active)
+        before = ablation.full().title
+        ablation.variants.append(Variant(f"+ {name}", active, before=before, adds=(name,), why_not=why_not))
+
+
+def _add_given_sets(ablation: Ablation, tested: Sequence[str], sets: Sequence[Sequence[str]]) -> None:
+    """Add a variant for each given set of plugins.
+
+    The title names the plugins that it adds to the set before, ``+ amp``, or all of them if some of that set are gone.
+
+    Raises:
+        UsageError: Two variants have the same title.
+    """
+    earlier: tuple[str, ...] = ()
+    for names in sets:
+        active = tuple(name for name in tested if name in names)
+        added = tuple(name for name in active if name not in earlier)
+        title = ""
+        if set(earlier) <= set(active):
+            title = " ".join(f"+ {name}" for name in added)
+        title = title or ", ".join(active) or "no plugins"
         if any(title == variant.title for variant in ablation.variants):
             raise UsageError(
                 "the same set of plugins is listed twice in a row.",
@@ -112,18 +165,11 @@ def make_ablation(recipe: Recipe, sets: Sequence[Sequence[str]], leave_one_out: 
                 place="--variants",
                 remedy="Remove one.",
             )
-        ablation.variants.append(Variant(title, active, before=ablation.full().title, adds=added, why_not=why_not))
-        have = here
-    full = ablation.full()
-    if leave_one_out and len(full.plugins) > 1:
-        for name in full.plugins:
-            others = tuple(other for other in full.plugins if other != name)
-            ablation.variants.append(
-                Variant(
-                    f"all but {name}", others, "without", full.title, (name,), why_not=unresolvable(ablation, others)
-                )
-            )
-    return ablation
+        absent = [ablation.absent[name] for name in active if name in ablation.absent]
+        why_not = "; ".join(absent) if absent else unresolvable(ablation, active)
+        before = ablation.full().title
+        ablation.variants.append(Variant(title, active, before=before, adds=added, why_not=why_not))
+        earlier = active
 
 
 def closure(ablation: Ablation, name: str) -> tuple[str, ...]:
@@ -132,10 +178,10 @@ def closure(ablation: Ablation, name: str) -> tuple[str, ...]:
     waiting = [name]
     while waiting:
         for reference in ablation.plugins[waiting.pop()].requires:
-            kind, colon, slot = reference.partition(":")
             for other, plugin in ablation.plugins.items():
-                found = plugin.slot == slot if colon and kind == "slot" else other == reference
-                if found and other not in needed and other != name:
+                if other == name or other in needed:
+                    continue
+                if reference in (other, f"slot:{plugin.slot}"):
                     needed.add(other)
                     waiting.append(other)
     return tuple(other for other in ablation.plugins if other in needed)

@@ -20,14 +20,29 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def _with_interval(value: dict[str, float] | None, form: str) -> str:
-    return f"{value['median']:{form}} ({value['low']:{form}} to {value['high']:{form}})" if value else ""
+    """A median with its interval: ``1.52 (1.48 to 1.57)``; empty without a value.
+
+    Args:
+        form: Format of the numbers, such as ``.2f``.
+    """
+    if value is None:
+        return ""
+    return f"{value['median']:{form}} ({value['low']:{form}} to {value['high']:{form}})"
 
 
 def _verdict(row: dict[str, Any]) -> str:
+    """Whether a variant is faster than the one before, or why that is not known."""
     if row["results"] is None:
-        return str(row["why_not"] or (f"failed: {row['error']}" if row["error"] else "not measured yet"))
-    over, failed = row["results"]["over_before"], f"then failed: {row['error']}" if row["error"] else ""
-    return "; ".join(filter(None, [over["verdict"] if over else "", failed]))
+        if row["why_not"]:
+            return str(row["why_not"])
+        return f"failed: {row['error']}" if row["error"] else "not measured yet"
+    parts = []
+    over_before = row["results"]["over_before"]
+    if over_before is not None:
+        parts.append(over_before["verdict"])
+    if row["error"]:
+        parts.append(f"then failed: {row['error']}")
+    return "; ".join(parts)
 
 
 def _mib(results: dict[str, Any]) -> str:
@@ -35,26 +50,43 @@ def _mib(results: dict[str, Any]) -> str:
 
 
 def _pays(results: dict[str, Any]) -> str:
-    after, total = results["pays_after_steps"], results["total_steps"]
+    """After how many steps a variant has saved more time than it costs."""
+    after = results["pays_after_steps"]
+    total = results["total_steps"]
     if after is None:
         return ""
     if after == 0:
         return "at once"
-    if total is None:
-        return f"after {after:,} steps"
-    return f"after {after:,} steps; this run has {total:,}" + (": not worth it" if after > total else "")
+    text = f"after {after:,} steps"
+    if total is not None:
+        text += f"; this run has {total:,}"
+        if after > total:
+            text += ": not worth it"
+    return text
+
+
+def _steps(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The variants that are compared with the one before."""
+    return [row for row in record["variants"] if row["kind"] != "without"]
 
 
 def ablation_table(record: dict[str, Any]) -> Table:
     """The variants in order, with their speed and memory."""
-    rows = [row for row in record["variants"] if row["kind"] != "without"]
-    unit = next((row["results"]["unit"] for row in rows if row["results"]), "samples")
+    rows = _steps(record)
+    units = [row["results"]["unit"] for row in rows if row["results"] is not None]
+    unit = units[0] if units else "samples"
     lines = []
     for row in rows:
-        cells, results = ["", "", "", ""], row["results"]
-        if results is not None:
-            factors = [_with_interval(results[over], ".2f") for over in ("over_before", "over_baseline")]
-            cells = [_with_interval(results[f"{unit}_per_second"], ",.0f"), *factors, _mib(results)]
+        results = row["results"]
+        if results is None:
+            cells = ["", "", "", ""]
+        else:
+            cells = [
+                _with_interval(results[f"{unit}_per_second"], ",.0f"),
+                _with_interval(results["over_before"], ".2f"),
+                _with_interval(results["over_baseline"], ".2f"),
+                _mib(results),
+            ]
         lines.append([row["title"], *cells, _verdict(row)])
     rate = "real tokens/s" if unit == "tokens" else "samples/s"
     return ["variant", rate, "x before", "x baseline", "peak MiB", "verdict"], lines
@@ -63,50 +95,79 @@ def ablation_table(record: dict[str, Any]) -> Table:
 def cost_table(record: dict[str, Any]) -> Table:
     """The one-time costs of each variant, and when its speedup has paid for them."""
     lines = []
-    for row in (row for row in record["variants"] if row["kind"] != "without" and row["results"]):
+    for row in _steps(record):
         results = row["results"]
-        warm = results["first_steps_warm_seconds"]
-        costs = [results["startup_seconds"], results["first_steps_cold_seconds"], *([warm] if warm is not None else [])]
-        lines.append([row["title"], *([f"{value:.1f}" for value in costs] + [""])[:3], _pays(results)])
+        if results is None:
+            continue
+        startup = f"{results['startup_seconds']:.1f}"
+        cold = f"{results['first_steps_cold_seconds']:.1f}"
+        warm = ""
+        if results["first_steps_warm_seconds"] is not None:  # there was a second repeat
+            warm = f"{results['first_steps_warm_seconds']:.1f}"
+        lines.append([row["title"], startup, cold, warm, _pays(results)])
     return ["variant", "start-up s", "first steps s", "again s", "pays"], lines
 
 
 def without_table(record: dict[str, Any]) -> Table:
     """The speedup of each plugin when all others are present."""
     lines = []
-    for row in (row for row in record["variants"] if row["kind"] == "without"):
-        results = row["results"] or {}
-        factor = _with_interval(results.get("over_before"), ".2f")
-        lines.append([row["adds"][0], factor, _mib(results) if results else "", _verdict(row)])
+    for row in record["variants"]:
+        if row["kind"] != "without":
+            continue
+        results = row["results"]
+        factor = ""
+        memory = ""
+        if results is not None:
+            factor = _with_interval(results["over_before"], ".2f")
+            memory = _mib(results)
+        lines.append([row["adds"][0], factor, memory, _verdict(row)])
     return ["plugin", "x full set without it", "MiB without it", "verdict"], lines
 
 
 def numerics_table(record: dict[str, Any]) -> Table:
     """Results of the numerics check."""
     lines = []
-    for found in record["numerics"]:
-        difference = "" if found["difference"] is None else f"{found['difference']:.1e}"
-        noise = f"; two runs of the same recipe differ by {found['noise']:.1e}" if found.get("noise") else ""
-        bound = "" if found["bound"] is None else f"{found['bound']:.0e}" if found["bound"] else "0"
-        verdict = found["verdict"].upper() if found["verdict"] in (BROKEN, FAILED) else found["verdict"]
-        why = f": {found['why']}" if found["why"] else ""
-        lines.append([found["plugin"], found["class"], difference, bound, verdict + why + noise])
+    for finding in record["numerics"]:
+        difference = "" if finding["difference"] is None else f"{finding['difference']:.1e}"
+        if finding["bound"] is None:
+            bound = ""
+        else:
+            bound = f"{finding['bound']:.0e}" if finding["bound"] > 0 else "0"
+        verdict = finding["verdict"]
+        if verdict in (BROKEN, FAILED):
+            verdict = verdict.upper()
+        if finding["why"]:
+            verdict += f": {finding['why']}"
+        if finding.get("noise"):
+            verdict += f"; two runs of the same recipe differ by {finding['noise']:.1e}"
+        lines.append([finding["plugin"], finding["class"], difference, bound, verdict])
     return ["plugin", "numerics class", "largest difference", "allowed", "verdict"], lines
 
 
 def quality_table(record: dict[str, Any]) -> Table:
     """Final metrics of the first and the last variant, over seeds."""
-    base, full = (record["quality"] or {"metrics": {"baseline": {}, "full": {}}})["metrics"].values()
     lines = []
-    for name in base:
-        theirs, ours = ([value for value in arm.get(name, []) if value is not None] for arm in (base, full))
+    metrics = record["quality"]["metrics"] if record["quality"] is not None else {"baseline": {}, "full": {}}
+    for name in metrics["baseline"]:
+        theirs = _finite(metrics["baseline"][name])
+        ours = _finite(metrics["full"].get(name, []))
         if not ours or not theirs:
             continue
-        difference, spread = fmean(ours) - fmean(theirs), max(max(values) - min(values) for values in (ours, theirs))
+        difference = fmean(ours) - fmean(theirs)
+        spread = max(max(ours) - min(ours), max(theirs) - min(theirs))
         within = "within the seeds' spread" if abs(difference) <= spread else "more than the seeds' spread"
-        arms = [f"{fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})" for values in (theirs, ours)]
-        lines.append([name, *arms, f"{difference:+.4f}", within])
+        lines.append([name, _with_range(theirs), _with_range(ours), f"{difference:+.4f}", within])
     return ["metric", "baseline", "full set", "difference", "verdict"], lines
+
+
+def _finite(values: list[float | None]) -> list[float]:
+    """The values of a metric. The record has None in place of NaN and infinity."""
+    return [value for value in values if value is not None]
+
+
+def _with_range(values: list[float]) -> str:
+    """The mean of a metric over seeds, and its range: ``0.9120 (0.9080 to 0.9160)``."""
+    return f"{fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
 
 
 TABLES = {
@@ -120,15 +181,19 @@ TABLES = {
 
 def notes(record: dict[str, Any]) -> list[str]:
     """Remarks below the tables."""
-    lines, (before, worst) = [], record["foreign_load"].values()
+    lines = []
+    before = record["foreign_load"]["before"]
+    worst = record["foreign_load"]["worst"]
     if max(before, worst) > LOUD:
         lines.append(
             f"Other processes used {before:.0%} of this machine before the start and up to {worst:.0%} during a "
             "measurement. For results to publish, measure on an idle machine."
         )
     for row in record["variants"]:
-        lines += [f"{row['title']}: {line}" for line in (row["results"] or {}).get("warnings", [])]
-    lines += [f"quality: {error}" for error in (record["quality"] or {}).get("errors", [])]
+        if row["results"] is not None:
+            lines += [f"{row['title']}: {line}" for line in row["results"]["warnings"]]
+    if record["quality"] is not None:
+        lines += [f"quality: {error}" for error in record["quality"]["errors"]]
     if not record["complete"]:
         lines.append("Not complete: the ablation ended before all variants were measured.")
     return list(dict.fromkeys(lines))
@@ -136,15 +201,18 @@ def notes(record: dict[str, Any]) -> list[str]:
 
 def markdown(record: dict[str, Any]) -> str:
     """The contents of ``bench.md``."""
-    settings, place = record["settings"], {**record["machine"], **record["versions"]}
+    settings = record["settings"]
+    place = {**record["machine"], **record["versions"]}
     lines = [f"# {record['name']}: speedup of each plugin", "", f"`{record['command']}`", ""]
     lines += [", ".join(f"{name} {value}" for name, value in place.items()) + ".", ""]
     for title, make in TABLES.items():
         header, rows = make(record)
-        lines += [f"## {title}", "", *markdown_table(header, rows)] if rows else []
+        if rows:
+            lines += [f"## {title}", "", *markdown_table(header, rows)]
     lines += [f"- {note}" for note in notes(record)]
-    window = (
-        f"Windows of at least {settings['steps']} steps and {settings['seconds']:g} s, after {settings['warmup']} steps"
-    )
-    lines += ["", f"{window}; {settings['repeats']} repeats in processes of their own, in alternating order. {READING}"]
+    lines += [
+        "",
+        f"Windows of at least {settings['steps']} steps and {settings['seconds']:g} s, after {settings['warmup']} "
+        f"steps; {settings['repeats']} repeats in processes of their own, in alternating order. {READING}",
+    ]
     return "\n".join(lines) + "\n"

@@ -40,8 +40,12 @@ LOSSES = 3
 """Steps whose losses are compared."""
 PAIRS = 3
 """Pairs for a close case."""
-CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
-"""Speedups that need one pair; two pairs that agree, or one pair and the estimate; and three pairs."""
+CLEAR = 1.3
+"""Speedup from which one pair of measurements is enough."""
+WORTH = 1.05
+"""Speedup from which two pairs that agree are enough, or one pair and the estimate."""
+LEAST = 1.02
+"""Speedup from which an edit is kept after three pairs."""
 ONCE = 2.0
 """Seconds. A smaller one-time cost of an edit is ignored: the start of a process varies by as much."""
 
@@ -83,7 +87,8 @@ def decide(ratios: list[float], estimate: float = 0.0) -> bool | None:
     if min(ratios) <= 1:
         return False
     if len(ratios) == 1:
-        return True if ratios[0] >= CLEAR or min(ratios[0], estimate) >= WORTH else None
+        is_enough = ratios[0] >= CLEAR or min(ratios[0], estimate) >= WORTH
+        return True if is_enough else None
     if len(ratios) < PAIRS:
         return True if min(ratios) >= WORTH else None
     return median(ratios) >= LEAST
@@ -112,12 +117,18 @@ class Selection:
         say: Callable[[str], None],
         never: Collection[str] = (),
     ) -> None:
-        self.never, self.given, self.best = set(never), recipe, recipe
-        self.accept, self.budget, self.runner, self.window, self.say = accept, budget, runner, window, say
+        self.given = recipe
+        self.best = recipe
+        self.never = set(never)
+        self.accept = accept
+        self.budget = budget
+        self.runner = runner
+        self.window = window
+        self.say = say
         self.trials: list[Trial] = []
         self.check: dict[str, Any] = {"ratios": [], "numerics": None}
         self.started = monotonic()
-        self.costs: dict[str, float] = {}
+        self.costs: dict[str, float] = {}  # recipe -> seconds of its newest measurement
 
     def run(self) -> Recipe:
         """Try edits; returns the fastest recipe.
@@ -132,9 +143,11 @@ class Selection:
         rate, unit = speed(here)
         self.say(f"as given: {rate:,.1f} {unit}/s")
         self.check_budget()
-        while (trial := self.next(here)) is not None:
+        trial = self.next(here)
+        while trial is not None:
             self.trials.append(trial)
             here = self.compare(trial, here)
+            trial = self.next(here)
         self.check_losses()
         self.last_check()
         return self.best
@@ -171,29 +184,41 @@ class Selection:
 
     def proposals(self, here: Measurement) -> Iterator[Trial]:
         """Yield edits of the best recipe so far: those with an estimate first, the largest before others."""
-        seen = StepProfile(**here["profile"])
+        profile = StepProfile(**here["profile"])
         left_out = {trial.plugin for trial in self.trials if trial.kept and trial.estimate is None}
-        for found in suggest(seen, self.best, self.never | left_out)[0]:
-            yield Trial(found.edit, found.plugin, found.numerics, found.recipe, speedup(seen, found.estimate))
+        suggestions, _ = suggest(profile, self.best, self.never | left_out)
+        for suggestion in suggestions:
+            estimate = speedup(profile, suggestion.estimate)
+            yield Trial(suggestion.edit, suggestion.plugin, suggestion.numerics, suggestion.recipe, estimate)
+        yield from self._without_each()
+        yield from self._other_micro_batches(profile.world_size)
+
+    def _without_each(self) -> Iterator[Trial]:
+        """Yield edits that leave out a plugin of the given recipe which is there for speed: it estimates a speedup."""
         for name, options in self.given.plugins.items():
-            if options is not False and self.best.plugins.get(name) not in (None, False):
-                plugin = load_listed(self.given, name)
-                # which estimates a speedup, and so makes runs faster
-                if plugin.slot != "task" and plugin.estimate_speedup.__func__ is not Plugin.estimate_speedup.__func__:  # type: ignore[attr-defined]
-                    with suppress(UsageError):  # the recipe cannot run then
-                        yield Trial(f"--without {name}", name, plugin.numerics, edited(self.best, {}, {name: False}))
-        whole = self.best.train.batch_size // seen.world_size
+            if options is False or self.best.plugins.get(name) in (None, False):
+                continue
+            plugin = load_listed(self.given, name)
+            estimates = plugin.estimate_speedup.__func__ is not Plugin.estimate_speedup.__func__  # type: ignore[attr-defined]
+            if plugin.slot != "task" and estimates:
+                with suppress(UsageError):  # the recipe cannot run then
+                    yield Trial(f"--without {name}", name, plugin.numerics, edited(self.best, {}, {name: False}))
+
+    def _other_micro_batches(self, world_size: int) -> Iterator[Trial]:
+        """Yield edits to half and to twice the micro-batch size, where it divides the batch of a process."""
+        whole = self.best.train.batch_size // world_size
         size = self.best.train.micro_batch_size or whole
+        key = "train.micro_batch_size"
         for other in (size // 2, size * 2):
             if 1 <= other <= whole and whole % other == 0:
-                key = "train.micro_batch_size"
                 with suppress(UsageError):
                     yield Trial(f"{key}={other}", "", "reassociated", edited(self.best, {key: other}, {}))
 
     def compare(self, trial: Trial, here: Measurement) -> Measurement:
         """Compare the best recipe with an edited one, and continue with the better recipe. Returns the newest
         measurement of that one."""
-        base, decision = here, None
+        base = here
+        decision = None
         while decision is None:
             other = self.measure(trial.recipe)
             if "error" in other:
@@ -201,8 +226,7 @@ class Selection:
                 self.say(f"{trial.edit}: {trial.why}")
                 return base
             if not trial.ratios:
-                costs = [found["startup_seconds"] + found["warmup_extra_seconds"] for found in (other, base)]
-                trial.once = max(0.0, costs[0] - costs[1])
+                trial.once = max(0.0, one_time_cost(other) - one_time_cost(base))
             trial.ratios.append(faster(other, base))
             trial.before.append(base["seconds_a_step"])
             trial.after.append(other["seconds_a_step"])
@@ -219,12 +243,10 @@ class Selection:
         length = other["total_steps"]
         too_late = length is not None and (trial.pays_after is None or trial.pays_after >= length)
         if decision and trial.once > ONCE and too_late:
-            decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not save"
+            decision = False
+            trial.why = f"it costs {trial.once:.0f} s once, which {length} steps do not save"
         trial.kept = decision
-        ratios = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
-        estimate = "" if trial.estimate is None else f" (estimate {show_speedup(trial.estimate)})"
-        pays = f", pays after {trial.pays_after} steps" if decision and trial.once > ONCE else ""
-        self.say(f"{trial.edit}: x {ratios}{estimate}: {'kept' if decision else trial.why or 'not kept'}{pays}")
+        self.say(describe(trial))
         if not decision:
             return base
         self.best = trial.recipe
@@ -233,10 +255,10 @@ class Selection:
     def measure(self, recipe: Recipe, number: int = 0, profiles: bool = True) -> Measurement:
         """Measure a recipe in a process of its own."""
         window = self.window if profiles else replace(self.window, profile_steps=0)
-        found = self.runner.measure(recipe, window, number)
-        if "error" not in found:
-            self.costs[repr(recipe.to_dict())] = found["process_seconds"]
-        return found
+        measurement = self.runner.measure(recipe, window, number)
+        if "error" not in measurement:
+            self.costs[repr(recipe.to_dict())] = measurement["process_seconds"]
+        return measurement
 
     def check_losses(self) -> None:
         """Compare losses by the weakest numerics class of the kept edits; undo all edits if they differ too much."""
@@ -247,12 +269,11 @@ class Selection:
             if any(one.numerics == "reduced-precision" for one in resolve(recipe, any_machine=True).plugins):
                 promises.add("reduced-precision")  # in few bits another order of sums is far from 1e-5
         promise = max(promises, key=CLASSES.index)
-        self.check["numerics"] = found = self.runner.compare_losses(self.given, self.best, promise, LOSSES)
-        if found["verdict"] in (BROKEN, FAILED):
-            self.undo(
-                f"the losses are not those of the recipe as given ({found['verdict']}, "
-                f"{found['difference'] or found['why']})"
-            )
+        comparison = self.runner.compare_losses(self.given, self.best, promise, LOSSES)
+        self.check["numerics"] = comparison
+        if comparison["verdict"] in (BROKEN, FAILED):
+            reason = comparison["difference"] or comparison["why"]
+            self.undo(f"the losses are not those of the recipe as given ({comparison['verdict']}, {reason})")
 
     def last_check(self) -> None:
         """Measure the given recipe and the result in turn; undo all edits if the result is slower."""
@@ -262,10 +283,14 @@ class Selection:
         for number in range(CHECKS):
             if ratios and (min(ratios) >= CLEAR or self.left() < self.cost(self.given) + self.cost(self.best)):
                 break
-            arms = [self.given, self.best] if number % 2 == 0 else [self.best, self.given]
-            measured = {id(recipe): self.measure(recipe, number, profiles=False) for recipe in arms}
-            ours, theirs = measured[id(self.best)], measured[id(self.given)]
-            if error := ours.get("error") or theirs.get("error"):
+            if number % 2 == 0:  # in alternating order
+                theirs = self.measure(self.given, number, profiles=False)
+                ours = self.measure(self.best, number, profiles=False)
+            else:
+                ours = self.measure(self.best, number, profiles=False)
+                theirs = self.measure(self.given, number, profiles=False)
+            error = ours.get("error") or theirs.get("error")
+            if error:
                 self.check["error"] = error
                 break
             ratios.append(faster(ours, theirs))
@@ -282,7 +307,8 @@ class Selection:
         self.best = self.given
         for trial in self.trials:
             if trial.kept:
-                trial.kept, trial.why = False, f"undone: {why}"
+                trial.kept = False
+                trial.why = f"undone: {why}"
 
     def left(self) -> float:
         """Seconds left in the budget."""
@@ -308,3 +334,22 @@ class Selection:
             "check": self.check,
             "foreign_load": {"before": self.runner.before, "worst": self.runner.worst},
         }
+
+
+def one_time_cost(measurement: Measurement) -> float:
+    """Seconds until the first usual step: of the start, and of the first steps beyond usual ones."""
+    return float(measurement["startup_seconds"] + measurement["warmup_extra_seconds"])
+
+
+def describe(trial: Trial) -> str:
+    """The result of a trial in a line: ``--with compile: x 1.42 (estimate 1.3): kept, pays after 900 steps``."""
+    ratios = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
+    text = f"{trial.edit}: x {ratios}"
+    if trial.estimate is not None:
+        text += f" (estimate {show_speedup(trial.estimate)})"
+    if not trial.kept:
+        return f"{text}: {trial.why or 'not kept'}"
+    text += ": kept"
+    if trial.once > ONCE:
+        text += f", pays after {trial.pays_after} steps"
+    return text

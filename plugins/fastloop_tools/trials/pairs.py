@@ -38,9 +38,13 @@ class TrialRunner:
         say: Callable[[str], None],
         timeout: float | None = None,
     ) -> None:
-        self.environment, self.cache, self.say, self.timeout = environment, cache, say, timeout
-        self.known: dict[str, int] = {}
-        self.before = self.worst = 0.0
+        self.environment = environment
+        self.cache = cache
+        self.say = say
+        self.timeout = timeout
+        self.known: dict[str, int] = {}  # name of a cache -> its folder
+        self.before = 0.0  # the load of other processes, as a share of the machine
+        self.worst = 0.0
 
     def listen(self) -> None:
         """Measure the load of other processes before the start."""
@@ -80,11 +84,12 @@ class TrialRunner:
         spec = {field.name: getattr(window, field.name) for field in dataclasses.fields(Window)}
         train = {"max_steps": 10**9, "epochs": None, "seed": recipe.train.seed + number}  # the worker ends the run
         more: dict[str, Any] = {"spec": spec, **train}
-        found = self.train(recipe, *how, **more)
-        if found["foreign_load"] > LOUD:
-            self.say(f"other processes used {found['foreign_load']:.0%} of the machine meanwhile")
-        self.worst = max(self.worst, found["foreign_load"])
-        return found
+        measurement = self.train(recipe, *how, **more)
+        load = measurement["foreign_load"]
+        if load > LOUD:
+            self.say(f"other processes used {load:.0%} of the machine meanwhile")
+        self.worst = max(self.worst, load)
+        return measurement
 
     def losses(self, recipe: Recipe, steps: int, *how: Any) -> Measurement:
         """Train the first steps of a recipe without dropout, for their losses; see ``train``."""
@@ -95,20 +100,21 @@ class TrialRunner:
         if promise not in BOUNDS:
             why = "it changes training"
             return {"class": promise, "verdict": NOT_COMPARED, "difference": None, "bound": None, "why": why}
-        ours, theirs = self.losses(after, steps), self.losses(before, steps)
-        found = compare(promise, ours, theirs, theirs)
-        if found["verdict"] == BROKEN:  # train the first recipe twice, in case it is not deterministic
-            found = compare(promise, ours, theirs, self.losses(before, steps))
-        return found
+        ours = self.losses(after, steps)
+        theirs = self.losses(before, steps)
+        comparison = compare(promise, ours, theirs, theirs)
+        if comparison["verdict"] == BROKEN:  # train the first recipe twice, in case it is not deterministic
+            comparison = compare(promise, ours, theirs, self.losses(before, steps))
+        return comparison
 
 
-def speed(found: Measurement) -> tuple[float, str]:
+def speed(measurement: Measurement) -> tuple[float, str]:
     """The speed and its unit: real tokens a second if the task counts tokens, else samples a second.
 
     If a plugin changes the batches, a short window contains other texts. Tokens are then a fairer measure of work.
     """
-    unit = "tokens" if found["tokens"] else "samples"
-    return found[unit] / found["seconds"], unit
+    unit = "tokens" if measurement["tokens"] else "samples"
+    return measurement[unit] / measurement["seconds"], unit
 
 
 def faster(ours: Measurement, theirs: Measurement) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -34,7 +34,10 @@ class Record:
     def __init__(
         self, folder: Path, origin: dict[str, Any], runs: list[TrialRun], monitor: str, mode: MetricMode | None
     ) -> None:
-        self.file, self.runs, self.monitor, self.mode = folder / "sweep.json", runs, monitor, mode
+        self.file = folder / "sweep.json"
+        self.runs = runs
+        self.monitor = monitor
+        self.mode = mode
         self.origin = json.loads(json.dumps(secrets.hidden(origin), default=str))
 
     def start(self, resume: bool, again: str) -> None:
@@ -87,7 +90,9 @@ class Record:
         for run in self.runs:
             same = known.get(run.point)
             if same is not None:
-                run.name, run.status, run.metrics = same.name, same.status, same.metrics
+                run.name = same.name
+                run.status = same.status
+                run.metrics = same.metrics
 
     def contents(self) -> dict[str, Any]:
         """The results so far."""
@@ -108,9 +113,12 @@ class Record:
     def show(self) -> None:
         """Print the table of the points."""
         table = results_table(self.contents())
-        rows = [
-            [name, *(f"{cell.text} (best)" if cell.best else cell.text for cell in cells)] for name, cells in table.rows
-        ]
+        rows = []
+        for name, cells in table.rows:
+            row = [name]
+            for cell in cells:
+                row.append(f"{cell.text} (best)" if cell.best else cell.text)
+            rows.append(row)
         show_table([table.corner, *table.columns], rows)
 
 
@@ -124,52 +132,96 @@ def compare(runs: Sequence[TrialRun], monitor: str, mode: MetricMode | None) -> 
     """
     points: dict[str, list[TrialRun]] = {}
     for run in runs:
-        points.setdefault(" ".join(f"{key}={value}" for key, value in run.values.items()) or "recipe", []).append(run)
+        name = " ".join(f"{key}={value}" for key, value in run.values.items()) or "recipe"
+        points.setdefault(name, []).append(run)
+    values = {name: finite_values(members, monitor) for name, members in points.items()}
+    best = best_point(points, values, mode)
     folds = len({run.fold for run in runs if run.fold is not None})
-    by_seed = {
-        name: {
-            (run.seed, run.fold): run.metrics[monitor]
-            for run in members
-            if run.metrics and math.isfinite(run.metrics.get(monitor, math.nan))
-        }
-        for name, members in points.items()
-    }
-    means = {name: fmean(values.values()) for name, values in by_seed.items() if values}
-    complete = [name for name, members in points.items() if len(by_seed[name]) == len(members)]
-    best = None
-    if mode is not None and complete:
-        best = min(complete, key=means.__getitem__) if mode == "min" else max(complete, key=means.__getitem__)
     results = []
     for name, members in points.items():
-        values, theirs = by_seed[name], by_seed[best] if best not in (None, name) else {}
-        pairs = [value - theirs[key] for key, value in values.items() if key in theirs]
-        low, high = mean_interval(pairs, 1 / (folds - 1) if folds > 1 else 0.0) or (None, None)
+        own = values[name]
+        best_values = {} if best is None or best == name else values[best]
         results.append(
             {
                 "point": name,
                 "values": members[0].values,
                 "runs": [run.name for run in members],
-                "finished": len(values),
-                "mean": means.get(name),
-                "deviation": stdev(values.values()) if len(values) > 1 else None,
-                "difference": {"mean": fmean(pairs), "low": low, "high": high, "pairs": len(pairs)} if pairs else None,
+                "finished": len(own),
+                "mean": fmean(own.values()) if own else None,
+                "deviation": stdev(own.values()) if len(own) > 1 else None,
+                "difference": difference(own, best_values, folds),
             }
         )
     return results, best
+
+
+SeedAndFold = tuple[int | None, int | None]
+
+
+def finite_values(runs: Iterable[TrialRun], monitor: str) -> dict[SeedAndFold, float]:
+    """The metric of each run of a point by its seed and fold, without runs whose value is missing or not finite."""
+    values = {}
+    for run in runs:
+        value = (run.metrics or {}).get(monitor, math.nan)
+        if math.isfinite(value):
+            values[run.seed, run.fold] = value
+    return values
+
+
+def best_point(
+    points: Mapping[str, Sequence[TrialRun]],
+    values: Mapping[str, Mapping[SeedAndFold, float]],
+    mode: MetricMode | None,
+) -> str | None:
+    """The point with the best mean, of those whose runs have all finished; None: there is none, or no mode."""
+    means = {}
+    for name, members in points.items():
+        if len(values[name]) == len(members):
+            means[name] = fmean(values[name].values())
+    if mode is None or not means:
+        return None
+    choose = min if mode == "min" else max
+    return choose(means, key=means.__getitem__)
+
+
+def difference(
+    ours: Mapping[SeedAndFold, float], theirs: Mapping[SeedAndFold, float], folds: int
+) -> dict[str, Any] | None:
+    """The mean difference of two points over the seeds and folds that both have, with its 95% interval; None: there are
+    none.
+
+    Args:
+        folds: Folds of the data that the runs validate on; 0: there are none.
+    """
+    pairs = [value - theirs[key] for key, value in ours.items() if key in theirs]
+    if not pairs:
+        return None
+    overlap = 1 / (folds - 1) if folds > 1 else 0.0
+    low, high = mean_interval(pairs, overlap) or (None, None)
+    return {"mean": fmean(pairs), "low": low, "high": high, "pairs": len(pairs)}
 
 
 def results_table(record: Mapping[str, Any]) -> ReportTable:
     """The points of a sweep, from the contents of its record."""
     rows = []
     for point in record["points"]:
+        over_best = ""
+        interval = ""
         over = point["difference"] or {}
-        shown = {key: "" if over.get(key) is None else number(over[key]) for key in ("mean", "low", "high")}
-        mean, deviation = ("" if point[key] is None else number(point[key]) for key in ("mean", "deviation"))
-        interval = f"{shown['low']} to {shown['high']}" if shown["low"] else ""
-        texts = [f"{point['finished']} of {len(point['runs'])}", mean, deviation, shown["mean"], interval]
-        best = point["point"] == record["best"]
-        rows.append((point["point"], [Cell(text, best and at == 1) for at, text in enumerate(texts)]))
-    better = record.get("better")
-    measured = record["monitor"] + (f" ({better} is better)" if better else "")
+        if over.get("mean") is not None:
+            over_best = number(over["mean"])
+        if over.get("low") is not None:  # from two pairs on
+            interval = f"{number(over['low'])} to {number(over['high'])}"
+        cells = [
+            Cell(f"{point['finished']} of {len(point['runs'])}"),
+            Cell("" if point["mean"] is None else number(point["mean"]), best=point["point"] == record["best"]),
+            Cell("" if point["deviation"] is None else number(point["deviation"])),
+            Cell(over_best),
+            Cell(interval),
+        ]
+        rows.append((point["point"], cells))
+    measured = record["monitor"]
+    if record.get("better"):
+        measured += f" ({record['better']} is better)"
     columns = ["runs", measured, "deviation", "minus best", "95% interval"]
     return ReportTable("point", columns, rows, numbers=True)

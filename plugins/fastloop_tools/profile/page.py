@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastloop.estimates import StepProfile
 from fastloop_tools.profile.suggestions import Suggestion, show_speedup, speedup
@@ -11,8 +11,10 @@ from fastloop_tools.shared.tables import markdown_table
 from fastloop_tools.trials.statistics import break_even
 from fastloop_tools.trials.timeline import LAUNCH, OTHER
 
-OPERATIONS, HOOKS = 10, 5
-"""Rows of the tables of operations and hooks."""
+OPERATIONS = 10
+"""Rows of the table of operations."""
+HOOKS = 5
+"""Rows of the table of hooks."""
 FLAT = 1.05
 """Reserved memory is flat if its maximum is at most this many times its minimum."""
 LAUNCH_SHARE = 0.1
@@ -26,8 +28,13 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
-def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str], name: str) -> str:
-    """The page."""
+def markdown(profile: StepProfile, suggestions: list[Suggestion], refused: Mapping[str, str], name: str) -> str:
+    """The page.
+
+    Args:
+        refused: Plugins that would be faster, but cannot run here -> why.
+        name: Of the recipe, for the title.
+    """
     lines = [f"# {name}: where a step spends its time", ""]
     rate = f"{profile.samples / profile.seconds:,.1f} samples/s"
     if profile.tokens:
@@ -36,37 +43,62 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
     if profile.world_size > 1:
         where += f", {profile.world_size} processes"
     lines += [f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {profile.steps} steps).", ""]
-    for head, values, digits in (("region", ranked(profile.regions), 0), ("hook", ranked(profile.hooks)[:HOOKS], 1)):
-        rows = [[key, milliseconds(value), f"{value / profile.seconds:.{digits}%}"] for key, value in values]
-        lines += markdown_table([head, "a step", "share"], rows) if rows else []
-    lines += [f"- {line}" for line in facts(profile)] + [""]
+    regions = [[key, milliseconds(value), f"{value / profile.seconds:.0%}"] for key, value in ranked(profile.regions)]
+    if regions:
+        lines += markdown_table(["region", "a step", "share"], regions)
+    hooks = [[key, milliseconds(value), f"{value / profile.seconds:.1%}"] for key, value in ranked(profile.hooks)]
+    if hooks:
+        lines += markdown_table(["hook", "a step", "share"], hooks[:HOOKS])
+    lines += [f"- {line}" for line in facts(profile)]
+    lines.append("")
     lines += ["## Operations", "", *operations(profile)]
     lines += ["## Suggestions", ""]
-    if not found:
+    if not suggestions:
         lines += ["No plugin estimates a speedup of more than a few percent.", ""]
-    for number, suggestion in enumerate(found, start=1):
-        estimate = suggestion.estimate
-        about = f"about {milliseconds(estimate.seconds)} of a step (x {show_speedup(speedup(profile, estimate))})"
-        pays = break_even(estimate.once, estimate.seconds)
-        once = f" It costs about {estimate.once:.0f} s once, and pays off after {pays} steps." if pays else ""
-        lines.append(f"{number}. `{suggestion.edit}`: {about}. {estimate.why}{once} ({suggestion.numerics})")
-    lines += ["", *(f"- `{plugin}` would be faster, but cannot run here: {why}" for plugin, why in refused.items())]
+    for number, suggestion in enumerate(suggestions, start=1):
+        lines.append(f"{number}. {describe(profile, suggestion)}")
+    lines.append("")
+    for plugin, why in refused.items():
+        lines.append(f"- `{plugin}` would be faster, but cannot run here: {why}")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def describe(profile: StepProfile, suggestion: Suggestion) -> str:
+    """A suggestion in a line: ``--with compile: about 12.1 ms of a step (x 1.30). ...``."""
+    estimate = suggestion.estimate
+    about = f"about {milliseconds(estimate.seconds)} of a step (x {show_speedup(speedup(profile, estimate))})"
+    text = f"`{suggestion.edit}`: {about}. {estimate.why}"
+    pays = break_even(estimate.once, estimate.seconds)
+    if pays:
+        text += f" It costs about {estimate.once:.0f} s once, and pays off after {pays} steps."
+    return f"{text} ({suggestion.numerics})"
+
+
+class OperationRow(NamedTuple):
+    """A row of the table of operations: seconds of a step, and the number of calls as text."""
+
+    name: str
+    seconds: float
+    calls: str = ""
 
 
 def operations(profile: StepProfile) -> list[str]:
     """The table of operations, which adds up to the step."""
-    found = [(f"`{name}`", value, f"{profile.counts.get(name, 0):,.0f}") for name, value in profile.operations.items()]
-    between = {name: value for name, value in profile.between_operations.items() if name != OTHER}
-    found += [(f"{name}, between operations", value, "") for name, value in between.items()]
-    found.sort(key=lambda row: -row[1])
-    lost = max(0.0, profile.seconds - sum(value for _, value, _ in found))
-    if rest := found[OPERATIONS:]:
-        found[OPERATIONS:] = [(f"{len(rest)} more", sum(value for _, value, _ in rest), "")]
-    rows = [
-        [name, milliseconds(value), f"{value / profile.seconds:.1%}", calls]
-        for name, value, calls in (*found, ("not attributed", lost, ""))
-    ]
+    parts = []
+    for name, seconds in profile.operations.items():
+        parts.append(OperationRow(f"`{name}`", seconds, f"{profile.counts.get(name, 0):,.0f}"))
+    for name, seconds in profile.between_operations.items():
+        if name != OTHER:
+            parts.append(OperationRow(f"{name}, between operations", seconds))
+    parts.sort(key=lambda part: -part.seconds)
+    missing = max(0.0, profile.seconds - sum(part.seconds for part in parts))
+    rest = parts[OPERATIONS:]
+    if rest:
+        parts = [*parts[:OPERATIONS], OperationRow(f"{len(rest)} more", sum(part.seconds for part in rest))]
+    parts.append(OperationRow("not attributed", missing))
+    rows = []
+    for part in parts:
+        rows.append([part.name, milliseconds(part.seconds), f"{part.seconds / profile.seconds:.1%}", part.calls])
     lines = markdown_table(["operation", "a step", "share", "calls"], rows)
     return [*lines, "Between operations, Python runs, or native code that torch's profiler does not record.", ""]
 
@@ -91,7 +123,8 @@ def facts(profile: StepProfile) -> list[str]:
         )
     if profile.idle is not None:
         lines.append(f"the device was idle for {profile.idle:.0%} of the time")
-        if (share := profile.region(LAUNCH) / profile.seconds) > LAUNCH_SHARE:
+        share = profile.region(LAUNCH) / profile.seconds
+        if share > LAUNCH_SHARE:
             lines.append(
                 f"the device waits {share:.0%} of a step for the host to launch kernels: compile or larger "
                 "micro-batches help"
@@ -109,24 +142,44 @@ def facts(profile: StepProfile) -> list[str]:
         lines.append(f"{cut['count']} graph breaks at {cut['where']}: {cut['reason']}")
     for again in profile.recompiles:
         lines.append(f"recompiled {again['count']} times: {again['where']}, since {again['reason']}")
-    if len(profile.ranks) > 1:
-        own = [rank.get("data", 0.0) + rank.get("loss", 0.0) for rank in profile.ranks]
-        slow = max(range(len(own)), key=own.__getitem__)
-        if own[slow] > LAG * min(own):
-            others = {key: min(rank.get(key, 0.0) for rank in profile.ranks) for key in ("data", "loss")}
-            part = max(others, key=lambda key: profile.ranks[slow].get(key, 0.0) - others[key])
-            lines.append(
-                f"process {slow} lags: {milliseconds(own[slow])} of its own work a step, the fastest "
-                f"{milliseconds(min(own))}: its {part}"
-            )
+    lag = describe_lag(profile)
+    if lag:
+        lines.append(lag)
     return lines
 
 
-def record(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str]) -> dict[str, Any]:
+def describe_lag(profile: StepProfile) -> str:
+    """The process for which the others wait, and the part of a step that takes it longer; empty: there is none."""
+    own_work = [rank.get("data", 0.0) + rank.get("loss", 0.0) for rank in profile.ranks]
+    if len(own_work) < 2 or max(own_work) <= LAG * min(own_work):
+        return ""
+    slowest = own_work.index(max(own_work))
+
+    def excess(part: str) -> float:
+        """Seconds that the slowest process spends in a part beyond the fastest one."""
+        seconds = [rank.get(part, 0.0) for rank in profile.ranks]
+        return seconds[slowest] - min(seconds)
+
+    part = max(("data", "loss"), key=excess)
+    return (
+        f"process {slowest} lags: {milliseconds(own_work[slowest])} of its own work a step, the fastest "
+        f"{milliseconds(min(own_work))}: its {part}"
+    )
+
+
+def record(profile: StepProfile, suggestions: list[Suggestion], refused: Mapping[str, str]) -> dict[str, Any]:
     """The contents of ``profile.json``."""
-    suggestions = [
-        {key: getattr(one, key) for key in ("plugin", "edit", "numerics")}
-        | {key: getattr(one.estimate, key) for key in ("seconds", "once", "why")}
-        for one in found
-    ]
-    return {"profile": profile.to_dict(), "suggestions": suggestions, "refused": dict(refused)}
+    rows = []
+    for suggestion in suggestions:
+        estimate = suggestion.estimate
+        rows.append(
+            {
+                "plugin": suggestion.plugin,
+                "edit": suggestion.edit,
+                "numerics": suggestion.numerics,
+                "seconds": estimate.seconds,
+                "once": estimate.once,
+                "why": estimate.why,
+            }
+        )
+    return {"profile": profile.to_dict(), "suggestions": rows, "refused": dict(refused)}

@@ -59,18 +59,20 @@ class Frame:
     """
 
     def __init__(self, limits: Limits, size: Size) -> None:
-        self.limits, self.size = limits, size
+        self.limits = limits
+        self.size = size
         self.values = ticks(limits.low, limits.high, size.ticks)
         self.labels = tick_labels(self.values)
         self.left = round(10 + CHARACTER * max(map(len, self.labels), default=0), 1)
 
     def place(self, x: float, y: float) -> tuple[float, float]:
         """A point in units of the picture."""
-        (left, right, low, high), size = self.limits, self.size
-        across = self.left + (x - left) / (right - left) * (size.width - self.left - size.right)
-        return round(across, 1), round(
-            size.height - size.bottom - (y - low) / (high - low) * (size.height - size.top - size.bottom), 1
-        )
+        left, right, low, high = self.limits
+        width = self.size.width - self.left - self.size.right
+        height = self.size.height - self.size.top - self.size.bottom
+        across = self.left + (x - left) / (right - left) * width
+        down = self.size.height - self.size.bottom - (y - low) / (high - low) * height
+        return round(across, 1), round(down, 1)
 
     def vertical(self) -> list[Tick]:
         """The ticks of the vertical axis."""
@@ -79,32 +81,44 @@ class Frame:
 
     def horizontal(self, values: Sequence[float], labels: Sequence[str]) -> list[Tick]:
         """Ticks of the horizontal axis, in order. Labels that would overlap are left out."""
-        found: list[Tick] = []
-        end = -math.inf
+        horizontal_ticks = []
+        end = -math.inf  # of the last label
         for value, label in zip(values, labels, strict=True):
-            place, half = self.place(value, self.limits.low)[0], CHARACTER * len(label) / 2
+            place, _ = self.place(value, self.limits.low)
+            half = CHARACTER * len(label) / 2
             text = round(max(min(place, self.size.width - half), half), 1)
-            fits = text - half >= end
-            found.append(Tick(place, label if fits else "", text))
-            end = text + half + CHARACTER if fits else end
-        return found
+            if text - half >= end:
+                horizontal_ticks.append(Tick(place, label, text))
+                end = text + half + CHARACTER
+            else:
+                horizontal_ticks.append(Tick(place, "", text))
+        return horizontal_ticks
 
 
 def find_limits(lines: Iterable[Series]) -> Limits | None:
     """The limits that show all values of several lines; None if there is none."""
-    every = [series for series in lines if series]
-    if not every:
+    steps: list[float] = []
+    values: list[float] = []
+    for series in lines:
+        if series:  # it has points
+            steps.append(series.start)
+            steps += [step for step, _ in series.points]
+            values += [series.least, series.most]
+    if not steps:
         return None
-    steps = [step for series in every for step in (series.start, *(step for step, _ in series.points))]
-    left, right = min(steps), max(steps)
+    left = min(steps)
+    right = max(steps)
     if 0 <= left < 0.5 * right or left == right:  # nearly all lines begin at the first step
-        left, right = min(left, 0.0), max(right, 1.0)
-    return Limits(left, right, *value_range([value for series in every for value in (series.least, series.most)]))
+        left = min(left, 0.0)
+        right = max(right, 1.0)
+    low, high = value_range(values)
+    return Limits(left, right, low, high)
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
     """The ends of a vertical axis. It starts at zero unless the values vary little."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if low == high:
         return low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
     return (0.0 if 0 <= low < 0.5 * high else low), high
@@ -198,15 +212,22 @@ def line_chart(
     if limits is None or not drawn:
         return None
     frame = Frame(limits, size)
-    lines, rows = list[Line](), list[tuple[str, ...]]()
+    lines: list[Line] = []
+    rows: list[tuple[str, ...]] = []
     for name, (colour, line) in drawn.items():
-        places = [frame.place(*point) for point in line.points]
-        labels = [f"{name}, step {step:,.0f}: {number(value)}" for step, value in line.points]
-        dots = [(*place, label) for place, label in zip(places, labels, strict=True)]
-        lines.append(Line(name, colour, path(places), dots if size == FULL or len(dots) == 1 else [], len(dots) <= FEW))
-        rows.append((name, *map(number, (line.first, line.last, line.least, line.most))))
+        dots = []
+        for step, value in line.points:
+            x, y = frame.place(step, value)
+            dots.append((x, y, f"{name}, step {step:,.0f}: {number(value)}"))
+        shown = len(dots) <= FEW
+        svg_path = path([(x, y) for x, y, _ in dots])
+        if size != FULL and len(dots) > 1:
+            dots = []  # a small chart has no room for them
+        lines.append(Line(name, colour, svg_path, dots, shown))
+        rows.append((name, number(line.first), number(line.last), number(line.least), number(line.most)))
     steps = [value for value in ticks(limits.left, limits.right, size.ticks) if value == int(value)]
-    xs, columns = frame.horizontal(steps, tick_labels(steps)), ("run", "first", "last", "least", "most")
+    xs = frame.horizontal(steps, tick_labels(steps))
+    columns = ("run", "first", "last", "least", "most")
     return Chart(title, unit, "step", lines, xs, frame.vertical(), columns, rows, frame.left, size)
 
 
@@ -216,9 +237,14 @@ def panel(title: str, series: Mapping[str, Series], unit: str = "", first: bool 
     limits = find_limits(series.values())
     if limits is None or all(len(line.points) < 2 for line in series.values()):
         return None
-    found = [line_chart(name, {name: (0, line)}, unit, limits, SMALL) for name, line in series.items()]
-    charts = [chart for chart in found if chart is not None]
-    return Panel(title, unit, charts, charts[0].columns, [row for chart in charts for row in chart.rows], first)
+    charts = []
+    rows = []
+    for name, line in series.items():
+        chart = line_chart(name, {name: (0, line)}, unit, limits, SMALL)
+        if chart is not None:
+            charts.append(chart)
+            rows += chart.rows
+    return Panel(title, unit, charts, charts[0].columns, rows, first)
 
 
 def path(places: Sequence[tuple[float, float]]) -> str:
@@ -233,25 +259,34 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     raw = (high - low) / count
     scale = 10.0 ** math.floor(math.log10(raw))
     step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    found = []
-    while first * step <= high + 1e-9 * step:
-        found.append(first * step)
-        first += 1
-    return found if len(found) > 1 else ticks(low, high, count + 1)
+    multiple = math.ceil(low / step - 1e-9)
+    values = []
+    while multiple * step <= high + 1e-9 * step:
+        values.append(multiple * step)
+        multiple += 1
+    return values if len(values) > 1 else ticks(low, high, count + 1)
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
     """Labels of evenly spaced values, with the same unit and as many decimals as the distance of two values needs."""
     if len(values) < 2:
         return [number(value) for value in values]
-    size, step = max(map(abs, values)), values[1] - values[0]
-    unit, suffix = next(
-        ((unit, text) for unit, text, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)) if size >= least),
-        (1, ""),
-    )
-    if size < 1e-3:
+    size = max(abs(value) for value in values)
+    step = values[1] - values[0]
+    unit = 1.0
+    suffix = ""
+    if size >= 1e9:
+        unit = 1e9
+        suffix = "G"
+    elif size >= 1e6:
+        unit = 1e6
+        suffix = "M"
+    elif size >= 1e4:  # 1,000 to 9,999 stay as they are
+        unit = 1e3
+        suffix = "k"
+    elif size < 1e-3:
         power = math.floor(math.log10(size))
-        unit, suffix = 10.0**power, f"e{power}"
+        unit = 10.0**power
+        suffix = f"e{power}"
     decimals = max(0, -math.floor(math.log10(step / unit) + 1e-9))
     return ["0" if abs(value) < step / 1e6 else f"{value / unit:.{decimals}f}{suffix}" for value in values]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop.metric_modes import recorded_mode
+from fastloop.metric_modes import MetricMode, recorded_mode
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
 from fastloop_tools.report.metrics import Series
@@ -38,17 +38,26 @@ TITLES = {
 """Titles, units and factors of values of the core, in the order of their charts. Metrics follow the loss. Other values
 come last."""
 ASIDE = ("epoch",)
-MOST_CLASSES, PAIRS = 60, 20
+"""Values without a chart."""
+MOST_CLASSES = 60
 """Most classes of a matrix on the page. For more classes, a table has the most frequent confusions."""
+PAIRS = 20
+"""Rows of that table."""
 
 
 def page_title(found: Found) -> str:
     """The tasks of the runs, and the names of what the page shows, such as ``text-classification: quickstart``; their
     number, if they are more than ``MOST_NAMES``."""
-    tasks = dict.fromkeys(str(run.summary["task"]) for run in found.runs if run.summary and run.summary.get("task"))
-    names = [name for part in (found.sweeps, found.ablations, found.profiles) for name, _ in part]
+    tasks: list[str] = []
+    for run in found.runs:
+        task = str((run.summary or {}).get("task") or "")
+        if task and task not in tasks:
+            tasks.append(task)
+    names = []
     if not found.sweeps:  # whose runs have numbers
-        names = [*(run.name for run in found.runs), *names]
+        names += [run.name for run in found.runs]
+    for name, _ in (*found.sweeps, *found.ablations, *found.profiles):
+        names.append(name)
     shown = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} results"
     return f"{', '.join(tasks)}: {shown}" if tasks else shown
 
@@ -56,6 +65,13 @@ def page_title(found: Found) -> str:
 def render(found: Found, title: str) -> str:
     """Render the HTML page."""
     drawn = charts(found.runs)
+    logged_rows = []
+    evaluations = []
+    for run in found.runs:
+        for name, rows in run.rows.items():
+            if rows:
+                logged_rows.append((run.name, name, rows_table(rows)))
+        evaluations += shown_evaluations(run)
     template = _templates().get_template("page.html")
     return template.render(
         title=title,
@@ -63,8 +79,8 @@ def render(found: Found, title: str) -> str:
         charts=[chart for chart in drawn if isinstance(chart, Chart)],
         panels=[chart for chart in drawn if isinstance(chart, Panel)],
         tables=_tables(found.runs),
-        rows=[(run.name, name, rows_table(rows)) for run in found.runs for name, rows in run.rows.items() if rows],
-        evaluations=[shown for run in found.runs for shown in shown_evaluations(run)],
+        rows=logged_rows,
+        evaluations=evaluations,
         sweeps=[(name, results_table(record), sweeps.plots(record)) for name, record in found.sweeps],
         ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
         profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
@@ -94,50 +110,76 @@ def _templates() -> jinja2.Environment:
 
 def _tables(runs: list[TrainedRun]) -> list[tuple[str, str, ReportTable]]:
     """Headings, ids and tables: the final metrics, and in which keys and facts the runs differ."""
-    names, many = [run.name for run in runs], len(runs) > MANY
-    tables = [("Final metrics", "metrics", ReportTable("metric", names, final_metrics(runs), numbers=True))]
+    names = [run.name for run in runs]
+    metrics = ReportTable("metric", names, final_metrics(runs), numbers=True)
+    tables = [("Final metrics", "metrics", metrics)]
     if len(runs) > 1:
-        for heading, id, rows in (
-            ("Where the recipes differ", "differences", differences([run.recipe for run in runs])),
-            ("Where the environments differ", "environments", environment([run.summary or {} for run in runs])),
-        ):
-            tables.append(
-                (
-                    heading,
-                    id,
-                    ReportTable("key", names, [(key, [Cell(value) for value in values]) for key, values in rows]),
-                )
-            )
-    return [(heading, id, table.transposed("run") if many else table) for heading, id, table in tables if table.rows]
+        recipes = _differing_keys(names, differences([run.recipe for run in runs]))
+        environments = _differing_keys(names, environment([run.summary or {} for run in runs]))
+        tables.append(("Where the recipes differ", "differences", recipes))
+        tables.append(("Where the environments differ", "environments", environments))
+    shown = []
+    for heading, id, table in tables:
+        if not table.rows:
+            continue
+        if len(runs) > MANY:
+            table = table.transposed("run")
+        shown.append((heading, id, table))
+    return shown
+
+
+def _differing_keys(names: list[str], rows: list[tuple[str, list[str]]]) -> ReportTable:
+    """The table of keys that differ between runs, with the value of each run."""
+    return ReportTable("key", names, [(key, [Cell(value) for value in values]) for key, values in rows])
 
 
 def final_metrics(runs: list[TrainedRun]) -> list[tuple[str, list[Cell]]]:
     """Final metrics: name -> the value of each run, and whether it is the best one. No value is the best if the runs do
     not know, or do not agree, whether a lower or a higher value is better."""
-    names = dict.fromkeys(
-        (split, name)
-        for run in runs
-        for split in ("validation", "test")
-        for name in ((run.summary or {}).get(split) or {})
-    )
+    names: dict[tuple[str, str], None] = {}  # in order
+    for run in runs:
+        for split in ("validation", "test"):
+            for name in _metrics_of(run, split):
+                names[split, name] = None
     rows = []
     for split, name in names:
-        values = [((run.summary or {}).get(split) or {}).get(name) for run in runs]
-        there = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-        modes = {
-            recorded_mode(run.summary or {}, name) for run in runs if name in ((run.summary or {}).get(split) or {})
-        }
-        best = None
-        if len(set(there)) > 1:
-            best = min(there) if modes == {"min"} else max(there) if modes == {"max"} else None
-        shown = [Cell("" if value is None else number(value), value is not None and value == best) for value in values]
-        rows.append((f"{split} {name}", shown))
+        values = [_metrics_of(run, split).get(name) for run in runs]
+        modes = {recorded_mode(run.summary or {}, name) for run in runs if name in _metrics_of(run, split)}
+        best = _best_value(values, modes)
+        cells = []
+        for value in values:
+            text = "" if value is None else number(value)
+            cells.append(Cell(text, best=value is not None and value == best))
+        rows.append((f"{split} {name}", cells))
     return rows
+
+
+def _metrics_of(run: TrainedRun, split: str) -> Mapping[str, Any]:
+    """The final metrics of a run on a split; empty if it has none."""
+    return (run.summary or {}).get(split) or {}
+
+
+def _best_value(values: list[Any], modes: set[MetricMode | None]) -> float | None:
+    """The best of different values; None if they are equal, or the runs do not agree about the better ones.
+
+    Args:
+        modes: Which values the runs take as better.
+    """
+    finite = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    if len(set(finite)) < 2:
+        return None
+    if modes == {"min"}:
+        return min(finite)
+    return max(finite) if modes == {"max"} else None
 
 
 def rows_table(rows: list[dict[str, Any]]) -> ReportTable:
     """Rows of ``run.log_rows``, with their step first."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
+    names: list[str] = []
+    for row in rows:
+        for name in row:
+            if name != "step" and name not in names:
+                names.append(name)
     lines = []
     for row in rows:
         values = [row.get(name) for name in names]
@@ -148,27 +190,36 @@ def rows_table(rows: list[dict[str, Any]]) -> ReportTable:
 
 def charts(runs: list[TrainedRun]) -> list[Chart | Panel]:
     """The curves of each value that any run has: loss, metrics, learning rate, throughput, then all others."""
-    keys = dict.fromkeys(
-        key
-        for run in runs
-        for key, series in run.lines.items()
-        if key.rpartition(" ")[2] not in ASIDE and (series.least or series.most)
-    )
+    keys: list[str] = []
+    for run in runs:
+        for key, series in run.lines.items():
+            is_zero = not series.least and not series.most
+            if key not in keys and key.rpartition(" ")[2] not in ASIDE and not is_zero:
+                keys.append(key)
     core = [key for key in TITLES if key in keys]
     metrics = [key for key in keys if key.startswith("validation ")]
     others = [key for key in keys if key not in core and not key.startswith(("validation ", "test "))]
-    drawn = [_curves(key, runs) for key in [*core[:1], *metrics, *core[1:], *others]]
-    return [chart for chart in drawn if chart is not None]
+    drawn = []
+    for key in [*core[:1], *metrics, *core[1:], *others]:
+        chart = _curves(key, runs)
+        if chart is not None:
+            drawn.append(chart)
+    return drawn
 
 
 def _curves(key: str, runs: list[TrainedRun]) -> Chart | Panel | None:
-    name = f"Validation {key.removeprefix('validation ')}" if key.startswith("validation ") else key
-    title, unit, factor = TITLES.get(key, (name, key.removeprefix("validation "), 1.0))
+    """The curves of a value: one chart, or a panel with a small chart for each of many runs. None without values."""
+    metric = key.removeprefix("validation ")
+    is_metric = key.startswith("validation ")
+    title, unit, factor = TITLES.get(key, (f"Validation {metric}" if is_metric else key, metric, 1.0))
     series = {run.name: run.lines.get(key, Series()).scaled(factor) for run in runs}
     if len(runs) > MANY:
-        there = {name: line for name, line in series.items() if line}
-        return panel(title, there, unit, first=key == "loss" or key.startswith("validation "))
-    return line_chart(title, {name: (index, line) for index, (name, line) in enumerate(series.items())}, unit)
+        present = {name: line for name, line in series.items() if line}
+        return panel(title, present, unit, first=key == "loss" or is_metric)
+    coloured = {}
+    for index, (name, line) in enumerate(series.items()):
+        coloured[name] = (index, line)
+    return line_chart(title, coloured, unit)
 
 
 # -- evaluations -------------------------------------------------------------------------------------------------------
@@ -206,27 +257,27 @@ def _evaluation_tables(found: Evaluation) -> list[tuple[str, str, ReportTable]]:
     """Headings, keys and tables: the metrics of each class and, without a matrix, the most frequent confusions."""
     tables = []
     if found.classes:
-        columns, rows = ["precision", "recall", "f1", "samples"], []
+        columns = ["precision", "recall", "f1", "samples"]
+        rows = []
         for row in found.classes:
-            texts = [f"{value:.4f}" for value in (row.precision, row.recall, row.f1)] + [f"{row.samples:,}"]
+            texts = [f"{row.precision:.4f}", f"{row.recall:.4f}", f"{row.f1:.4f}", f"{row.samples:,}"]
             rows.append((row.name, [Cell(text) for text in texts]))
         tables.append(("Classes", "classes", ReportTable("class", columns, rows, numbers=True)))
     if len(found.classes) > MOST_CLASSES:
-        counts = [
-            (count, target, prediction)
-            for target, row in enumerate(found.confusion)
-            for prediction, count in enumerate(row)
-            if count and target != prediction
-        ]
-        counts.sort(key=lambda item: -item[0])
-        pairs = [
-            (found.classes[target].name, [Cell(found.classes[prediction].name), Cell(f"{count:,}")])
-            for count, target, prediction in counts[:PAIRS]
-        ]
-        tables.append(
-            ("Most frequent confusions", "confusions", ReportTable("target", ["prediction", "samples"], pairs))
-        )
+        tables.append(("Most frequent confusions", "confusions", _confusions(found)))
     return tables
+
+
+def _confusions(evaluation: Evaluation) -> ReportTable:
+    """The pairs of a target and another prediction that occur most often."""
+    pairs = []
+    for target, counts in enumerate(evaluation.confusion):
+        for prediction, count in enumerate(counts):
+            if count and target != prediction:
+                pairs.append((count, evaluation.classes[target].name, evaluation.classes[prediction].name))
+    pairs.sort(key=lambda pair: -pair[0])
+    rows = [(target, [Cell(prediction), Cell(f"{count:,}")]) for count, target, prediction in pairs[:PAIRS]]
+    return ReportTable("target", ["prediction", "samples"], rows)
 
 
 # -- bars: the variants of an ablation, and the regions of a step ------------------------------------------------------
@@ -246,11 +297,15 @@ class Bar:
 
 def scale(bars: list[Bar]) -> list[Bar]:
     """Set sizes and intervals to shares of the longest one; returns the bars."""
-    longest = max((max(bar.size, bar.high or 0.0) for bar in bars), default=0.0) or 1.0
+    longest = 0.0
+    for bar in bars:
+        longest = max(longest, bar.size, bar.high or 0.0)
+    longest = longest or 1.0
     for bar in bars:
         bar.size /= longest
         if bar.low is not None and bar.high is not None:
-            bar.low, bar.high = bar.low / longest, bar.high / longest
+            bar.low /= longest
+            bar.high /= longest
     return bars
 
 
@@ -265,17 +320,23 @@ def ablation_bars(record: Mapping[str, Any]) -> list[Bar]:
             why = variant.get("why_not") or variant.get("error") or ""
             bars.append(Bar(variant["title"], 0.0, "not measured", note=why))
             continue
-        rate, over = results[f"{results['unit']}_per_second"], results.get("over_baseline")
-        label = f"{rate['median']:,.0f} {results['unit']}/s" + (f", x {over['median']:.2f}" if over else "")
+        rate = results[f"{results['unit']}_per_second"]
+        label = f"{rate['median']:,.0f} {results['unit']}/s"
+        over_baseline = results.get("over_baseline")
+        if over_baseline:
+            label += f", x {over_baseline['median']:.2f}"
         verdict = (results.get("over_before") or {}).get("verdict", "")
         memory = f"{results['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        note = "; ".join(filter(None, [verdict, memory]))
+        note = f"{verdict}; {memory}" if verdict else memory
         bars.append(Bar(variant["title"], rate["median"], label, rate["low"], rate["high"], note))
     return scale(bars)
 
 
 def region_bars(record: Mapping[str, Any]) -> list[Bar]:
     """The regions of a step by seconds."""
-    regions, seconds = record["profile"]["regions"], record["profile"]["seconds"]
-    rows = sorted(regions.items(), key=lambda item: -item[1])
-    return scale([Bar(name, value, f"{1000 * value:,.1f} ms, {value / seconds:.0%}") for name, value in rows])
+    step = record["profile"]["seconds"]
+    regions = sorted(record["profile"]["regions"].items(), key=lambda item: -item[1])
+    bars = []
+    for name, seconds in regions:
+        bars.append(Bar(name, seconds, f"{1000 * seconds:,.1f} ms, {seconds / step:.0%}"))
+    return scale(bars)

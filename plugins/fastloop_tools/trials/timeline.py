@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._autograd import DeviceType
 
@@ -38,12 +38,23 @@ OPERATION = re.compile(r"\w+::?\w")
 """Begins the name of an operation: ``aten::mm``, ``gloo:all_reduce``. Other events contain operations."""
 COLLECTIVE = re.compile(r"c10d::|gloo:|nccl:")
 """Begins the name of a collective, in which a process waits for the others."""
-COMPILED, COMPILED_NAME = "## Call CompiledFxGraph ", "inductor::kernels"
-"""How the name of a compiled graph begins in torch's profiler, before its hash; and the operation under which the own
-time of all graphs is added up: that of kernels which the compiler wrote."""
+COMPILED = "## Call CompiledFxGraph "
+"""Begins the name of a compiled graph in torch's profiler, before its hash."""
+COMPILED_NAME = "inductor::kernels"
+"""Operation under which the own time of all compiled graphs is added up: that of kernels which the compiler wrote."""
 
-Span = tuple[float, float, str]
-"""Start and end in microseconds, and a name."""
+
+class Span(NamedTuple):
+    """A named time. Start and end are in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return 1e-6 * (self.end - self.start)
 
 
 @dataclass(frozen=True)
@@ -58,18 +69,28 @@ class HostTimeline:
         """The same for a window of ``seconds`` without a profiler, which stretches all regions but ``data``."""
         total = sum(self.seconds.values())
         waiting = sum(value for (region, _), value in self.seconds.items() if region == "data")
-        rest = min(1.0, max(0.0, (seconds - waiting) / (total - waiting))) if total > waiting else 1.0
-        scaled = {key: value if key[0] == "data" else value * rest for key, value in self.seconds.items()}
-        drift = seconds / sum(scaled.values()) if any(scaled.values()) else 1.0
+        shrink = 1.0  # of all regions but ``data``
+        if total > waiting:
+            shrink = min(1.0, max(0.0, (seconds - waiting) / (total - waiting)))
+        scaled = {}
+        for (region, event), value in self.seconds.items():
+            scaled[region, event] = value if region == "data" else value * shrink
+        drift = 1.0  # of all regions, where waiting alone takes longer than the window, or nothing else was shrunk
+        if any(scaled.values()):
+            drift = seconds / sum(scaled.values())
         return HostTimeline(
-            {key: value * drift for key, value in scaled.items()},
-            {name: value * rest * drift for name, value in self.hooks.items()},
+            seconds={key: value * drift for key, value in scaled.items()},
+            hooks={name: value * shrink * drift for name, value in self.hooks.items()},
         )
 
     def add_up(self, name: Callable[[str, str], str | None]) -> dict[str, float]:
         """Seconds by ``name`` of region and event; None: left out."""
-        parts = ((name(region, event), value) for (region, event), value in self.seconds.items())
-        return _add_up((part, value) for part, value in parts if part is not None)
+        sums: dict[str, float] = defaultdict(float)
+        for (region, event), value in self.seconds.items():
+            part = name(region, event)
+            if part is not None:
+                sums[part] += value
+        return dict(sums)
 
     @property
     def regions(self) -> dict[str, float]:
@@ -90,16 +111,13 @@ class HostTimeline:
     def between_operations(self) -> dict[str, float]:
         """Region of the loop, or hook outside of all regions -> seconds in which no operation ran; ``other``: nor any
         other event."""
-        return self.add_up(
-            lambda region, event: None if OPERATION.match(event) else event if region == OTHER else region
-        )
 
+        def name(region: str, event: str) -> str | None:
+            if OPERATION.match(event):
+                return None
+            return event if region == OTHER else region
 
-def _add_up(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for name, value in parts:
-        found[name] += value
-    return dict(found)
+        return self.add_up(name)
 
 
 def build_host_timeline(events: Iterable[Any]) -> HostTimeline:
@@ -107,42 +125,74 @@ def build_host_timeline(events: Iterable[Any]) -> HostTimeline:
 
     The window lasts from the start of the first region or hook to the end of the last one.
     """
-    seen = [event for event in events if event.device_type == DeviceType.CPU]
-    named = [event for event in seen if event.name.startswith(PREFIX)]
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    named = [event for event in on_host if event.name.startswith(PREFIX)]
     if not named:
         return HostTimeline({}, {})
-    thread = mode(event.thread for event in named)
+    thread = mode(event.thread for event in named)  # of the loop
     named = [event for event in named if event.thread == thread]
-    inner: list[Any] = []
-    outer: list[Any] = []
-    for event in seen:
+    own: list[Span] = []  # of the loop's thread
+    other: list[Span] = []
+    for event in on_host:
         # an asynchronous event ends in another thread, so it contains no events of this one
-        (inner if event.thread == thread and not event.is_async else outer).append(event)
+        if event.thread == thread and not event.is_async:
+            own.append(_span(event))
+        else:
+            other.append(_span(event))
     regions = flatten(_span(event) for event in named if is_region(event.name))
-    elsewhere = [span for span in flatten(map(_span, outer)) if OPERATION.match(span[2])]
-    reached, last = min(event.time_range.start for event in named), max(event.time_range.end for event in named)
+    elsewhere = [span for span in flatten(other) if OPERATION.match(span.name)]
+    first = min(event.time_range.start for event in named)
+    last = max(event.time_range.end for event in named)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for span in _fill(flatten(own), first, last):
+        _divide(seconds, span, regions, elsewhere)
+    hooks: dict[str, float] = defaultdict(float)
+    for event in named:
+        if not is_region(event.name):
+            span = _span(event)
+            hooks[span.name] += span.seconds
+    return HostTimeline(dict(seconds), dict(hooks))
 
-    def add(start: float, end: float, name: str) -> None:
-        region, left = region_at(regions, start), end - start
-        for operation, overlap in () if OPERATION.match(name) else overlaps(elsewhere, start, end):
+
+def _fill(spans: Iterable[Span], first: float, last: float) -> Iterator[Span]:
+    """The parts of the spans between two moments, with ``other`` in their gaps. After the last span is no gap: each
+    window ends with an event.
+
+    Args:
+        spans: Sorted, without overlaps.
+    """
+    reached = first
+    for span in spans:
+        start = max(span.start, reached)
+        end = min(span.end, last)
+        if start < end:
+            yield Span(reached, start, OTHER)
+            yield Span(start, end, span.name)
+            reached = end
+
+
+def _divide(
+    seconds: dict[tuple[str, str], float], span: Span, regions: Sequence[Span], elsewhere: Sequence[Span]
+) -> None:
+    """Add the time of a span to its region and event. If it is no operation, it may wait for one of another thread,
+    which gets the time of both.
+
+    Args:
+        seconds: Region and event -> seconds so far.
+        elsewhere: Operations of other threads.
+    """
+    region = region_at(regions, span.start)
+    left = span.end - span.start
+    if not OPERATION.match(span.name):
+        for operation, overlap in overlaps(elsewhere, span.start, span.end):
             seconds[region, operation] += 1e-6 * overlap
             left -= overlap
-        seconds[region, name] += 1e-6 * left
-
-    for start, end, name in flatten(map(_span, inner)):
-        start, end = max(start, reached), min(end, last)
-        if start < end:
-            add(reached, start, OTHER)
-            add(start, end, name)
-            reached = end
-    hooks = [event for event in named if not is_region(event.name)]
-    return HostTimeline(dict(seconds), _add_up((name, 1e-6 * (end - start)) for start, end, name in map(_span, hooks)))
+    seconds[region, span.name] += 1e-6 * left
 
 
 def _span(event: Any) -> Span:
     name = COMPILED_NAME if event.name.startswith(COMPILED) else event.name.removeprefix(PREFIX)
-    return event.time_range.start, event.time_range.end, name
+    return Span(event.time_range.start, event.time_range.end, name)
 
 
 def is_region(name: str) -> bool:
@@ -151,42 +201,53 @@ def is_region(name: str) -> bool:
 
 
 def flatten(nested: Iterable[Span]) -> list[Span]:
-    """Spans that do not overlap: an inner span interrupts the outer one. Sorted by time."""
+    """Spans that do not overlap: an inner span interrupts the outer one. Sorted by time.
+
+    A span a from 0 to 9, with b from 2 to 5 in it, becomes a from 0 to 2, b from 2 to 5, and a from 5 to 9.
+    """
     flat: list[Span] = []
-    stack: list[tuple[float, str]] = []  # end and name of the open spans
+    open_spans: list[Span] = []  # the innermost last
     reached = 0.0
 
     def close(until: float) -> None:
         nonlocal reached
-        while stack and stack[-1][0] <= until:
-            end, name = stack.pop()
-            if end > reached:
-                flat.append((reached, end, name))
-                reached = end
+        while open_spans and open_spans[-1].end <= until:
+            span = open_spans.pop()
+            if span.end > reached:
+                flat.append(Span(reached, span.end, span.name))
+                reached = span.end
 
-    for start, end, name in sorted(nested, key=lambda span: (span[0], -span[1])):
-        close(start)
-        if stack and start > reached:
-            flat.append((reached, start, stack[-1][1]))
-        reached = start
-        stack.append((end, name))
+    for span in sorted(nested, key=lambda span: (span.start, -span.end)):  # the outer one first
+        close(span.start)
+        if open_spans and span.start > reached:
+            flat.append(Span(reached, span.start, open_spans[-1].name))
+        reached = span.start
+        open_spans.append(span)
     close(float("inf"))
     return flat
 
 
 def region_at(regions: Sequence[Span], time: float) -> str:
     """The region that the host was in; ``other`` outside of all."""
-    index = bisect_right(regions, time, key=lambda span: span[0]) - 1
-    return regions[index][2] if index >= 0 and time < regions[index][1] else OTHER
+    index = _last_started(regions, time)
+    if index >= 0 and time < regions[index].end:
+        return regions[index].name
+    return OTHER
+
+
+def _last_started(spans: Sequence[Span], time: float) -> int:
+    """The position of the last span that has started by a moment; -1: none has."""
+    return bisect_right(spans, time, key=lambda span: span.start) - 1
 
 
 def overlaps(spans: Sequence[Span], start: float, end: float) -> Iterator[tuple[str, float]]:
     """The spans between two moments, and the microseconds of each in between. ``spans`` do not overlap."""
-    index = max(0, bisect_right(spans, start, key=lambda span: span[0]) - 1)
-    while index < len(spans) and spans[index][0] < end:
-        overlap = min(end, spans[index][1]) - max(start, spans[index][0])
+    index = max(0, _last_started(spans, start))
+    while index < len(spans) and spans[index].start < end:
+        span = spans[index]
+        overlap = min(end, span.end) - max(start, span.start)
         if overlap > 0:
-            yield spans[index][2], overlap
+            yield span.name, overlap
         index += 1
 
 
@@ -219,13 +280,16 @@ class DeviceTimeline:
         A profiler slows the host but not the kernels. Busy time therefore stays the same, and idle time gets the rest.
         Idle time counts as ``data`` while the host waits for a batch, and as ``launch`` otherwise.
         """
-        busy, idle = sum(self.busy.values()), sum(self.idle.values())
-        scale = min(1.0, seconds / busy) if busy else 1.0
-        rest = max(0.0, seconds - busy) / idle if idle else 0.0
-        found = defaultdict(float, {name: value * scale for name, value in self.busy.items()})
+        busy = sum(self.busy.values())
+        idle = sum(self.idle.values())
+        busy_scale = min(1.0, seconds / busy) if busy else 1.0
+        idle_scale = max(0.0, seconds - busy) / idle if idle else 0.0
+        regions: dict[str, float] = defaultdict(float)
+        for name, value in self.busy.items():
+            regions[name] += value * busy_scale
         for name, value in self.idle.items():
-            found["data" if name == "data" else LAUNCH] += value * rest
-        return {name: value for name, value in found.items() if value}
+            regions["data" if name == "data" else LAUNCH] += value * idle_scale
+        return {name: value for name, value in regions.items() if value}
 
 
 def read_timeline(path: Path) -> DeviceTimeline:
@@ -235,32 +299,45 @@ def read_timeline(path: Path) -> DeviceTimeline:
 
 def build_timeline(events: Sequence[Mapping[str, Any]]) -> DeviceTimeline:
     """Connect the kernels of a trace with the regions and operations that launched them."""
-    complete = [event for event in events if event.get("ph") == "X"]
-    regions = flatten(
-        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))
-        for event in complete
-        if event.get("cat") == "user_annotation" and is_region(event["name"])
-    )
-    launched = {
-        event["args"]["correlation"]: event["ts"]
-        for event in complete
-        if event.get("cat") in LAUNCHES and "args" in event
-    }
-    operations = {event["args"].get("External id"): event["name"] for event in complete if event.get("cat") == "cpu_op"}
-    kernels = sorted((event for event in complete if event.get("cat") in KERNELS), key=lambda event: event["ts"])
+    annotations: list[Span] = []
+    launched: dict[Any, float] = {}  # correlation -> time of the launch
+    operations: dict[Any, str] = {}  # external id -> name
+    kernels: list[Mapping[str, Any]] = []
+    for event in events:
+        if event.get("ph") != "X":  # not a complete event
+            continue
+        category = event.get("cat")
+        if category == "user_annotation" and is_region(event["name"]):
+            name = event["name"].removeprefix(PREFIX)
+            annotations.append(Span(event["ts"], event["ts"] + event["dur"], name))
+        elif category in LAUNCHES and "args" in event:
+            launched[event["args"]["correlation"]] = event["ts"]
+        elif category == "cpu_op":
+            operations[event["args"].get("External id")] = event["name"]
+        elif category in KERNELS:
+            kernels.append(event)
+    regions = flatten(annotations)
+    kernels.sort(key=lambda event: float(event["ts"]))
+    first = 0.0
+    if regions:
+        first = regions[0].start
+    elif kernels:
+        first = kernels[0]["ts"]
     busy: dict[str, float] = defaultdict(float)
     idle: dict[str, float] = defaultdict(float)
     seconds: dict[str, float] = defaultdict(float)
-    first = reached = regions[0][0] if regions else (kernels[0]["ts"] if kernels else 0.0)
+    reached = first  # the end of the kernels so far
     for kernel in kernels:
-        start, end, args = kernel["ts"], kernel["ts"] + kernel["dur"], kernel.get("args", {})
+        start = kernel["ts"]
+        end = start + kernel["dur"]
+        args = kernel.get("args", {})
         operation = operations.get(args.get("External id"), kernel["name"])
         seconds[operation] += 1e-6 * kernel["dur"]
         _add_idle(idle, regions, reached, start)
         region = region_at(regions, launched.get(args.get("correlation"), start))
         busy[region] += 1e-6 * max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    last = max([reached, *(end for _, end, _ in regions)])
+    last = max([reached, *(region.end for region in regions)])
     _add_idle(idle, regions, reached, last)
     return DeviceTimeline(1e-6 * (last - first), dict(busy), dict(idle), dict(seconds))
 

@@ -31,9 +31,9 @@ class BrokenPromise:
     """A promise that the trainings of a plugin break: parts of a message.
 
     Attributes:
-        promised: What the plugin promises, after "promises".
-        difference: What the trainings show instead.
-        repair: What the author can do, a sentence without its full stop.
+        promised: The promise, as the object of "promises".
+        difference: The result of the trainings instead.
+        repair: The remedy for the plugin's author: a sentence without its full stop.
     """
 
     promised: str
@@ -186,7 +186,7 @@ def check_continuation(
     """Compare a run that resumed with one that had no break: the same bits, and the same state of the plugin.
 
     Args:
-        event: What happened to the resumed run before: ``was interrupted after step 9``.
+        event: The event before the resume: ``was interrupted after step 9``.
         step: The step from which it continued.
         where: As in ``check_losses``.
     """

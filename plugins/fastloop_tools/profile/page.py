@@ -33,7 +33,7 @@ def markdown(profile: StepProfile, suggestions: list[Suggestion], refused: Mappi
 
     Args:
         refused: Plugins that would be faster, but cannot run here -> why.
-        name: Of the recipe, for the title.
+        name: The name of the recipe, for the title.
     """
     lines = [f"# {name}: where a step spends its time", ""]
     rate = f"{profile.samples / profile.seconds:,.1f} samples/s"

@@ -116,6 +116,25 @@ def test_workers_read_on_cuda_unless_token_ids_are_in_memory(plugins, data, work
     assert DevicePrefetch.recommend(recipe, H100) is not None
 
 
+@pytest.mark.parametrize(
+    ("data", "plugins", "is_chosen"),
+    [
+        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, [], True),
+        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, ["fused-loss"], False),
+        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, ["tensor-parallel"], False),
+        ({"files": {"train": "a.jsonl"}, "messages": "messages", "padding": "max_length"}, [], False),
+        ({"files": {"train": "a.jsonl"}, "prompt": "question", "completion": "answer"}, [], True),
+        ({"files": {"train": "a.txt"}}, [], False),
+        ({"files": {"train": "a.csv"}, "label": "label"}, [], False),
+    ],
+    ids=["messages", "fused-loss", "divided head", "padded to the maximum", "completions", "blocks", "classes"],
+)
+def test_only_tokens_with_a_loss_pass_the_head_on_a_cpu(data, plugins, is_chosen):
+    recipe = make_recipe({"model": {"name": "a-model"}, "data": data, "plugins": [*plugins, "auto"]})
+    assert ("target-logits" in resolve(recipe, CPU, any_machine=True).recipe.selected) is is_chosen
+    assert "target-logits" not in resolve(recipe, H100, any_machine=True).recipe.selected
+
+
 def test_without_a_kernel_for_rows_a_gpu_pads():
     """No bf16, or packing turned off: the lengths of batches vary."""
     for machine, listed in ((dataclasses.replace(H100, fast_dtypes=("fp16",)), ()), (H100, ({"packing": False},))):

@@ -29,6 +29,7 @@ class Distill(Plugin):
     requires = ("slot:task",)
     conflicts = {
         "fused-loss": "it computes no logits, and the soft loss compares them.",
+        "target-logits": "it computes few logits, and the soft loss compares all.",
         "deepspeed": "distill is not tested with its engine.",
         "tensor-parallel": "it divides the logits over the processes.",
         "context-parallel": "it divides the tokens over the processes.",

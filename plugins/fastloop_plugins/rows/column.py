@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 from array import array
@@ -9,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from threading import local
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
@@ -28,14 +29,20 @@ CURRENT = local()
 
 
 class Store:
-    """A file without a name, in the folder of ``token-cache`` or that of temporary files. It goes with its columns."""
+    """Blocks of values: in memory, or, if they are large, in a file without a name, which goes with its columns.
+
+    The file is in the folder of ``token-cache`` or that of temporary files.
+    """
 
     def __init__(self) -> None:
         self.folder = temporary_folder()
-        self.file = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=self.folder)  # noqa: SIM115
+        self._size = 0
+        self._held = bytearray()  # the whole content, as long as there is no file
+        self._file: IO[bytes] | None = None
 
     def __del__(self) -> None:
-        self.file.close()
+        if self._file is not None:
+            self._file.close()
 
     def write(self, values: list[Any]) -> Any:
         """Write a block. Returns the argument of ``read``."""
@@ -44,8 +51,7 @@ class Store:
         except Exception:  # an object of `data.module` that cannot be pickled stays in memory
             return list(values)
         try:
-            offset = self.file.seek(0, 2)
-            self.file.write(data)
+            self._append(data)
         except OSError as error:
             raise RecipeError(
                 f"rows cannot be written to a temporary file in {self.folder}: {error.strerror}.",
@@ -53,15 +59,41 @@ class Store:
                 place="data",
                 remedy="Free its disk, or set TMPDIR to another folder.",
             ) from None
+        offset = self._size
+        self._size += len(data)
         return offset, len(data)
 
     def read(self, block: Any) -> list[Any]:
-        """A block. Only this process has written to the file."""
+        """A block. Only this process has written to the file; data workers and threads may read it at the same time."""
         if isinstance(block, list):
             return block
-        self.file.seek(block[0])
-        values: list[Any] = pickle.loads(self.file.read(block[1]))
+        offset, size = block
+        if self._file is None:
+            values: list[Any] = pickle.loads(self._held[offset : offset + size])
+        else:
+            values = pickle.loads(_read_at(self._file, offset, size))
         return values
+
+    def _append(self, data: bytes) -> None:
+        """Write bytes at the end."""
+        if self._file is None and self._size + len(data) <= IN_MEMORY:
+            self._held += data
+            return
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
+            self._file.write(self._held)
+            self._held = bytearray()
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(data)
+        self._file.flush()  # for readers that use no buffer
+
+
+def _read_at(file: IO[bytes], offset: int, size: int) -> bytes:
+    """Bytes of a file. Where processes can be forked, its position is not used: they would share it."""
+    if hasattr(os, "pread"):
+        return os.pread(file.fileno(), size, offset)
+    file.seek(offset)
+    return file.read(size)
 
 
 def current_store() -> Store:

@@ -246,7 +246,8 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
         ProcessesDisagree: An iterable dataset gives processes different samples.
         EvaluationInterrupted: A signal stopped the run; raised on every process.
     """
-    for number, (batch,) in enumerate(run.to_device([batch] for batch in islice(loader.batches(), loader.max_batches))):
+    batches = islice(loader.batches(), run.settings.evaluation_batches)
+    for number, (batch,) in enumerate(run.to_device([batch] for batch in batches)):
         if number == 0 and run.world_size > 1 and loader.stream is not None and loader.in_step:
             agreement.check_stream(run, loader, batch)
         if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):

@@ -84,6 +84,11 @@ class Settings:
     """``split(dataset, ids, processes)`` divides a step's sample ids into micro-batches. It must return every id once,
     and the same result on all processes. In each micro-step, every process takes the next micro-batch. Also used for
     evaluation."""
+    evaluation_batches: int | None = None
+    """Batches of an evaluation at most, on each process; None: all."""
+    only_checks: bool = False
+    """The run only checks that a recipe works, and nobody keeps its numbers: its samples may be the first ones of the
+    data. ``--fast-dev-run`` sets it."""
     processes_per_batch: int = 1
     """This many consecutive processes train on the same samples; 0: all processes. If there are fewer, all of them."""
     optimizer: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

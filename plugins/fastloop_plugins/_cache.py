@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastloop.runtime.platform_support import sync
-from fastloop_plugins._partial_entry import partial_entry
+from fastloop_plugins._partial_entry import partial_entry, read_type
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,6 +157,7 @@ def kept(
     rows: Callable[[int], Iterable[Sequence[int]]],
     facts: dict[str, int] | None = None,
     write_more: Callable[[Path], None] | None = None,
+    is_narrow: bool = False,
 ) -> Flat:
     """Rows of ids from the cache, mapped from disk. If they are not there, read ``rows`` and write them first.
 
@@ -164,11 +165,12 @@ def kept(
         rows: Returns the rows from a number on. It is not 0 if a process that was killed has written the rows before.
         facts: Written beside the rows, after reading them. If the rows are there, it gets the facts that were written.
         write_more: Writes more files into the entry. Not called if a process that was killed has written some rows.
+        is_narrow: Store ids in 2 bytes if all of them fit. The result is then a ``NarrowIds``.
     """
     entry = folder / key
     found = read(entry, facts)
     if found is None:
-        with partial_entry(entry, facts if facts is not None else {}) as partial:
+        with partial_entry(entry, facts if facts is not None else {}, is_narrow) as partial:
             before = partial.rows
             if before:
                 logger.info("tokens: %d texts were written by a process that was ended, in %s", before, folder)
@@ -198,13 +200,16 @@ def read_arrays(entry: Path, facts: dict[str, int] | None = None) -> Flat | None
     """``read`` without a note that the entry is used."""
     import numpy as np
 
+    from fastloop_plugins._mapped import NarrowIds
+
     if not entry.is_dir():
         return None
     try:
         lengths = np.asarray(np.load(entry / "lengths.npy", mmap_mode="r", allow_pickle=False))
+        kind = read_type(entry)
         size = (entry / "ids.bin").stat().st_size
-        if size != 4 * lengths.sum():
-            raise ValueError(f"{size} bytes of ids, expected {4 * lengths.sum()}")
+        if size != kind.itemsize * lengths.sum():
+            raise ValueError(f"{size} bytes of ids, expected {kind.itemsize * lengths.sum()}")
         if facts is not None:
             saved = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
             facts.update((name, int(value)) for name, value in saved.items())
@@ -212,10 +217,12 @@ def read_arrays(entry: Path, facts: dict[str, int] | None = None) -> Flat | None
         logger.warning("tokens: %s is damaged (%s): its texts are tokenised again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
-    # a plain array: slices of a memmap object cost more
-    return np.asarray(np.memmap(entry / "ids.bin", dtype=np.int32, mode="r")) if size else np.empty(
-        0, np.int32
-    ), lengths
+    if not size:
+        return np.empty(0, np.int32), lengths
+    ids: Any = np.asarray(np.memmap(entry / "ids.bin", kind, "r"))  # a plain array: slices of a memmap cost more
+    if kind != np.int32:
+        ids = NarrowIds(ids)
+    return ids, lengths
 
 
 @contextmanager

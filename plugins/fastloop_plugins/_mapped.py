@@ -43,6 +43,7 @@ class RandomReads:
     """
 
     def __init__(self, array: NDArray[Any], mapping: mmap.mmap) -> None:
+        array = stored(array)
         self.mapping, self.item = mapping, array.strides[0]
         self.first = _address(array) - _address(np.frombuffer(mapping, np.uint8))
         self.end = self.first + len(array) * self.item
@@ -58,9 +59,57 @@ class RandomReads:
                 self.mapping.madvise(mmap.MADV_WILLNEED, start, size)
 
 
+NARROW = (np.dtype(np.uint16), np.dtype(np.int16))
+"""Types of token ids that take 2 bytes. Some tasks have negative ones: a token without a loss."""
+
+
+class NarrowIds:
+    """Token ids that take 2 bytes each, and are read as int32: a part of them is an array of int32.
+
+    So tasks need not know how their ids are stored.
+    """
+
+    dtype = np.dtype(np.int32)
+
+    def __init__(self, stored: NDArray[Any]) -> None:
+        self.stored = stored
+        self.shape = stored.shape
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, part: Any) -> NDArray[np.int32]:
+        return self.stored[part].astype(np.int32)  # type: ignore[no-any-return]
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return self.stored.astype(self.dtype if dtype is None else dtype)
+
+    def tolist(self) -> list[int]:
+        """All ids."""
+        return self.stored.tolist()  # type: ignore[no-any-return]
+
+
+def stored(ids: Any) -> NDArray[Any]:
+    """The array that ids are stored in."""
+    return ids.stored if isinstance(ids, NarrowIds) else ids
+
+
+def narrow_type(ids: NDArray[np.int32]) -> np.dtype[Any] | None:
+    """The type of ``NARROW`` that holds all ids; None: none does."""
+    low = high = 0
+    for span in spans(len(ids)):
+        low = min(low, int(ids[span].min()))
+        high = max(high, int(ids[span].max()))
+    for kind in NARROW:
+        limits = np.iinfo(kind)
+        if limits.min <= low and high <= limits.max:
+            return kind
+    return None
+
+
 def mapping_of(array: NDArray[Any]) -> mmap.mmap | None:
     """The mapping that an array is in. None: it is in memory, or the platform accepts no advice."""
-    owner: Any = array
+    owner: Any = stored(array)
     while isinstance(owner, np.ndarray):
         owner = owner.base
     return owner if isinstance(owner, mmap.mmap) and hasattr(owner, "madvise") else None

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -28,6 +28,8 @@ LOCK = "lock"
 """Name of the file whose lock the writing process has."""
 ROWS = 2**16
 """Rows of a unit at most."""
+TYPE = "type.json"
+"""Name of the file with the type of an entry's ids, if it is not int32."""
 
 
 class PartialEntry:
@@ -71,10 +73,16 @@ class PartialEntry:
         state = {"rows": self.rows, "ids": self.size, "facts": self.facts}
         write(self.folder / "state.json", json.dumps(state), hidden=True)
 
-    def finish(self) -> None:
-        """Write the last rows, and leave only the files of an entry in the folder."""
+    def finish(self, is_narrow: bool) -> None:
+        """Write the last rows, and leave only the files of an entry in the folder.
+
+        Args:
+            is_narrow: Store ids in 2 bytes if all of them fit.
+        """
         self.flush()
         self.close()
+        if is_narrow and self.size:
+            self._narrow()
         lengths = np.empty(0, np.int64)
         if self.rows:
             lengths = np.memmap(self.folder / "lengths.bin", np.int64, "r")
@@ -83,6 +91,25 @@ class PartialEntry:
         write(self.folder / "facts.json", json.dumps(self.facts), hidden=True)
         for name in ("lengths.bin", "state.json", LOCK):
             (self.folder / name).unlink(missing_ok=True)
+
+    def _narrow(self) -> None:
+        """Replace the file of ids by one of 2 bytes for each, if all of them fit. A process that is killed here writes
+        all rows again."""
+        from fastloop_plugins._mapped import narrow_type, spans
+
+        path = self.folder / "ids.bin"
+        ids = np.asarray(np.memmap(path, np.int32, "r"))
+        kind = narrow_type(ids)
+        if kind is None:
+            return
+        (self.folder / "state.json").unlink()
+        with (self.folder / "ids.narrow").open("wb") as file:
+            for span in spans(len(ids)):
+                ids[span].astype(kind).tofile(file)
+        sync(self.folder / "ids.narrow")
+        del ids  # Windows replaces no file that is open
+        (self.folder / "ids.narrow").replace(path)
+        write(self.folder / TYPE, json.dumps(kind.name), hidden=True)
 
     def close(self) -> None:
         """Close the files."""
@@ -110,8 +137,26 @@ class PartialEntry:
         return file
 
 
+def read_type(entry: Path) -> np.dtype[Any]:
+    """The type of an entry's ids.
+
+    Raises:
+        ValueError: The file names no such type.
+    """
+    from fastloop_plugins._mapped import NARROW
+
+    try:
+        name = json.loads((entry / TYPE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return np.dtype(np.int32)
+    for kind in NARROW:
+        if kind.name == name:
+            return kind
+    raise ValueError(f"its ids have the type {name!r}")
+
+
 @contextmanager
-def partial_entry(entry: Path, facts: dict[str, int]) -> Iterator[PartialEntry]:
+def partial_entry(entry: Path, facts: dict[str, int], is_narrow: bool = False) -> Iterator[PartialEntry]:
     """Write an entry: inside the context, the caller adds the rows from ``PartialEntry.rows`` on.
 
     At the end, the folder becomes the entry. If the process is killed or interrupted, the folder stays, and the next
@@ -125,7 +170,7 @@ def partial_entry(entry: Path, facts: dict[str, int]) -> Iterator[PartialEntry]:
     partial = PartialEntry(folder, facts)
     try:
         yield partial
-        partial.finish()
+        partial.finish(is_narrow)
         folder.rename(entry)
         sync(entry.parent)
     except BaseException as error:

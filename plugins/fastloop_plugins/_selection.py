@@ -348,10 +348,13 @@ def _explain_trial(run: Run, error: Exception) -> str | None:
 
 
 def _samples(run: Run, loader: Loader) -> list[Any] | None:
-    """The longest samples of the loader's split, the first of the run, or the first ones without ``lengths``. None for
-    an iterable dataset that does not read by position."""
+    """The longest samples of the loader's split, the first of the run, or the first ones without ``lengths``. If only
+    some are tokenized, those of these. None for an iterable dataset that does not read by position."""
     dataset = run.datasets[run.loaders.first]
     count = min(SAMPLES, loader.micro_batch_size)
+    encoded = getattr(dataset, "encoded", None)
+    if encoded is not None:
+        return [encoded[index] for index in (-encoded.lengths).argsort(kind="stable")[:count].tolist()]
     if loader.stream is None:
         reader: Any = loader.loader.dataset
         lengths = getattr(dataset, "lengths", None)

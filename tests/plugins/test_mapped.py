@@ -15,7 +15,7 @@ import pytest
 from text_helpers import TINY, make_run
 
 from fastloop_plugins._cache import kept, read
-from fastloop_plugins._mapped import RandomReads, mapping_of
+from fastloop_plugins._mapped import RandomReads, mapping_of, stored
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text.batches import Sequences
 
@@ -26,7 +26,7 @@ PAGE = mmap.PAGESIZE // 4
 
 def has_random_advice(array: np.ndarray[Any, Any]) -> bool:
     """Whether the system has the advice of random reads for the memory of an array."""
-    address = array.__array_interface__["data"][0]
+    address = stored(array).__array_interface__["data"][0]
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, last = line.split(" ")[0].partition("-")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from text_helpers import TINY, TINY_GPT, rows
 
-from fastloop_plugins.text import tokens
+from fastloop_plugins.text import needed_rows, tokens
 
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text-classification": ({"config": TINY, "tokenizer": {"kind": "word"}}, {"label": "label"}),
@@ -54,6 +54,14 @@ def test_a_second_time_finds_the_same_entries(cli):
     assert [line for line in first[1].splitlines() if "rows  " in line] == [
         line for line in second[1].splitlines() if "rows  " in line
     ]
+
+
+def test_all_rows_of_a_recipe_of_few_steps_are_prepared(cli, monkeypatch):
+    monkeypatch.setattr(needed_rows, "LEFT_OUT", 10)
+    recipe = recipe_file("text-classification", {"token-cache": {"folder": "cache"}})
+    code, out, _ = cli("prepare", recipe, "train.max_steps=1")
+    assert code == 0
+    assert sum(int(count) for count in re.findall(r"kB +(\d+) rows", out)) == COUNT
 
 
 def test_a_recipe_without_the_plugin_is_prepared_in_the_users_cache_with_the_command_to_train(

@@ -34,7 +34,7 @@ zero."""
 
 
 class FastDevRun(Plugin):
-    """Reduces each evaluation to its first batch.
+    """Reduces each evaluation to its first batch, and lets tasks prepare the first samples only.
 
     Args:
         stops: Whether training stops after its first step, for another run to resume.
@@ -47,6 +47,10 @@ class FastDevRun(Plugin):
         self.stops = stops
 
     @hookimpl
+    def configure(self) -> dict[str, Any]:
+        return {"evaluation_batches": 1, "only_checks": True}
+
+    @hookimpl
     def before_fit(self, run: Run) -> None:
         run.state.stop_reason = None  # the checkpoint has that of the first run
 
@@ -54,10 +58,6 @@ class FastDevRun(Plugin):
     def after_step(self, run: Run) -> None:
         if self.stops:
             run.state.request_stop("fast-dev-run")
-
-    @hookimpl
-    def before_evaluate(self, run: Run, split: str) -> None:
-        run.eval_loaders[split].max_batches = 1
 
 
 class Overfit(Plugin):

@@ -46,7 +46,6 @@ class Loader:
 
     Attributes:
         unreadable: Number of samples that could not be read and were left out of their batches.
-        max_batches: Batches of an evaluation at most; None: all.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Loader:
         reading = settings.of(split)
         self.unreadable = 0
         self.has_warned_of_length = False
-        self.max_batches: int | None = None
         self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
         self.micro_steps = batch_size // (micro_batch_size * world_size)
         # False: processes may have different numbers of batches

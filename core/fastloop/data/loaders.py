@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch.utils.data import BatchSampler, IterableDataset
 
 from fastloop.data.datasets import check_dataset, fingerprint
 from fastloop.data.loader import Loader
+from fastloop.data.sampler import StepSampler
 from fastloop.errors import RecipeError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fastloop.distributed.processes import Processes
     from fastloop.recipe import Recipe
     from fastloop.settings import Settings
@@ -131,6 +135,40 @@ class Loaders:
         for split, loader in self._all.items():
             if loader.sampler is not None:
                 self._orders[split] = loader.sampler.fingerprint()
+
+    def count_samples_to_read(self, split: str) -> int | None:
+        """The samples that the run reads of a split at most; None: neither ``train.max_steps`` nor
+        ``Settings.evaluation_batches`` limits them."""
+        train = self._recipe.train
+        if self._trains_on(split):
+            return None if train.max_steps is None else train.max_steps * train.batch_size
+        batches = self._settings.evaluation_batches
+        size = (train.eval_batch_size or self.micro_batch_size) * self.processes.world_size
+        return None if batches is None else batches * size
+
+    def find_samples_to_read(self, split: str, total: int) -> NDArray[np.int64] | None:
+        """The samples that the run reads of a map-style split in the default order, if ``count_samples_to_read`` is
+        less than an epoch. A task can call this before it builds the dataset, to prepare only these samples.
+
+        The run may still read others: a plugin may replace the order.
+
+        Args:
+            total: Samples of the split.
+
+        Returns:
+            Their ids, (samples,) int64, in the order of reading. None: all samples, or a plugin arranges them by more
+            than their number.
+        """
+        count = self.count_samples_to_read(split)
+        if count is None or self._settings.arrange is not None or self._settings.split is not None:
+            return None
+        train = self._recipe.train
+        trains = self._trains_on(split)
+        dropped = train.batch_size if trains and train.drop_last else 0
+        sampler = StepSampler(total, count, count, 0, 1, train.seed, trains, drop_last=dropped)
+        if count >= sampler.size:
+            return None
+        return np.array(sampler.order(0)[:count], np.int64)
 
     def set_micro_batch_size(self, split: str, size: int, pieces: int = 1) -> None:
         """Change the size of a split's micro-batches. The samples of each step stay the same.

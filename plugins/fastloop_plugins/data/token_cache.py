@@ -7,10 +7,11 @@ Later runs with the same texts, tokenizer files and options, and other processes
 ``auto`` is the folder ``fastloop/tokens`` in the user's cache, which you can delete at any time. If others may write to
 the folder, each user has a part of it, ``user-ID``.
 
-Token ids are written in units of 16 MiB. If a run is killed while it tokenizes, the next one continues after the last
-unit. Data files are known by the hash of their content, which ``files.json`` in the folder keeps: a file with the same
-size, times and inode is not read again, and one that was only touched is not tokenized again. Rows that are in other
-splits of the folder, such as those of another ``data.limit``, are copied from there.
+Token ids are written in units of 16 MiB. They take 2 bytes each if all of a split fit. If a run is killed while it
+tokenizes, the next one continues after the last unit. Data files are known by the hash of their content, which
+``files.json`` in the folder keeps: a file with the same size, times and inode is not read again, and one that was only
+touched is not tokenized again. Rows that are in other splits of the folder, such as those of another ``data.limit``,
+are copied from there.
 """
 
 from __future__ import annotations

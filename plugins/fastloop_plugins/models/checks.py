@@ -249,10 +249,12 @@ def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: 
 
 
 def shortest(dataset: Any) -> Any:
-    """The shortest sample of a dataset with ``lengths``; the first one of another; None for an iterable dataset."""
+    """The shortest sample of a dataset with ``lengths``, or of the samples that are tokenized, if these are some; the
+    first one of another dataset; None for an iterable one."""
     if not hasattr(dataset, "__getitem__"):
         return None
-    return dataset[int(dataset.lengths.argmin()) if hasattr(dataset, "lengths") else 0]
+    known = getattr(dataset, "encoded", dataset)
+    return known[int(known.lengths.argmin()) if hasattr(known, "lengths") else 0]
 
 
 def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:

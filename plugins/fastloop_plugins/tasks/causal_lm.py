@@ -59,9 +59,11 @@ if TYPE_CHECKING:
 
     from fastloop import MetricMode, Run, Trait
     from fastloop.recipe import Recipe
+    from fastloop_plugins._cache import Flat
     from fastloop_plugins.text.batches import PaddedCollator, Sequences
     from fastloop_plugins.text.chat.prompts import PromptCollator
     from fastloop_plugins.text.chat.tokens import MaskedSequences
+    from fastloop_plugins.text.needed_rows import FirstRows
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -135,10 +137,23 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
             splits = super().read_splits(run, first)
         else:
             self.data.skip_unreadable = run.settings.skip_unreadable
-            splits = read(self.data, self.text_model, documents=True, first=first, **PLAIN)
+            first_rows = self._first_rows(run)
+            splits = read(self.data, self.text_model, documents=True, first=first, first_rows=first_rows, **PLAIN)
             self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
         logger.info("data: %s", describe_special_tokens(self.text_model.tokenizer, self.data.text_key))
         return splits
+
+    def _first_rows(self, run: Run) -> FirstRows | None:
+        from fastloop_plugins.text.needed_rows import FirstRows
+        from fastloop_plugins.text.tokens import Split
+
+        if not run.settings.only_checks:
+            return None
+
+        def count(flat: Flat) -> int:
+            return len(self.build_dataset(Split(*flat), {}))
+
+        return FirstRows(run.loaders.count_samples_to_read, count)
 
     def build_dataset(  # type: ignore[override]  # not static: token ids do not depend on ``data.max_length``
         self, split: Split, arguments: Mapping[str, Any]

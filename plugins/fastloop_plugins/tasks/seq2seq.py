@@ -93,6 +93,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     auto_class = "AutoModelForSeq2SeqLM"
     unused_modules = ()
     encoding_version = 2
+    samples_are_rows = True
     _probe_inputs = ("input_ids", "attention_mask", "labels")
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
     data: PairTextData

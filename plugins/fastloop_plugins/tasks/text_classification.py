@@ -66,6 +66,7 @@ class TextClassification(ClassifierOptions, TextTask):
     auto_class = "AutoModelForSequenceClassification"
     unused_modules = ()
     reads_all = False
+    samples_are_rows = True
     data: TextData
     order: LabelOrder
 
@@ -110,10 +111,11 @@ class TextClassification(ClassifierOptions, TextTask):
     def encoding_arguments(self) -> dict[str, Any]:
         return {"truncation": True, "max_length": self.data.options.max_length}
 
-    def _encode_splits(self, first: int | None) -> dict[str, Split]:
+    def _encode_splits(self, run: Run, first: int | None) -> dict[str, Split]:
         from fastloop_plugins.text import tokens
 
-        return tokens.read(self.data, self.text_model, first=first, **self.encoding_arguments())
+        arguments = self.encoding_arguments()
+        return tokens.read(self.data, self.text_model, first=first, needs=self._needs(run), **arguments)
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> Sequences:

@@ -71,6 +71,7 @@ class TokenClassification(ClassifierOptions, TextTask):
     unused_modules = ()
     reads_all = False
     encoding_version = 2
+    _has_narrow_ids = False  # ids and targets take turns, and are read as columns
     data: TagTextData
     text_model: TagModel
     order: LabelOrder

@@ -24,6 +24,8 @@ logger = logging.getLogger("fastloop")
 
 HASHED, PIECE = 2**24, 2**14
 """Approximate number of token ids that a fingerprint covers at most, and the length of the pieces it takes."""
+PROBED = 64
+"""Samples that a fingerprint covers beside a hash of the rows: other token ids of the same rows show in a few."""
 LENGTHS = "sequence_lengths"
 """Input of a packed batch whose task reads all hidden states: the tokens of each sequence, (sequences,) int64."""
 
@@ -40,9 +42,11 @@ class Sequences:
 
     Attributes:
         lengths: Tokens of every sample, used to group or pack samples.
+        content: A hash of the rows, if each is one sample. The fingerprint is then known without the ids of all.
     """
 
     deterministic = True
+    content = ""
 
     def __init__(
         self,
@@ -61,9 +65,12 @@ class Sequences:
         return len(self.ends)
 
     def fingerprint(self) -> str:
-        """A hash of lengths, labels and token ids; for large datasets, of evenly spaced pieces of the ids."""
+        """A hash of lengths, labels and token ids; for large datasets, of evenly spaced pieces of the ids. With
+        ``content``, see ``hash_samples``."""
         import hashlib
 
+        if self.content:
+            return hash_samples(self, self.content)
         found = hashlib.blake2b(digest_size=8)
         for values in (self.lengths, self.labels):
             for span in spans(0 if values is None else len(values)):
@@ -81,6 +88,9 @@ class Sequences:
                 "token_type_ids": self.ids[end - length : end],
             }
         return sample | self.label(index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]
 
     def read_at_random(self) -> Callable[[Sequence[int]], None] | None:
         """See ``fastloop.data.DatasetProtocol``. None: the ids are in memory."""
@@ -102,6 +112,29 @@ class Sequences:
             return {}
         label = self.labels[index]
         return {"label": int(label) if self.labels.dtype == np.int64 else label}
+
+
+def probed_samples(total: int) -> range:
+    """The samples that a hash covers: ``PROBED`` at most, evenly spaced."""
+    return range(0, total, -(-total // PROBED) or 1)
+
+
+def hash_samples(dataset: Any, content: str) -> str:
+    """A hash of the rows of a dataset, of their labels, and of some samples, evenly spaced.
+
+    Args:
+        dataset: Map-style, with ``labels`` and ``__getitems__``.
+        content: A hash of the rows.
+    """
+    import hashlib
+
+    found = hashlib.blake2b(content.encode(), digest_size=8)
+    for span in spans(0 if dataset.labels is None else len(dataset)):
+        found.update(np.ascontiguousarray(dataset.labels[span]).data)
+    for sample in dataset.__getitems__(probed_samples(len(dataset))):
+        for value in sample.values():
+            found.update(np.asarray(value).tobytes())
+    return found.hexdigest()
 
 
 def cache_token_ids(about: Iterable[str | bytes], rows: Iterable[Sequence[int]]) -> Flat:

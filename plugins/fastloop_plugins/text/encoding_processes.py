@@ -20,15 +20,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from fastloop.runtime.platform_support import cores, signal_at_end_of_parent
 
+T = TypeVar("T", bound="str | tuple[str, ...]")
 Portion = list[Any]
 """Rows to encode at once."""
 Encode = Callable[[Portion], Iterable[tuple[Sequence[int], bool]]]
 """Yields the ids of each row, and whether truncation shortened it."""
 
+AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
+"""Rows, and their characters, that the tokenizer gets at once."""
 FORKED_ROWS, FORKED_CHARACTERS = 16_384, 2**25
 """Rows, or their characters, from which on processes are started: that takes some tens of milliseconds."""
 
@@ -53,6 +56,20 @@ class EncodedPortion:
         for length, is_cut in zip(self.lengths, self.cuts, strict=True):
             yield self.ids[start : start + length], bool(is_cut)
             start += length
+
+
+def portions(rows: Iterable[T]) -> Iterator[list[T]]:
+    """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character."""
+    portion, size = list[T](), 0
+    for row in rows:
+        length = len(row) if isinstance(row, str) else sum(map(len, row))
+        if portion and (len(portion) == AT_ONCE or size + length > CHARACTERS_AT_ONCE):
+            yield portion
+            portion, size = [], 0
+        portion.append(row)
+        size += length
+    if portion:
+        yield portion
 
 
 def count_processes(rows: int, characters: int) -> int:

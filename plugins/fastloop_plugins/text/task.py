@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
     from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.text.batches import Ragged, Sequences
+    from fastloop_plugins.text.needed_rows import FirstRows, Needs
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -88,8 +92,9 @@ def refuse_row(data: TextData, row: Any, problem: str) -> None:
 
 
 def longest_and_shortest(dataset: Any) -> list[dict[str, Any]]:
-    """The longest sample of a dataset, and its shortest one."""
-    return [dataset[int(dataset.lengths.argmax())], shortest(dataset)]
+    """The longest sample of a dataset, and its shortest one; of those that are tokenized, if only some are."""
+    known = getattr(dataset, "encoded", dataset)
+    return [known[int(known.lengths.argmax())], shortest(known)]
 
 
 def build_ragged(task: TextTask, samples: list[dict[str, Any]]) -> Ragged:
@@ -132,6 +137,8 @@ class TextTask(Plugin):
             packed batch then has their lengths.
         sees_all_rows: Whether ``encode`` gets all rows of a split, such as to count some of them for a warning. Else
             several processes share the rows of a large split.
+        samples_are_rows: Whether each row is one sample, in the order of the rows, which ``build_dataset`` builds from
+            that row alone. A run of few steps then tokenizes only the rows of a large split that it reads.
         encoding_version: Increase it when ``encode`` gives other ids, so that cached ones are not used.
         order: The classes as the model's head numbers them; None: ``auto_class`` has no head for classes.
         data: The ``data`` section. ``data.options`` are its options, and ``data.classes`` the names of classes.
@@ -148,8 +155,10 @@ class TextTask(Plugin):
     auto_class: ClassVar[str] = "AutoModel"
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
     reads_all: ClassVar[bool] = True
+    _has_narrow_ids: ClassVar[bool] = True  # whether token ids in the cache may take 2 bytes
     _probe_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "token_type_ids")
     sees_all_rows: bool = False
+    samples_are_rows: ClassVar[bool] = False
     encoding_version: ClassVar[int] = 1
     order: LabelOrder | None = None
     _probe: list[dict[str, Any]] | None = None
@@ -183,7 +192,8 @@ class TextTask(Plugin):
             RowError: The next row cannot be encoded. The run ends with an error that names its file and number.
         """
         from fastloop_plugins.text.batches import join_ids
-        from fastloop_plugins.text.tokens import encode_marked, portions
+        from fastloop_plugins.text.encoding_processes import portions
+        from fastloop_plugins.text.tokens import encode_marked
 
         options = {"truncation": True, "max_length": arguments["max_length"]}
         for portion in portions(rows):
@@ -264,23 +274,60 @@ class TextTask(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        arguments, splits = self.encoding_arguments(), self.read_splits(run)
-        datasets = {name: self.build_dataset(split, arguments) for name, split in splits.items()}
-        for name, dataset in datasets.items():
-            self.check_dataset(name, dataset)
+        datasets = {name: self._build_samples(name, split) for name, split in self.read_splits(run).items()}
         run.state.unreadable += self.data.unreadable
         first = next(iter(datasets.values()), None)
         self._probe = longest_and_shortest(first) if first is not None and len(first) else None
         return self.data.streamed(run, datasets, self.text_model)
 
+    def _build_samples(self, name: str, split: Split) -> Any:
+        """The samples of a split, of which maybe only some are tokenized."""
+        from fastloop_plugins._mapped import take
+        from fastloop_plugins.text.needed_rows import NeededSamples
+
+        build = partial(self.build_dataset, arguments=self.encoding_arguments())
+        needed = split.needed
+        if needed is None:
+            samples = build(split)
+            if self.samples_are_rows:
+                samples.content = split.content
+            self.check_dataset(name, samples)
+            return samples
+        labels = None if split.labels is None else take(split.labels, needed.ids)
+        samples = build(split.with_ids((split.ids, split.lengths), labels))
+        self.check_dataset(name, samples)
+        return NeededSamples(split, needed, samples, build)
+
     def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:
         """Read and encode the splits. ``show_samples`` needs only the ``first`` rows of train, with their texts."""
         self.data.skip_unreadable = run.settings.skip_unreadable
-        splits = self._encode_splits(first)
+        splits = self._encode_splits(run, first)
         self._order_classes(splits)
         return splits
 
-    def _encode_splits(self, first: int | None) -> dict[str, Split]:
+    def _needs(self, run: Run) -> Needs | None:
+        """The rows of each split to tokenize before training; None: all rows."""
+        from fastloop_plugins.text.needed_rows import LEFT_OUT, Needs
+
+        train = run.recipe.train
+        counts = {split: run.loaders.count_samples_to_read(split) for split in ("train", "validation", "test")}
+        if not self.samples_are_rows or not any(counts.values()):
+            return None
+
+        def find(split: str, total: int) -> NDArray[np.int64] | None:
+            ids = run.loaders.find_samples_to_read(split, total)
+            if ids is None or total - len(ids) < LEFT_OUT:
+                return None
+            ids.sort()
+            return ids
+
+        return Needs(find, json.dumps([counts, train.seed, train.drop_last, train.batch_size, LEFT_OUT]))
+
+    def _first_rows(self, run: Run) -> FirstRows | None:
+        """Use only the first rows of large splits, in a run that only checks the recipe; None: use all rows."""
+        return None
+
+    def _encode_splits(self, run: Run, first: int | None) -> dict[str, Split]:
         """``read_splits`` with the labels as the data numbers them."""
         from fastloop_plugins.text import tokens
 
@@ -291,8 +338,9 @@ class TextTask(Plugin):
         code = f"{type(self).__module__}.{type(self).__qualname__}:{self.encoding_version}"
         encoding = self.encoding_arguments()
         return tokens.read(
-            self.data, self.text_model, encoder=encode, first=first, sees_all=self.sees_all_rows, encoding=encoding,
-            code=code,
+            self.data, self.text_model, encoder=encode, first=first, sees_all=self.sees_all_rows,
+            needs=self._needs(run), first_rows=self._first_rows(run), is_narrow=self._has_narrow_ids,
+            encoding=encoding, code=code,
         )  # fmt: skip
 
     def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:

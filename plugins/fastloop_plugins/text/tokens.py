@@ -8,22 +8,21 @@ sections with files and a pretrained tokenizer have one: the result of a functio
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
-from fastloop_plugins._mapped import convert, flat, flatnonzero, spans, zeros
-from fastloop_plugins.rows.column import Rest
+from fastloop_plugins._mapped import convert, flatnonzero, spans
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import (
     Text,
@@ -33,20 +32,21 @@ from fastloop_plugins.text.columns import (
     return_token_types,
     token_types,
 )  # fmt: skip
-from fastloop_plugins.text.encoding_processes import count_processes, encode_in_processes
-from fastloop_plugins.text.known_tokens import find_known, merge, write_hashes
+from fastloop_plugins.text.encoding_processes import portions
+from fastloop_plugins.text.needed_rows import NeededRows
 from fastloop_plugins.text.special_tokens import special_tokens
+from fastloop_plugins.text.split_encoder import SplitEncoder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fastloop_plugins._cache import Flat
     from fastloop_plugins.rows.split_rows import Rows
     from fastloop_plugins.text.data import TextData
     from fastloop_plugins.text.model import TextModel
+    from fastloop_plugins.text.needed_rows import FirstRows, Needs
 
 logger = logging.getLogger("fastloop")
-T = TypeVar("T", bound=Text)
-R = TypeVar("R")
 Encoder = Callable[[Any, Any, dict[str, Any]], Iterator[list[int]]]
 """Yields the ids of each row, given the tokenizer, the rows and the arguments."""
 
@@ -54,13 +54,7 @@ Encoder = Callable[[Any, Any, dict[str, Any]], Iterator[list[int]]]
 CHARACTERS = 50
 """Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a
 minute."""
-AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
-"""Rows, and their characters, that the tokenizer gets at once."""
-
-
-PROGRESS = 30.0
-"""Seconds between two lines of the log about rows that are tokenized."""
-ENCODING = 5
+ENCODING = 6
 """Increase it when the same texts and arguments give other rows or facts, so that cached ones are not used."""
 
 
@@ -70,7 +64,8 @@ class Split:
 
     With ``typed``, each text has its ids and then the type of each token, and the number counts both. ``characters`` is
     the number of characters of all texts; blank ones have none. ``texts`` is empty unless ``read`` was called with
-    ``first``.
+    ``first``. ``content`` is a hash of the rows and of the tokenizer's arguments. With ``needed``, the ids and lengths
+    are those of these rows, and the labels those of all.
     """
 
     ids: NDArray[np.int32]
@@ -79,6 +74,13 @@ class Split:
     typed: bool = False
     characters: int = 0
     texts: Sequence[Any] = ()
+    content: str = ""
+    needed: NeededRows | None = None
+
+    def with_ids(self, flat: Flat, labels: NDArray[Any] | None) -> Split:
+        """A split of other rows, which are tokenized in the same way."""
+        ids, lengths = flat
+        return replace(self, ids=ids, lengths=lengths, labels=labels, needed=None)
 
 
 def read(
@@ -88,6 +90,9 @@ def read(
     encoder: Encoder | None = None,
     first: int | None = None,
     sees_all: bool = False,
+    needs: Needs | None = None,
+    first_rows: FirstRows | None = None,
+    is_narrow: bool = True,
     **arguments: Any,
 ) -> dict[str, Split]:
     """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.
@@ -98,6 +103,9 @@ def read(
         first: Tokenize only this many rows of ``train``, for `fastloop plan --samples`, and keep their texts. A
             tokenizer is trained on all.
         sees_all: Whether ``encoder`` gets all rows at once. Else several processes share them.
+        needs: The rows to tokenize; None: all. The result then may have ``Split.needed``.
+        first_rows: Use only the first rows of large splits.
+        is_narrow: Whether ids in the cache may take 2 bytes. They are read as int32; see ``NarrowIds``.
         arguments: Arguments of the tokenizer.
 
     Raises:
@@ -117,50 +125,76 @@ def read(
     arguments |= types
     if types and model.tokenizer is not None:
         return_token_types(model.tokenizer)
-    folder = (
-        None if model.options.trust_remote_code or first else _cache.use_token_folder()
-    )  # the hash does not cover such code
-    source, how = None, json.dumps([documents, arguments], sort_keys=True)
-    if folder is not None and model.trained is None and data.files and data.stream is None:
-        source = folder / _cache.digest(
-            ["data", str(ENCODING), __version__, model.fingerprint(), how, data.identity(folder)]
-        )
-        if (found := _read_entry(source, data, bool(types))) is not None:
-            return found
-    splits = data.load()
-    if model.trained is not None:
-        texts = splits["train"].texts
-        model.finish_tokenizer(each_text(texts) if encoder is None else texts, bool(types))
-    if first:
-        splits = {"train": splits["train"]}
-    tokenizer, found, keys = model.tokenizer, {}, {}
-    known = "" if folder is None else model.fingerprint()
-    for name, rows in splits.items():
-        if documents:
-            rows = rows.keep(flatnonzero(rows.characters > 0))
+    # the hash does not cover such code
+    folder = None if model.options.trust_remote_code or first else _cache.use_token_folder()
+    how = json.dumps([documents, arguments], sort_keys=True)
+    known = model.fingerprint() if folder is not None and model.trained is None else ""
+    make_encoder = partial(SplitEncoder, sees_all=sees_all, folder=folder, is_narrow=is_narrow)
+
+    @functools.cache
+    def encoders() -> dict[str, SplitEncoder]:
+        """The encoder of each split. Reads the data."""
+        splits = data.load()
+        fingerprint = known
+        if model.trained is not None:
+            texts = splits["train"].texts
+            model.finish_tokenizer(each_text(texts) if encoder is None else texts, bool(types))
+            fingerprint = "" if folder is None else model.fingerprint()
         if first:
-            rows = rows.keep(np.arange(min(first, len(rows))))
-        texts_of = partial(_text_rows, model, encoder)
-        encode_rows = partial(_encode_rows, tokenizer, encoder, documents, arguments)
-        split = SplitEncoder(name, rows, texts_of, encode_rows, sees_all)
-        if folder is None:
-            ids, lengths = flat(split.encode_from(0))
+            splits = {"train": splits["train"]}
+        family = f"{_cache.digest([str(ENCODING), fingerprint, how])[:20]}-"
+        encode_rows = partial(_encode_rows, model.tokenizer, encoder, documents, arguments)
+        made = {}
+        for name, rows in splits.items():
+            if documents:
+                rows = rows.keep(flatnonzero(rows.characters > 0))
+            if first:
+                rows = rows.keep(np.arange(min(first, len(rows))))
+            made[name] = make_encoder(name, rows, partial(_text_rows, model, encoder), encode_rows, family=family)
+        return made
+
+    source = part = None
+    if folder is not None and model.trained is None and data.files and data.stream is None:
+        facts = ["data", str(ENCODING), __version__, known, how, data.identity(folder)]
+        source = folder / _cache.digest(facts)
+        saved = _read_entry(source, data, bool(types), encoders)
+        if saved is None and needs is not None:
+            part = folder / _cache.digest([*facts, needs.about])
+            saved = _read_entry(part, data, bool(types), encoders)
+        if saved is not None:
+            return saved
+    found, keys = dict[str, Split](), dict[str, str]()
+    has_all = True
+    for name, split in encoders().items():
+        total = len(split.rows)
+        if first_rows is not None and data.stream is None:
+            split = split.begin(first_rows)
+            has_all = has_all and len(split.rows) == total
+        ids = None if needs is None or data.stream is not None else needs.find(name, total)
+        needed = None
+        if ids is None:
+            flat_ids = split.encode()
+            keys[name] = split.key()
         else:
-            split.family, split.folder = f"{_cache.digest([str(ENCODING), known, how])[:20]}-", folder
-            keys[name] = split.family + _cache.digest(rows.hashes[span].tobytes() for span in spans(len(rows)))
-            ids, lengths = _cache.kept(folder, keys[name], split.encode_from, split.facts, split.write_hashes)
+            flat_ids, needed = split.encode_needed(ids)
+            needed.announce(name)
+            keys[name] = split.key_of(needed.ids)
+            source = part
+        rows = split.rows
         cut = split.facts.get("cut")
         if cut:
             of = data.name_part(name)
-            data.messages.append((logging.WARNING, describe_cut(of, cut, len(rows), "texts", data.options.max_length)))
+            of_rows = len(flat_ids[1])
+            data.messages.append((logging.WARNING, describe_cut(of, cut, of_rows, "texts", data.options.max_length)))
             logger.warning("%s", data.messages[-1][1])
         if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
-            _warn_about_unknown(name, ids, tokenizer.unk_token_id, data)
+            _warn_about_unknown(name, flat_ids[0], model.tokenizer.unk_token_id, data)
         kind = np.int64 if data.label_type == "class" else np.float32
         labels = None if rows.labels is None else convert(rows.labels, kind)
-        shown = texts_of(rows) if first else ()
-        found[name] = Split(ids, lengths, labels, bool(types), split.characters(), shown)
-    if source is not None:
+        shown = split.texts(rows) if first else ()
+        content = _cache.digest([how, split.content()])
+        found[name] = Split(*flat_ids, labels, bool(types), split.characters(), shown, content, needed)
+    if source is not None and has_all:
         _write_entry(source, data, found, keys)
     return found
 
@@ -181,101 +215,6 @@ def _encode_rows(
 def _text_rows(model: TextModel, encoder: Encoder | None, rows: Rows) -> Sequence[Any]:
     """The rows of a split as ``_encode_rows`` gets them."""
     return join_columns(rows.texts, model) if encoder is None else rows.texts
-
-
-class SplitEncoder:
-    """Encodes the rows of a split.
-
-    Args:
-        texts: Returns rows as ``encode`` gets them.
-        encode: Yields the ids of some rows, and whether truncation shortened each.
-        sees_all: See ``read``.
-
-    Attributes:
-        facts: ``cut`` is the number of texts that truncation has shortened so far.
-        folder: The folder of the cache; None: there is none.
-        family: The beginning of the names of entries whose ids were made in the same way.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rows: Rows,
-        texts: Callable[[Rows], Sequence[Any]],
-        encode: Callable[[Any], Iterator[tuple[list[int], bool]]],
-        sees_all: bool,
-    ) -> None:
-        self.name, self.rows, self.texts, self.encode, self.sees_all = name, rows, texts, encode, sees_all
-        self.facts: dict[str, int] = {}
-        self.folder: Path | None = None
-        self.family = ""
-        self._is_cut = zeros(len(rows), np.bool_)
-
-    def encode_from(self, start: int) -> Iterator[Sequence[int]]:
-        """Yield the ids of the rows from a number on. ``facts`` counts a row before it is yielded."""
-        total = len(self.rows)
-        self.facts.setdefault("cut", 0)
-        encoded = with_progress(self._encode_from(start), f"tokens: {self.name}", start, total)
-        for row, (ids, is_cut) in enumerate(encoded, start):
-            if is_cut:
-                self.facts["cut"] += 1
-                self._is_cut[row] = True
-            yield ids
-
-    def _encode_from(self, start: int) -> Iterator[tuple[Sequence[int], bool]]:
-        found = None
-        if self.folder is not None and not self.sees_all:
-            found = find_known(self.family, self.folder, self.rows.hashes)
-        if found is None:
-            texts = self.texts(self.rows)
-            return self._encode(Rest(texts, start) if start else texts, len(self.rows))
-        known, places = found
-        new = start + flatnonzero(places[start:] < 0)
-        logger.info(
-            "tokens: %s: %d of %d rows are tokenized, and the others copied from other splits in %s",
-            self.name, len(new), len(self.rows) - start, self.folder,
-        )  # fmt: skip
-        encoded: Iterator[tuple[Sequence[int], bool]] = iter(())
-        if len(new):
-            encoded = self._encode(self.texts(self.rows.keep(new)), len(new))
-        return merge(encoded, known, places[start:])
-
-    def _encode(self, texts: Sequence[Any], count: int) -> Iterator[tuple[Sequence[int], bool]]:
-        processes = 1 if self.sees_all else count_processes(count, self.characters())
-        if processes > 1:
-            return encode_in_processes(self.encode, portions(texts), processes)
-        return self.encode(texts)
-
-    def characters(self) -> int:
-        """The characters of all rows."""
-        return int(self.rows.characters.sum(dtype=np.int64))
-
-    def write_hashes(self, entry: Path) -> None:
-        """Write the files by which other splits find these rows."""
-        write_hashes(entry, self.rows.hashes, flatnonzero(self._is_cut))
-
-
-def with_progress(rows: Iterable[R], what: str, start: int, total: int) -> Iterator[R]:
-    """Yield rows. Logs how many there are, their speed and the time left, each ``PROGRESS`` seconds.
-
-    Args:
-        start: Rows before the first one.
-        total: Rows at the end.
-    """
-    begin = time.monotonic()
-    next_line = begin + PROGRESS
-    for number, row in enumerate(rows, 1):
-        yield row
-        now = time.monotonic()
-        if now < next_line:
-            continue
-        next_line = now + PROGRESS
-        speed = number / (now - begin)
-        left = (total - start - number) / speed
-        minutes, seconds = divmod(round(left), 60)
-        logger.info(
-            "%s: %d of %d rows, %.0f rows/s, %d:%02d min left", what, start + number, total, speed, minutes, seconds
-        )
 
 
 def _warn_about_unknown(split: str, ids: NDArray[np.int32], unknown: int, data: TextData) -> None:
@@ -345,20 +284,6 @@ def encode_batch(tokenizer: Any, texts: list[str], arguments: dict[str, Any]) ->
     return found["input_ids"], found.encodings
 
 
-def portions(rows: Iterable[T]) -> Iterator[list[T]]:
-    """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character."""
-    portion, size = list[T](), 0
-    for row in rows:
-        length = len(row) if isinstance(row, str) else sum(map(len, row))
-        if portion and (len(portion) == AT_ONCE or size + length > CHARACTERS_AT_ONCE):
-            yield portion
-            portion, size = [], 0
-        portion.append(row)
-        size += length
-    if portion:
-        yield portion
-
-
 def shortened(
     tokenizer: Any,
     columns: list[list[str]],
@@ -395,11 +320,17 @@ def beginning(text: str, size: int) -> str:
 
 def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[str, str]) -> None:
     with _cache.written(entry) as made:
+        described = {}
         for name, split in splits.items():
+            total = len(split.lengths)
             if split.labels is not None:
                 np.save(made / f"{name}.npy", split.labels, allow_pickle=False)
+            if split.needed is not None:
+                total = split.needed.total
+                np.save(made / f"{name}-rows.npy", split.needed.ids, allow_pickle=False)
+            described[name] = [keys[name], split.characters, split.content, total]
         facts = {
-            "splits": {name: [key, splits[name].characters] for name, key in keys.items()},
+            "splits": described,
             "classes": data.classes,
             "messages": data.messages,
             "unreadable": data.unreadable,
@@ -407,24 +338,36 @@ def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: di
         (made / "data.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _read_entry(entry: Path, data: TextData, typed: bool) -> dict[str, Split] | None:
-    """The splits of an entry; None if the entry, or token ids that it names, are missing."""
+def _read_entry(
+    entry: Path, data: TextData, typed: bool, encoders: Callable[[], dict[str, SplitEncoder]]
+) -> dict[str, Split] | None:
+    """The splits of an entry; None if the entry, or token ids that it names, are missing.
+
+    Args:
+        encoders: Returns the encoder of each split, for rows that the entry does not have.
+    """
     if not entry.is_dir():
         return None
     found: dict[str, Split] = {}
     try:
         saved = json.loads((entry / "data.json").read_text(encoding="utf-8"))
-        for name, (key, characters) in saved["splits"].items():
+        for name, (key, characters, content, total) in saved["splits"].items():
             ids_and_lengths = _cache.read(entry.parent / key)
             if ids_and_lengths is None:
                 return None
             ids, lengths = ids_and_lengths
+            needed = None
+            if total != len(lengths):
+                rows = np.load(entry / f"{name}-rows.npy", allow_pickle=False)
+                needed = NeededRows(rows, int(total), partial(_encoder_of, encoders, data, name))
+                if len(rows) != len(lengths):
+                    raise ValueError(f"{name}: {len(rows)} rows of {len(lengths)} texts")
             labels = None
             if data.options.label is not None:
                 labels = np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
-            if labels is not None and len(labels) != len(lengths):
-                raise ValueError(f"{name}: {len(labels)} labels of {len(lengths)} texts")
-            found[name] = Split(ids, lengths, labels, typed, int(characters))
+            if labels is not None and len(labels) != total:
+                raise ValueError(f"{name}: {len(labels)} labels of {total} texts")
+            found[name] = Split(ids, lengths, labels, typed, int(characters), (), str(content), needed)
         data.classes, data.messages, data.unreadable = saved["classes"], saved["messages"], saved["unreadable"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning("data: %s is damaged (%s): the data is read again", entry, error)
@@ -432,4 +375,15 @@ def _read_entry(entry: Path, data: TextData, typed: bool) -> dict[str, Split] | 
         return None
     data.log_messages()
     logger.info("tokens: all from %s", entry.parent)
+    for name, split in found.items():
+        if split.needed is not None:
+            split.needed.announce(name)
     return found
+
+
+def _encoder_of(encoders: Callable[[], dict[str, SplitEncoder]], data: TextData, name: str) -> SplitEncoder:
+    """The encoder of a split. The first call reads the data, whose findings an entry had already given."""
+    classes, messages, unreadable = data.classes, data.messages, data.unreadable
+    encoder = encoders()[name]
+    data.classes, data.messages, data.unreadable = classes, messages, unreadable
+    return encoder

@@ -81,7 +81,7 @@ def prepare_data(recipe: Recipe) -> PreparedData:
     folder = open_token_folder(str(given), recipe.where)
     builder = DataBuilder(folder)
     tree = recipe.to_dict()
-    tree["train"] |= {"device": "cpu"}
+    tree["train"] |= {"device": "cpu", "max_steps": None}  # a run of few steps needs few rows
     with tempfile.TemporaryDirectory(prefix="fastloop-prepare-") as scratch:
         resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
         plugins = resolved.plugins

@@ -23,8 +23,10 @@ from text_helpers import TINY, TINY_GPT, make_run
 from fastloop import PluginError
 from fastloop.testing import expect_problem
 from fastloop_plugins import _partial_entry
-from fastloop_plugins._cache import digest, kept
+from fastloop_plugins._cache import digest, kept, read
+from fastloop_plugins._mapped import mapping_of
 from fastloop_plugins.data.token_cache import TokenCache
+from fastloop_plugins.text import split_encoder
 from fastloop_plugins.text import tokens as _text_tokens
 from fastloop_plugins.text.data import TextData
 
@@ -70,7 +72,7 @@ def test_a_second_run_maps_the_same_token_ids_from_disk_and_tokenises_nothing(ta
     second = run(task)
     assert samples(second) == plain
     assert caplog.text.count(" from cache/") == 2
-    assert isinstance(second.datasets["train"].ids.base, np.memmap)
+    assert mapping_of(second.datasets["train"].ids) is not None
 
 
 class Unread:
@@ -123,7 +125,7 @@ def test_a_second_run_on_the_same_files_reads_no_text(task, caplog, monkeypatch)
         patch.setattr(TextData, "load", lambda *_: pytest.fail("read again"))
         second = pretrained(task, files={"train": "b.csv"})
     assert samples(second) == samples(first)
-    assert isinstance(second.datasets["train"].ids.base, np.memmap)
+    assert mapping_of(second.datasets["train"].ids) is not None
     if task == "text-classification":
         assert second.datasets["train"].labels.tolist() == first.datasets["train"].labels.tolist()
         assert second.unwrap_model().config.id2label == first.unwrap_model().config.id2label
@@ -201,6 +203,48 @@ def test_two_that_write_the_same_at_once_both_have_it():
         yield [3]
 
     assert kept(Path("cache"), "a", rows)[0].tolist() == [1, 2, 3]
+    assert [path.name for path in Path("cache").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("largest", "smallest", "size"), [(2**16 - 1, 0, 2), (2**16, 0, 4), (2**15 - 1, -(2**15), 2), (2**15, -1, 4)]
+)
+def test_ids_take_two_bytes_if_all_of_them_fit_and_are_read_as_int32(largest, smallest, size):
+    rows = [[1, largest, 0], [], [smallest, 7]]
+    ids, lengths = kept(Path("cache"), "a", lambda start: rows[start:], is_narrow=True)
+    assert Path("cache/a/ids.bin").stat().st_size == 5 * size
+    assert lengths.tolist() == [3, 0, 2]
+    again = read(Path("cache/a"))
+    assert again is not None
+    for found in (ids, again[0]):
+        assert found.tolist() == [1, largest, 0, smallest, 7]
+        assert len(found) == 5
+        for part in (found[1:4], np.asarray(found)[1:4], found[np.array([1, 2, 3])]):
+            assert part.dtype == np.int32
+            assert part.tolist() == [largest, 0, smallest]
+
+
+@pytest.mark.parametrize("name", ['"int8"', "{", "7"])
+def test_ids_of_an_unknown_type_are_written_again(name, caplog):
+    kept(Path("cache"), "a", lambda start: [[1, 2]][start:], is_narrow=True)
+    Path("cache/a/type.json").write_text(name)
+    assert read(Path("cache/a")) is None
+    assert "is damaged" in caplog.text
+    assert kept(Path("cache"), "a", lambda start: [[1, 2]][start:], is_narrow=True)[0].tolist() == [1, 2]
+
+
+def test_a_process_that_is_interrupted_while_ids_become_narrow_loses_none(monkeypatch):
+    def interrupt(path: Path) -> None:
+        if path.name == "ids.narrow":
+            raise KeyboardInterrupt
+        sync(path)
+
+    sync = _partial_entry.sync
+    monkeypatch.setattr(_partial_entry, "sync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        kept(Path("cache"), "a", lambda start: [[1, 2], [3]][start:], is_narrow=True)
+    monkeypatch.setattr(_partial_entry, "sync", sync)
+    assert kept(Path("cache"), "a", lambda start: [[1, 2], [3]][start:], is_narrow=True)[0].tolist() == [1, 2, 3]
     assert [path.name for path in Path("cache").iterdir()] == ["a"]
 
 
@@ -325,8 +369,8 @@ def test_an_interrupted_run_tokenises_only_the_rest(task, monkeypatch):
 
 def test_the_log_has_the_speed_and_the_time_left(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "fastloop")
-    monkeypatch.setattr(_text_tokens, "PROGRESS", 0.0)
-    rows = list(_text_tokens.with_progress(iter("abc"), "tokens: train", 5, 10))
+    monkeypatch.setattr(split_encoder, "PROGRESS", 0.0)
+    rows = list(split_encoder.with_progress(iter("abc"), "tokens: train", 5, 10))
     assert rows == ["a", "b", "c"]
     shown = [
         re.fullmatch(r"tokens: train: (\d+) of 10 rows, \d+ rows/s, 0:00 min left", line) for line in caplog.messages

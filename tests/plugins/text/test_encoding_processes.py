@@ -17,7 +17,7 @@ import pytest
 from text_helpers import TINY, make_run
 
 from fastloop import RecipeError
-from fastloop_plugins.text import encoding_processes, tokens
+from fastloop_plugins.text import encoding_processes, split_encoder
 from fastloop_plugins.text.encoding_processes import encode_in_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes encode rows on Linux only")
@@ -63,8 +63,8 @@ def read(kind: str, caplog: pytest.LogCaptureFixture) -> tuple[list[Any], list[s
 def test_several_processes_give_the_samples_and_warnings_of_one(kind, monkeypatch, caplog):
     write_rows(60)
     expected = read(kind, caplog)
-    monkeypatch.setattr(tokens, "AT_ONCE", 7)
-    monkeypatch.setattr(tokens, "count_processes", lambda rows, characters: 3)
+    monkeypatch.setattr(encoding_processes, "AT_ONCE", 7)
+    monkeypatch.setattr(split_encoder, "count_processes", lambda rows, characters: 3)
     assert read(kind, caplog) == expected
 
 
@@ -83,8 +83,8 @@ def test_an_error_names_its_row_and_comes_from_this_process(monkeypatch):
     lines[33] = json.dumps(row)
     Path("train.jsonl").write_text("\n".join(lines))
     Path("chat.jinja").write_text(TEMPLATE)
-    monkeypatch.setattr(tokens, "AT_ONCE", 7)
-    monkeypatch.setattr(tokens, "count_processes", lambda rows, characters: 2)
+    monkeypatch.setattr(encoding_processes, "AT_ONCE", 7)
+    monkeypatch.setattr(split_encoder, "count_processes", lambda rows, characters: 2)
     data = {"files": {"train": "train.jsonl"}, "messages": "messages", "chat_template": "chat.jinja", "max_length": 32}
     with pytest.raises(RecipeError, match=r"train\.jsonl, row 34"):
         make_run("causal-lm", {"config": GPT2, "tokenizer": {"kind": "byte"}}, data)

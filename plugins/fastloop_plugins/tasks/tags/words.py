@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastloop_plugins.rows.table import RowError
-from fastloop_plugins.text.tokens import portions
+from fastloop_plugins.text.encoding_processes import portions
 
 MARKS = ("▁", "Ġ")
 """Tokens of a space alone."""

@@ -130,17 +130,18 @@ VARIANTS: dict[str, Variant] = {
     "packing-graphs": Variant(over="packing-compile", plugins=recipe_plugins()),
     "auto": Variant(over="packing-compile", plugins=auto_plugins()),
     "workers": Variant(over="packing-graphs", plugins=recipe_plugins() | WORKERS, cuda=True),
+    "step-graph": Variant(over="packing-graphs", plugins=recipe_plugins() | COMPILE | {"step-graph": {}}, cuda=True),
     "no-cudnn-attention": Variant(
         over="graphs", plugins=EAGER | GRAPHS, environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
     ),
     "batch-48": Variant(over="packing-graphs", plugins=recipe_plugins(), batch_size=48),
 }
-"""``packing-graphs`` is the recipe ``distilbert_imdb_gpu``. ``workers`` reads in worker processes instead of a
-thread."""
+"""``packing-graphs`` is the recipe ``distilbert_imdb_gpu``, with CUDA graphs of forward and backward. ``step-graph``
+records whole steps instead. ``workers`` reads in worker processes instead of a thread."""
 RECIPE = "packing-graphs"
 JOB_SECONDS = 200.0
 """Seconds that are reserved for the whole job."""
-CUDA_ALONE = ("tf32", "packing-graphs", "workers", "no-cudnn-attention")
+CUDA_ALONE = ("tf32", "packing-graphs", "workers", "step-graph", "no-cudnn-attention")
 """Variants that differ from others only on CUDA."""
 
 

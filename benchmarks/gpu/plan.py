@@ -54,17 +54,17 @@ class Part:
     least: float
 
 
-TRIO = ("--variants", "baseline", "packing-graphs", "batch-48", "--rounds", "2", "--no-jobs")
+VARIANTS = ("--variants", "baseline", "packing-graphs", "step-graph", "batch-48", "--rounds", "2", "--no-jobs")
 PEERS = ("--arms", "naive", "hf-trainer-compile", "fastloop", "--rounds", "2", "--no-overhead")
 PLAN = (
     Part(
         name="ablation",
         script="ablation",
         records="gpu-ablation",
-        options=TRIO,
-        small_options=TRIO,
-        seconds=130,
-        least=100,
+        options=VARIANTS,
+        small_options=VARIANTS,
+        seconds=140,
+        least=105,
     ),
     Part(
         name="lm",
@@ -72,7 +72,7 @@ PLAN = (
         records="gpu-lm",
         options=("--arms", "plain", "graphs", "muon", "--rounds", "2"),
         small_options=("--arms", "plain", "graphs", "--rounds", "2"),
-        seconds=150,
+        seconds=140,
         least=80,
     ),
     Part(

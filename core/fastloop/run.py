@@ -83,6 +83,8 @@ class Run:
         scalars: The values since the last log point; see ``log``.
         steps_to_compare: Optimizer steps after which the processes will compare facts; see ``agreement``.
         updates: Calls of ``apply_gradients`` in the current step.
+        is_recording: Whether a plugin records the operations of the current step, to repeat them in later ones. Nothing
+            may read a number from the device meanwhile.
     """
 
     def __init__(self, recipe: Recipe, plugins: PluginSet) -> None:
@@ -111,6 +113,7 @@ class Run:
         )
         self._pending_log_point: LogPoint | None = None
         self.updates = 0
+        self.is_recording = False
         self.steps_to_compare = 0
         self._totals: StepTotals | None = None  # of the current step
         self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
@@ -256,6 +259,17 @@ class Run:
         import fastloop.loop
 
         fastloop.loop.apply_gradients(self, loss, optimizer)
+
+    def count_update(self, grad_norm: Tensor | None) -> None:
+        """Count an update that repeated the recorded operations of ``apply_gradients``, instead of calling it.
+
+        Args:
+            grad_norm: The total norm of the gradients before clipping, 0-dim. It is logged at a log point. None: it is
+                not known.
+        """
+        import fastloop.loop
+
+        fastloop.loop.count_update(self, grad_norm)
 
     def gradient_norm(self) -> Tensor:
         """Total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in

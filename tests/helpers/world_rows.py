@@ -190,6 +190,7 @@ NOT_COMPARED: Mapping[str, str] = {
     "fast-dropout": "dropout draws other numbers on each process",
     "liger": "it needs CUDA",
     "neftune": "its noise is drawn on each process",
+    "step-graph": "it needs CUDA, and one process",
     "tensor-parallel": "test_tensor_parallel.py: its processes train on the same samples, of a model with a plan",
     "torchao-fp8": "it needs CUDA",
 }

@@ -789,6 +789,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "sweep/search.py train.batch_size=",
         "sweep/search.py train.lr=",
     ),
+    "a plugin that needs CUDA: test_step_graph.py provokes its errors on a stand-in": (
+        "kernels/step_graph.py --without",
+    ),
     "the hub, or weights of torchvision and timm, which need a network": (
         "fastloop_migrate/keys.py fastloop export",
         "image/libraries.py model.pretrained=",

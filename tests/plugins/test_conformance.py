@@ -91,6 +91,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "deepspeed": {"refuses": ("one process",)},  # it needs a launcher
     "cls-last-layer": {"task": TEXTS},
     "fused-loss": {"task": LANGUAGE, "options": {"chunk_tokens": 16}},
+    "step-graph": {"device": "auto", "requires": ["fused-optimizer"], "refuses": ("ddp",)},
     "target-logits": {"task": LANGUAGE},
     "freeze": {"options": {"match": "*.bias"}},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},

@@ -221,6 +221,12 @@ class Plugin:
     waits_for_scalars: ClassVar[bool] = False
     """Whether ``log_scalars`` must be called in the step of its log point on an accelerator, too, where the host then
     waits for the device. For a plugin that stops or saves a run by the values."""
+    recordable: ClassVar[bool] = False
+    """Whether a step with its hooks ``compute_loss``, ``after_backward`` and ``before_optimizer_step`` may be recorded
+    and repeated, as `step-graph` does: the device then repeats the operations, and the hooks are not called. They must
+    run the same operations in every step, and act on the host only where a step without their call needs nothing of
+    it. While ``run.is_recording``, they must read no number from the device. ``compute_loss`` of a task need not
+    declare it."""
     fallback_hooks: tuple[str, ...] = ()
     """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from
     options."""

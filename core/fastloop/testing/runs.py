@@ -126,6 +126,7 @@ class RunRecorder(Plugin):
     """Records a run. Its hooks come after those of other plugins; ``of`` is the plugin whose state is recorded."""
 
     name = "watch"
+    recordable = True  # it acts within the first step alone
 
     def __init__(self, of: str = "") -> None:
         super().__init__()

@@ -40,6 +40,7 @@ class OptimizerCheck(Plugin):
 
     name = "optimizer-check"
     numerics = "bitwise"
+    recordable = True
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -112,8 +113,8 @@ class OptimizerCheck(Plugin):
             undo(["before_fit"])
 
     @hookimpl(trylast=True)  # after plugins that change gradients
-    def before_optimizer_step(self) -> None:
-        if self.updates is not None:
+    def before_optimizer_step(self, run: Run) -> None:
+        if self.updates is not None and not run.is_recording:
             self.updates.before_step()
 
     @hookimpl(tryfirst=True)  # before plugins that change weights

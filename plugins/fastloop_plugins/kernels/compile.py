@@ -67,6 +67,7 @@ class Compile(Plugin):
     numerics = "reassociated"
     runs_after = ("slot:strategy", "lora", "activation-checkpointing")
     for_inference = True
+    recordable = True
 
     backend: str = option("A backend of torch.compile (`fastloop doctor` lists them).", default="inductor")
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(

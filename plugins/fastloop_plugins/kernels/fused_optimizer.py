@@ -82,6 +82,7 @@ class FusedOptimizer(Plugin):
 
     name = "fused-optimizer"
     numerics = "reassociated"
+    recordable = True
     requirements = (
         When(eight_bits, Device("cuda", "xpu", "cpu")),
         When(eight_bits, Package("bitsandbytes", ">=0.50", extra="optim8bit")),

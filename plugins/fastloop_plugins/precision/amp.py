@@ -57,6 +57,7 @@ class Amp(Plugin):
     name = "amp"
     slot = "precision"
     numerics = "reduced-precision"
+    recordable = True
     on_resume = {"init_scale": "fixed"}  # a resumed run continues with the checkpoint's factor
     requirements = (
         When(wants("bf16"), Dtype("bf16")),

@@ -40,6 +40,7 @@ class DDP(TimedStrategy):
 
     name = "ddp"
     numerics = "reassociated"
+    recordable = True
     shares_buffers = True
     requirements = (When(lambda plugin: plugin.sync_batch_norm, Device("cuda")),)
 

@@ -30,6 +30,7 @@ class Neftune(Plugin):
 
     name = "neftune"
     numerics = "changes-training"
+    recordable = True
     conflicts = {"context-parallel": "it divides texts, and the noise depends on their lengths."}
     lengths: Tensor | None = None
     handle: Any = None

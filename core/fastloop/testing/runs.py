@@ -230,18 +230,28 @@ class InterruptAtStep(Plugin):
 
 
 class KillAtStep(Plugin):
-    """Kills its own process within a step, as ``kill -9`` would."""
+    """Kills its own process within a step, as ``kill -9`` would; after it, if the step was replayed."""
 
     name = "dies"
+    recordable = True
 
     @hookimpl
     def after_backward(self, run: Run) -> None:
         if run.state.step == DIES_AT - 1:
-            newest = checkpoint.step_folder(run.folder, run.state.step // SAVES_EVERY * SAVES_EVERY)
-            deadline = perf_counter() + PATIENCE
-            while not newest.exists() and perf_counter() < deadline:  # it may be written in the background
-                sleep(0.01)
-            os.kill(os.getpid(), KILL)
+            self.kill(run, run.state.step)
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        if run.state.step == DIES_AT:
+            self.kill(run, DIES_AT - 1)
+
+    def kill(self, run: Run, step: int) -> None:
+        """Kill the process once the newest checkpoint up to a step is there: it may be written in the background."""
+        newest = checkpoint.step_folder(run.folder, step // SAVES_EVERY * SAVES_EVERY)
+        deadline = perf_counter() + PATIENCE
+        while not newest.exists() and perf_counter() < deadline:
+            sleep(0.01)
+        os.kill(os.getpid(), KILL)
 
 
 def _replicas(run: Run) -> str:

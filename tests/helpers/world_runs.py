@@ -8,6 +8,7 @@ what two processes compute, because processes take the micro-batches of a step i
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fastloop import FastloopError, Plugin, hookimpl
+from fastloop.cli.launch import member
+from fastloop.distributed.ranks import LOOPBACK
 from fastloop.distributed.tensors import gather_full
 from fastloop.lifecycle import execute, open_run
 from fastloop.plugins.resolve import resolve
@@ -228,3 +231,10 @@ def all_of(cases: list[Case]) -> dict[str, Ended]:
             results[case.name] = Ended(error=f"{type(error).__name__}: {error}")
         gc.collect()
     return results
+
+
+def all_in_group_of_one(cases: list[Case]) -> dict[str, Ended]:
+    """``all_of`` in a process that forms a group of its own, so that ``fsdp`` shards: each shard is a whole weight."""
+    os.environ.update(member(0, 1, LOOPBACK, "0"))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return all_of(cases)

@@ -50,6 +50,8 @@ EIGHT_BITS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")
 """Torch optimizers with a counterpart in bitsandbytes."""
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 """Torch optimizers with a fused kernel, by name: `auto` selects plugins before torch is imported."""
+FUSED_ON_SHARDS = ("Adam", "AdamW")
+"""Torch optimizers whose fused kernel steps the shards of `fsdp`: torch 2.13 has no rule for the others."""
 
 
 FUSED_ON_CUDA_SINCE = {"Adagrad": "2.13"}
@@ -96,6 +98,10 @@ class FusedOptimizer(Plugin):
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For the optimizers of torch that have a fused kernel, on devices that have it."""
         if machine.device not in ("cpu", "cuda") or not has_fused_kernel(recipe, machine.device):
+            return None
+        name = recipe.train.optimizer_name
+        is_sharded = "fsdp" in recipe.plugins and machine.processes > 1
+        if is_sharded and name in FUSED and name not in FUSED_ON_SHARDS:
             return None
         return Recommendation(why=f"{recipe.train.optimizer_name} steps in one kernel")
 

@@ -81,11 +81,17 @@ def try_step(optimizer: Any, where: str) -> None:
             if all(TENSOR_CODE not in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
                 continue  # not about divided tensors: the optimizer may need more than a trial has
             reason = str(error).partition(". ")[0].removesuffix(".")
+            remedy = "Use another, such as AdamW, or the strategy ddp."
+            if any(group.get("fused") for group in member.param_groups):
+                remedy = (
+                    "Step it without its fused kernel: set plugins.fused-optimizer.implementation to foreach, or leave "
+                    "out train.optimizer.fused. Or use the strategy ddp."
+                )
             raise PluginError(
                 f"{type(member).__name__} cannot step divided weights: {reason}.",
                 code="unsupported-optimizer",
                 place=f"{where}: train.optimizer",
-                remedy="Use another, such as AdamW, or the strategy ddp.",
+                remedy=remedy,
             ) from None
 
 

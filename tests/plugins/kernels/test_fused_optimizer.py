@@ -14,7 +14,7 @@ from fastloop import PluginError
 from fastloop.recipe import make_recipe
 from fastloop.runtime.hardware import Machine, this_machine
 from fastloop_plugins.kernels import fused_optimizer
-from fastloop_plugins.kernels.fused_optimizer import FUSED, FusedOptimizer, has_fused_kernel
+from fastloop_plugins.kernels.fused_optimizer import FUSED, FUSED_ON_SHARDS, FusedOptimizer, has_fused_kernel
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
@@ -159,3 +159,12 @@ def test_a_torch_that_fuses_an_optimizer_on_the_cpu_only_is_refused_on_cuda(monk
         for name in ("Adagrad", "2.13", "2.11.0", "plugins.fused-optimizer.implementation: foreach"):
             assert name in str(error.value)
     FusedOptimizer(implementation="foreach").check_recipe(recipe)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize(("processes", "is_sharded"), [(1, False), (2, True)])
+def test_auto_selects_it_for_shards_only_if_its_kernel_steps_them(name, processes, is_sharded):
+    machine = Machine("cpu", "", ("fp32",), (), processes)
+    recipe = make_recipe({"train": {"optimizer": name}, "plugins": ["fsdp"]})
+    expected = name in FUSED_ON_SHARDS or not is_sharded
+    assert (FusedOptimizer.recommend(recipe, machine) is not None) is expected

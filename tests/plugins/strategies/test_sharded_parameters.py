@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fastloop import PluginError
 from fastloop.distributed.processes import Processes
 from fastloop.optimizers.several import Optimizers
+from fastloop_plugins.kernels.fused_optimizer import FUSED, FUSED_ON_SHARDS
 from fastloop_plugins.strategies._sharded_parameters import try_step
 from fastloop_plugins.strategies.fsdp import FSDP
 
@@ -59,6 +60,21 @@ def test_an_optimizer_that_cannot_step_shards_is_refused(name):
         FSDP().prepare(run=run_of(), model=model, optimizer=optimizer)
     with pytest.raises(PluginError, match=f"{name} cannot step"):
         try_step(Optimizers({"one": optimizer}, "r.yaml"), "r.yaml")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_kernel_steps_shards_or_the_remedy_does(name):
+    """The remedy of the error is to step the optimizer without the kernel, which must then work."""
+    model = sharded(net())
+    kind = getattr(torch.optim, name)
+    if name in FUSED_ON_SHARDS:
+        try_step(kind(model.parameters(), fused=True), "r.yaml")
+        return
+    with pytest.raises(PluginError) as caught:
+        try_step(kind(model.parameters(), fused=True), "r.yaml")
+    assert caught.value.problem.remedy is not None
+    assert "fused-optimizer.implementation" in caught.value.problem.remedy
+    try_step(kind(model.parameters(), foreach=True), "r.yaml")
 
 
 @pytest.mark.parametrize("name", STEPPED)

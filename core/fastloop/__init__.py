@@ -4,6 +4,24 @@
     Trainer(model, train_loader, eval_loader, plugins=["amp", "compile"], epochs=3).fit()
 
 Importing this package imports nothing. Each name is loaded on its first use, and torch only with names that need it.
+
+To read the core, begin with ``hookspecs``, and read ``loop``, ``run`` and ``lifecycle`` beside it. Its folders list their
+files. The files beside this one::
+
+    hookspecs                 # every hook, in the order in which it fires
+    implementations, default_hooks   # the hooks that the core implements
+    lifecycle, run            # a run: built, trained, exported and closed; the argument ``run`` of hooks
+    loop, step_totals         # an epoch, a step and an evaluation
+    schedule                  # when the loop evaluates, saves and stops; requests are shared in ``Run._sync_requests``
+    state, settings           # counters, requests and batches; the settings that plugins return in ``configure``
+    strategy                  # the base class of strategies for several processes
+    scalars, log_points       # logged values
+    evaluation_results, metric_states   # metrics of an evaluation, on one process and on several
+    metric_modes, undefined_metrics     # which values of a metric are better, and which say nothing
+    estimates, memory_estimates   # the speedups and the memory that plugins estimate
+    options                   # declares and checks the options of plugins and of recipe sections
+    errors, problem           # the errors that users see, and their fields
+    no_code, probing          # ``--no-code``, and forward passes on trial
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from fastloop import defaults, loop
+from fastloop import default_hooks, loop
 from fastloop.checks import batch_norm, hook_results, launcher, resume, sample_orders
 from fastloop.data import sampler_order
 from fastloop.export import model as exported_model
@@ -12,7 +12,7 @@ from fastloop.optimizers import combining, named
 
 MODULES: tuple[ModuleType, ...] = (
     loop,
-    defaults,
+    default_hooks,
     batch_norm,
     exported_model,
     hook_results,

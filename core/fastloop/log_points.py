@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fastloop.runtime.clock import memory_held
+from fastloop.runtime.memory import memory_held
 from fastloop.scalars import CORE, LoggedValues
 
 if TYPE_CHECKING:

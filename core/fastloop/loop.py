@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from fastloop import agreement, log_points
+from fastloop import log_points
 from fastloop.checkpoint import resume
+from fastloop.distributed import compared_facts
 from fastloop.errors import DataError, PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
 from fastloop.plugins.plugin import hookimpl
@@ -55,7 +56,7 @@ def fit(run: Run) -> None:
         run.hooks.before_fit(run=run)
     log_points.start(run)
     if run.world_size > 1:
-        run.steps_to_compare = agreement.STEPS
+        run.steps_to_compare = compared_facts.STEPS
     with run.clock("train"):
         if run.schedule.evaluation_due():  # the run resumes from an interrupted evaluation
             evaluate(run, "validation")
@@ -100,7 +101,7 @@ def train(run: Run) -> None:
             loss = take_step(run, batches)
             if run.steps_to_compare > 0:
                 run.steps_to_compare -= 1
-                agreement.check_step(run, batches)
+                compared_facts.check_step(run, batches)
             hooks.after_step(run=run, loss=loss)
             log_points.after_step(run, loss)
             run._sync_requests()
@@ -261,7 +262,7 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
     batches = islice(loader.batches(), run.settings.evaluation_batches)
     for number, (batch,) in enumerate(run.to_device([batch] for batch in batches)):
         if number == 0 and run.world_size > 1 and loader.stream is not None and loader.in_step:
-            agreement.check_stream(run, loader, batch)
+            compared_facts.check_stream(run, loader, batch)
         if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):
             run._sync_requests()
             if run.interrupted:

@@ -7,5 +7,14 @@ A file ``_name.py`` is the helper of a plugin beside it, or of several. These fo
     models     # pretrained models: found, checked and loaded
     datasets   # datasets that need no download
 
-``default_plugins`` lists the plugins that are on without being named.
+The files beside this one::
+
+    default_plugins           # the plugins that are on without being named
+    auto, _selection          # selects plugins by their ``recommend``; builds a run without those that fail
+    _own_plugins              # the plugins that are selected from
+    _task_traits, _listed_strategy   # what the task and the strategy of a recipe declare
+    _cache, _partial_entry    # files that plugins keep between runs
+    _mapped                   # arrays that are mapped from a file
+    _foreign_load, _time      # the load of other programs, and times in options
+    toolkit                   # helpers for plugins of other packages
 """

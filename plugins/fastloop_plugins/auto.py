@@ -231,7 +231,7 @@ def suggest_package(recipe: Recipe, machine: Machine) -> None:
     """Name the package that has more plugins for a CPU, if it is not installed."""
     from fastloop.plugins.declarations import warn_once
     from fastloop.plugins.packages import PACKAGES
-    from fastloop_plugins._models import model_type
+    from fastloop_plugins.models.wrapped import model_type
 
     if machine.device != "cpu" or model_type(recipe) is None:
         return

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from fastloop.runtime.platform_support import cores, processors
     from fastloop_plugins._cache import private_cache
     from fastloop_plugins._foreign_load import ForeignLoad
-    from fastloop_plugins._models import BERT_LIKE, model_type, transformers_model
+    from fastloop_plugins.models.wrapped import BERT_LIKE, model_type, transformers_model
     from fastloop_plugins._task_traits import recipe_traits, require_trait
     from fastloop_plugins.data._varlen import computing_dtype, head_size
     from fastloop_plugins.models.adapters import importing_bitsandbytes
 
 PLACES = {
-    "BERT_LIKE": "fastloop_plugins._models",
+    "BERT_LIKE": "fastloop_plugins.models.wrapped",
     "ForeignLoad": "fastloop_plugins._foreign_load",
     "computing_dtype": "fastloop_plugins.data._varlen",
     "cores": "fastloop.runtime.platform_support",
@@ -31,13 +31,13 @@ PLACES = {
     "import_object": "fastloop.recipe.references",
     "importing_bitsandbytes": "fastloop_plugins.models.adapters",
     "metric_modes": "fastloop.metric_modes",
-    "model_type": "fastloop_plugins._models",
+    "model_type": "fastloop_plugins.models.wrapped",
     "private_cache": "fastloop_plugins._cache",
     "processors": "fastloop.runtime.platform_support",
     "recipe_traits": "fastloop_plugins._task_traits",
     "require_trait": "fastloop_plugins._task_traits",
     "switch_dropout_off": "fastloop.cli.numerics",
-    "transformers_model": "fastloop_plugins._models",
+    "transformers_model": "fastloop_plugins.models.wrapped",
 }
 """Public name -> its module, which is imported at the first use."""
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FORKS = """
 import json, os, runpy, sys, traceback
 import accelerate, datasets, torchmetrics.classification
-import fastloop.defaults, fastloop.lifecycle
+import fastloop.default_hooks, fastloop.lifecycle
 for line in sys.stdin:
     folder, arguments, streams, variables = json.loads(line)
     child = os.fork()

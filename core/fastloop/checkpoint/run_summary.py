@@ -10,7 +10,7 @@ from fastloop.errors import SaveError
 from fastloop.metric_modes import metric_modes
 from fastloop.recipe import secrets
 from fastloop.runtime import files
-from fastloop.runtime.clock import peak_memory
+from fastloop.runtime.memory import peak_memory
 
 if TYPE_CHECKING:
     from fastloop.run import Run

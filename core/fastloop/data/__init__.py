@@ -4,6 +4,11 @@ The order of an epoch is ``torch.randperm(n, generator=manual_seed(seed + epoch)
 ``batch_size`` samples; its micro-steps and processes take consecutive shares, or the parts that a plugin splits it
 into. The number of samples drawn in the epoch defines the position, so a run can resume with another number of
 processes. Loading does not use the global random state: dropout draws the same numbers with and without workers.
+
+loaders, loader           # the datasets and loaders of a run by split, and the batches of one split
+sampler, sampler_order    # the sample ids of each micro-batch, and the order of a sampler that a plugin builds
+datasets, streams         # reads map-style and iterable datasets
+digests                   # compares the data that processes read
 """
 
 from fastloop.data.datasets import DatasetProtocol, fingerprint

@@ -3,6 +3,7 @@
 ranks, rendezvous, groups      # who they are, where they meet, and who shares the samples of a step
 accelerator, processes         # how they are connected, and their collective operations
 buffers, tensors               # tensors that they share, or that are sharded over them
+compared_facts                 # facts that they compare in the first steps, so that a wrong setup is an error
 signals                        # signals that stop them, and exit codes
 skipped_steps                  # optimizer steps that loss scaling skips, on all of them
 """

@@ -1,1 +1,6 @@
-"""The optimizer of ``train.optimizer``, and several optimizers and schedulers that a run uses as one."""
+"""The optimizer of ``train.optimizer``, and several optimizers and schedulers that a run uses as one.
+
+named                     # the optimizer of a recipe, with the decay and the groups of its parameters
+several, schedulers       # several optimizers, and their schedulers
+combining                 # makes them from the dicts that plugins return
+"""

@@ -2,7 +2,8 @@
 
 In the order of a run::
 
-    plugin                    # the base class: what a plugin declares, and its options
+    plugin                    # the base class: what a plugin declares
+    declared_options          # the options on its class, as a dataclass; ``fastloop.options`` checks their values
     installed, packages       # the plugins that are installed, and those of the project's packages
     resolve                   # a recipe -> its plugins; ``auto`` selects here
     declarations, order       # plugins are checked together, and put into call order

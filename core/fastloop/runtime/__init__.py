@@ -1,6 +1,7 @@
 """The process that trains: its clock, files, hardware and random states. Nothing here knows a run.
 
 clock, regions            # seconds by phase, and names of phases for a profiler
+memory                    # its peak, and what the process holds now
 files, step_folders       # durable files, and the folders of checkpoints
 hardware, platform_support   # the device, and services that some platforms lack
 random_states             # seeded, saved and restored

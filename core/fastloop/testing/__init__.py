@@ -12,6 +12,11 @@ error. Three lines test a plugin's declarations:
         plugin = "my-plugin"
 
 Requires pytest: ``pip install 'fastloop-train[testing]'``.
+
+tiny, runs, tasks         # trains a tiny model, or a recipe with plugins; small tasks to train
+starting                  # real processes, and commands
+conformance, studies      # the suite for a plugin, and the trainings that it compares
+differences, problems, settings   # comparisons of trainings, errors and global settings
 """
 
 from __future__ import annotations

@@ -1,1 +1,9 @@
-"""Datasets that need no download."""
+"""Datasets that need no download, for recipes that must run offline.
+
+reviews                   # film reviews with a sentiment
+chats                     # conversations about animals
+dates                     # dates as people write them, and in ISO form
+dispatches                # news lines with tagged names
+digit_images              # scikit-learn's digits as PNG files
+stdlib_source             # the source of Python's standard library
+"""

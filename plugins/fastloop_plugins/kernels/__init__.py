@@ -1,1 +1,4 @@
-"""Faster operations: attention, dropout, optimizers, compilation."""
+"""Faster operations: attention, losses, optimizers, compilation. Those for CPUs are in ``packages/fastloop-cpu``.
+
+_compiling                # of ``compile``
+"""

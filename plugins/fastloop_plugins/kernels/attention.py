@@ -16,7 +16,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
-from fastloop_plugins._models import transformers_model
+from fastloop_plugins.models.wrapped import transformers_model
 
 if TYPE_CHECKING:
     from torch import nn

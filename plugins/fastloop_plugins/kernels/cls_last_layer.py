@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
-from fastloop_plugins._models import BERT_LIKE, model_type
+from fastloop_plugins.models.wrapped import BERT_LIKE, model_type
 from fastloop_plugins._task_traits import recipe_traits, require_trait
 
 if TYPE_CHECKING:

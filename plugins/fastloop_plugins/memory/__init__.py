@@ -1,1 +1,4 @@
-"""Plugins for memory: allocator, activations, out-of-memory errors."""
+"""Plugins for memory: allocator, activations, out-of-memory errors.
+
+_out_of_memory            # of ``auto_micro_batch``
+"""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
-from fastloop_plugins.kernels._blocks import transformer_blocks
+from fastloop_plugins.models.blocks import transformer_blocks
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,9 @@ From a file to rows::
     csv, json, text, conll    # formats of lines, which ``lines`` opens
     parquet, arrow            # formats of columns
     table, column             # the rows of one source in memory, or in a temporary file
-    drop, splits, roles       # rows that are left out, splits, and roles of messages
+    drop                      # rows that are left out
+splits, split_rows        # splits that are held out, and the rows of a split
+roles                     # roles of messages
     index, order              # row groups of a stream, and the order of its rows
     content_hashes            # whether a file has changed, for caches
 """

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, hookimpl
-from fastloop_plugins._models import transformers_model
+from fastloop_plugins.models.wrapped import transformers_model
 from fastloop_plugins.strategies._timeout import TimedStrategy
 
 if TYPE_CHECKING:

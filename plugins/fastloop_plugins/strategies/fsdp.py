@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, PluginError, When, hookimpl, option
-from fastloop_plugins.kernels._blocks import transformer_blocks
+from fastloop_plugins.models.blocks import transformer_blocks
 from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, make_meshes
 from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit

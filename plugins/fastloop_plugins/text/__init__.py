@@ -4,14 +4,15 @@ Reads rows with named columns, tokenizes them with a cache, streams, pads and pa
 loads and exports a model with its tokenizer. Importing it imports neither torch nor transformers.
 
 task, column_data                   # the base class of tasks, and its columns
-options, data, sources, columns     # the ``data`` section, and its rows
+options, option_checks, data, sources, columns   # the ``data`` section, and its rows
 labels, targets                     # classes, numbers and sets of classes
 dropped_rows, repeats               # rows that are left out, or repeat each other
 tokenizers, special_tokens, new_tokens, positions   # tokenizers, and what they lack
-tokens, batches, padding_check      # token ids, their cache, and padded batches
+tokens, known_tokens, encoding_processes   # token ids: their cache, those of earlier runs, and processes that encode
+batches, padding_check              # padded batches
 streaming, chunks                   # texts that memory cannot hold
 chat                                # conversations
-model, masks, reference             # the model, its forward passes, and one beside it
+model, masks, reference, second_model   # the model, its forward passes, and models beside it
 next_token_loss, chunked_loss, chosen_tokens, head_trial   # losses of language models
 generation, generated_samples, forbidden_targets, written_targets   # texts that a model writes
 samples                             # samples that `fastloop plan` shows

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop_plugins._models import transformers_model
+from fastloop_plugins.models.wrapped import transformers_model
 from fastloop_plugins.text.batches import LENGTHS
 
 if TYPE_CHECKING:

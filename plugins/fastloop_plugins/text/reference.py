@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
 from fastloop.probing import probing
-from fastloop_plugins._models import transformers_model
+from fastloop_plugins.models.wrapped import transformers_model
 
 if TYPE_CHECKING:
     from torch import nn

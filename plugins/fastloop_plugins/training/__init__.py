@@ -2,7 +2,7 @@
 
 _lora_model, _lora_modules, _lora_options, _lora_tokens, _lora_export, _four_bit   # of ``lora``
 _schedules                          # of ``lr_scheduler``
-_batched_muon                       # of ``muon``
+muon, _batched_muon                 # the plugin ``muon-optimizer``
 _batch_statistics                   # of ``ema``
 _monitor                            # the metric that several plugins watch
 _patterns                           # names of parameters

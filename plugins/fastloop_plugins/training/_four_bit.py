@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastloop import PluginError
-from fastloop_plugins._models import transformers_model
+from fastloop_plugins.models.wrapped import transformers_model
 
 if TYPE_CHECKING:
     from fastloop import Run

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from fastloop_plugins._models import transformers_model
+from fastloop_plugins.models.wrapped import transformers_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -119,7 +119,7 @@ class ParameterGroups(Plugin):
 
     def _scales(self, run: Run, model: nn.Module) -> dict[int, float]:
         """Parameter's ``id`` -> factor of its learning rate; without ``layer_lr_decay``, empty."""
-        from fastloop_plugins.kernels._blocks import transformer_blocks
+        from fastloop_plugins.models.blocks import transformer_blocks
 
         decay = run.recipe.train.layer_lr_decay
         if decay is None:

@@ -2,4 +2,9 @@
 
 The variants of a repeat share the seed and run close together, forwards and backwards in turn: a machine drifts.
 The compared value is the ratio inside a repeat; the reported one is the median with its bootstrap interval.
+
+command                   # its options
+plan, ablation            # the variants, and their runs
+report                    # tables of the results
+selection, selected_recipe   # ``--select``: finds the fastest recipe, and writes it
 """

@@ -2,4 +2,11 @@
 
 Both build a run by the hooks of training, so that truncation, labels and padding are the same, and load the exported
 weights, which users load elsewhere. Only the task and plugins with ``for_inference`` take part.
+
+target, weights           # the run or model that is used, and its weights
+evaluate, saved           # `fastloop evaluate`, and its results in the run folder
+classes, worst            # its tables of classes, and the samples that a classifier got most wrong
+benchmarks                # ``--tasks``, by the library lm-eval
+predict, chunks, output   # `fastloop predict`, in parts, and the file that it writes
+keep                      # ``--keep``: columns of the input beside the predictions
 """

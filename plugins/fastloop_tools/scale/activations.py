@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastloop_plugins._models import transformers_model
+from fastloop_plugins.models.wrapped import transformers_model
 
 GROUPED = {torch.ops.aten._grouped_mm: lambda left, right, *_, **options: 2 * math.prod(left) * right[-1]}
 """The operations of experts' matrix products, by shapes, which torch does not count."""

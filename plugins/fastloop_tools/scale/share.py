@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, RecipeError
 from fastloop.memory_estimates import Weight
-from fastloop_plugins.kernels._blocks import transformer_blocks
+from fastloop_plugins.models.blocks import transformer_blocks
 from fastloop_tools.scale.activations import PASSES, Activations, extrapolate, micro_step, state_bytes
 from fastloop_tools.scale.change import CHECKPOINTING
 from fastloop_tools.scale.model import FakeRun, explain, make_fake, quiet

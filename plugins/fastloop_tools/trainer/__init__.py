@@ -1,4 +1,11 @@
-"""The Python API, for code that already has a model and data: ``fastloop.Trainer``."""
+"""The Python API, for code that already has a model and data: ``fastloop.Trainer``.
+
+trainer, arguments        # the class, and arguments that it does not have
+runs                      # its runs: training, evaluation and prediction on one model
+task                      # the plugin of these runs: the user's model, data, loss and metrics
+user_loader, batch_list   # a loader, or a list of batches, of the user
+optimizers                # an optimizer and a scheduler of the user
+"""
 
 import sys
 import warnings

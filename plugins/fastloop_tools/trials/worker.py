@@ -183,7 +183,7 @@ class WarningCollector(logging.Handler):
 def peak(run: Run) -> int:
     """Peak memory of the run in bytes. On Linux it is that of this process: getrusage would include the peak of its
     parent."""
-    from fastloop.runtime.clock import peak_memory
+    from fastloop.runtime.memory import peak_memory
 
     status = Path("/proc/self/status")
     if run.device.type == "cpu" and status.exists():

@@ -1,4 +1,11 @@
-"""Plugins of fastloop for training on a CPU, and their kernels in C."""
+"""Plugins of fastloop for training on a CPU, and their kernels in C.
+
+cpu_attention, _cpu_attention   # a plugin, and the module that calls ``cpu_attention.c``
+cpu_layers, _cpu_layers   # the same for ``cpu_layers.c``
+fast_dropout, _fast_dropout   # a plugin, and its random generator
+cpu_affinity              # cores and threads of processes
+_native                   # compiles the kernels
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,7 @@
-"""Distillation for fastloop: the plugin ``distill``."""
+"""Distillation for fastloop: the plugin ``distill``.
+
+distill                   # the plugin
+teacher, student          # both models
+losses                    # between their outputs
+rows, cache               # the sequences that a teacher reads, and its logits of earlier epochs
+"""

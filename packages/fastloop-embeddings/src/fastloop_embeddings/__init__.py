@@ -1,1 +1,10 @@
-"""Text embeddings and rerankers for fastloop: the tasks ``embedding`` and ``reranker``."""
+"""Text embeddings and rerankers for fastloop: the tasks ``embedding`` and ``reranker``.
+
+embedding, reranker       # the tasks
+options                   # the section ``data`` of both, and the options of their losses
+head, modules             # the layers after the model, and those of a Sentence Transformers folder
+pairs                     # two texts as a cross-encoder reads them
+losses, cached_gradients  # losses that compare all rows of a step
+metrics, search           # of rankings, and rankings of a collection (``data.beir``)
+export                    # files for Sentence Transformers
+"""

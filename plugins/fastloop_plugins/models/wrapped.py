@@ -1,4 +1,4 @@
-"""Models as plugins find them: inside wrappers of other plugins and of strategies, or by their name in a recipe."""
+"""Finds the transformers model inside wrappers of plugins and strategies, and the type of a recipe's model."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agreement_runs import SAMPLES, all_of
+from compared_facts_runs import SAMPLES, all_of
 
-from fastloop import agreement
+from fastloop.distributed import compared_facts
 from fastloop.data.digests import sample_digest
 from fastloop.errors import ProcessesDisagree
 
@@ -28,7 +28,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def results(processes: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str, int], Any]]:
     """For each process: case -> result."""
-    ended = processes(2, all_of, CASES, folder=tmp_path_factory.mktemp("agreement"))
+    ended = processes(2, all_of, CASES, folder=tmp_path_factory.mktemp("compared_facts"))
     return [dict(zip(CASES, process.result, strict=True)) for process in ended]
 
 
@@ -50,19 +50,19 @@ def test_a_dataset_that_shards_itself_is_an_error_on_each_process(results, case)
 
 
 def test_processes_with_equal_facts_agree():
-    agreement.compare([{"first sample": "a"}, {"first sample": "a"}], "r.yaml")
+    compared_facts.compare([{"first sample": "a"}, {"first sample": "a"}], "r.yaml")
 
 
-@pytest.mark.parametrize("name", agreement.REMEDIES)
+@pytest.mark.parametrize("name", compared_facts.REMEDIES)
 def test_a_fact_that_differs_is_an_error_that_names_both_processes(name):
     with pytest.raises(ProcessesDisagree) as raised:
-        agreement.compare([{name: "a"}, {name: "a"}, {name: "b"}], "r.yaml: step 1")
-    for part in (name, "'a'", "'b'", "process 0", "process 2", agreement.REMEDIES[name]):
+        compared_facts.compare([{name: "a"}, {name: "a"}, {name: "b"}], "r.yaml: step 1")
+    for part in (name, "'a'", "'b'", "process 0", "process 2", compared_facts.REMEDIES[name]):
         assert part in str(raised.value)
 
 
-def facts(*processes: tuple[int, tuple[int, ...]]) -> list[agreement.StepFacts]:
-    return [agreement.StepFacts(share=share, ids=ids, equal={}) for share, ids in processes]
+def facts(*processes: tuple[int, tuple[int, ...]]) -> list[compared_facts.StepFacts]:
+    return [compared_facts.StepFacts(share=share, ids=ids, equal={}) for share, ids in processes]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def facts(*processes: tuple[int, tuple[int, ...]]) -> list[agreement.StepFacts]:
     ids=["two shares", "two processes a share", "a filler"],
 )
 def test_disjoint_samples_agree(processes):
-    agreement._compare_samples(facts(*processes), "r.yaml")
+    compared_facts._compare_samples(facts(*processes), "r.yaml")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_disjoint_samples_agree(processes):
 )
 def test_other_samples_are_an_error(processes):
     with pytest.raises(ProcessesDisagree, match="0 and 1"):
-        agreement._compare_samples(facts(*processes), "r.yaml")
+        compared_facts._compare_samples(facts(*processes), "r.yaml")
 
 
 def test_a_digest_changes_with_each_value_and_is_that_of_an_equal_sample():
@@ -114,7 +114,7 @@ def test_a_digest_changes_with_each_value_and_is_that_of_an_equal_sample():
 
 
 def test_a_run_of_one_process_exchanges_nothing(tiny_run, monkeypatch):
-    monkeypatch.setattr(agreement, "check_step", lambda run, batches: pytest.fail("compared"))
+    monkeypatch.setattr(compared_facts, "check_step", lambda run, batches: pytest.fail("compared"))
     assert tiny_run(max_steps=3).summary["steps"] == 3
 
 

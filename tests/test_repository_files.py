@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,13 @@ def unlisted_modules(folder: Path) -> set[str]:
 @pytest.mark.parametrize("folder", PACKAGE_FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
 def test_each_folder_names_its_modules(folder):
     assert unlisted_modules(folder) == set(), f"List these modules in the docstring of {folder}/__init__.py."
+
+
+def test_a_class_name_is_used_once():
+    places: dict[str, list[str]] = defaultdict(list)
+    for folder in PACKAGE_FOLDERS:
+        for file in folder.glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

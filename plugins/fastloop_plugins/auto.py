@@ -71,7 +71,7 @@ class Auto(Plugin):
 
         packages = plugins_of_packages(self.packages, f"{recipe.place(self.name)}.packages")
         own = [name for name in sorted(own_plugins()) if name not in packages]
-        selection = Selection(recipe, self.name, machine)
+        selection = PluginSelection(recipe, self.name, machine)
         for cls in self._candidates(own, recipe):
             selection.ask(cls)
         for cls in self._candidates(packages, recipe):
@@ -107,7 +107,7 @@ class Auto(Plugin):
         self.log.warning("no plugin of fastloop is known to make this recipe faster on %s", run.device.type)
 
 
-class Selection:
+class PluginSelection:
     """The plugins that ``auto`` has selected so far, beside those that a recipe lists.
 
     Args:

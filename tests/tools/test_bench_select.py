@@ -19,7 +19,7 @@ from fastloop.errors import UsageError
 from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop_plugins._time import parse_time
 from fastloop_tools.bench.selected_recipe import text
-from fastloop_tools.bench.selection import Selection, decide
+from fastloop_tools.bench.selection import EditSelection, decide
 from fastloop_tools.trials import pairs, profile_observer
 from fastloop_tools.trials.worker import Spec, Window, measure
 
@@ -386,7 +386,7 @@ class Clock:
 @pytest.mark.parametrize(("step", "expected"), [(2.0, 1), (5.0, 1), (9.0, 5)])
 def test_last_check_ends_after_one_clear_pair(step, expected):
     given, found = (make_recipe({"train": {"lr": seconds}}) for seconds in (10.0, step))
-    search = Selection(given, {"bitwise"}, 1e6, Clock(), Window(steps=8, seconds=5.0, warmup=2), print)  # type: ignore[arg-type] # it only measures
+    search = EditSelection(given, {"bitwise"}, 1e6, Clock(), Window(steps=8, seconds=5.0, warmup=2), print)  # type: ignore[arg-type] # it only measures
     search.measure(given)
     search.measure(found)
     search.best = found

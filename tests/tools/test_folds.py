@@ -15,7 +15,7 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.testing import expect_problem, tiny_data
 from fastloop.testing.tasks import TEXTS, write_texts
-from fastloop_tools.sweep.folds import Part, classes_of, divide
+from fastloop_tools.sweep.folds import SampleSubset, classes_of, divide
 
 
 @pytest.mark.parametrize(("size", "of"), [(5, 5), (67, 5), (100, 3), (9, 2)])
@@ -121,14 +121,14 @@ def test_classes_are_found_without_reading_samples():
 
 def test_a_part_hashes_its_samples():
     data = tiny_data(6)
-    part = Part([data], np.array([1, 3]))
+    part = SampleSubset([data], np.array([1, 3]))
     assert len(part) == 2
     assert torch.equal(part[1][0], data[3][0])
     assert not hasattr(part, "lengths")
     assert (
         part.fingerprint()
-        == Part([data], np.array([1, 3])).fingerprint()
-        != Part([data], np.array([1, 4])).fingerprint()
+        == SampleSubset([data], np.array([1, 3])).fingerprint()
+        != SampleSubset([data], np.array([1, 4])).fingerprint()
     )
 
 

@@ -1,6 +1,6 @@
 """The hooks of one run: their declarations and implementations, and the plugin that failed.
 
-pluggy registers the implementations. ``Hooks`` adds hooks that plugins declare. ``PluginSet`` adds settings and
+pluggy registers the implementations. ``HookManager`` adds hooks that plugins declare. ``PluginSet`` adds settings and
 chains.
 """
 
@@ -41,7 +41,7 @@ class HookFailure:
     hook: str
 
 
-class Hooks(pluggy.PluginManager):
+class HookManager(pluggy.PluginManager):
     """pluggy's manager for the plugins of one run. The core's implementations are called last.
 
     Attributes:
@@ -229,9 +229,9 @@ class PluginSet:
         return [plugin.name for plugin in self.plugins]
 
     @cached_property
-    def manager(self) -> Hooks:
+    def manager(self) -> HookManager:
         """The hooks of these plugins."""
-        return Hooks(self.plugins)
+        return HookManager(self.plugins)
 
     @cached_property
     def hooks(self) -> HookCallers:

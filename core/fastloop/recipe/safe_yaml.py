@@ -97,16 +97,16 @@ def _loader_class() -> type[yaml.SafeLoader]:
 
     base: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-    class Loader(base):  # type: ignore[valid-type, misc]
-        """The loader."""
+    class RecipeYamlLoader(base):  # type: ignore[valid-type, misc]
+        """PyYAML's loader with resolvers of its own."""
 
     replaced = [f"{PREFIX}{kind}" for kind in ("float", "timestamp", "value")]
-    Loader.yaml_implicit_resolvers = {
+    RecipeYamlLoader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in replaced]
         for first, resolvers in base.yaml_implicit_resolvers.items()
     }
-    Loader.add_implicit_resolver(f"{PREFIX}float", FLOAT, FIRST_OF_FLOAT)
-    return Loader
+    RecipeYamlLoader.add_implicit_resolver(f"{PREFIX}float", FLOAT, FIRST_OF_FLOAT)
+    return RecipeYamlLoader
 
 
 def _check_events(text: str, where: str, in_shell: bool) -> None:

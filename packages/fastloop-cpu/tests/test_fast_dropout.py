@@ -13,7 +13,7 @@ from text_helpers import make_run
 from torch import nn
 from training_runs import execute
 
-from fastloop_cpu._fast_dropout import Attention, dropout, keep_mask, use
+from fastloop_cpu._fast_dropout import AttentionWithDropout, dropout, keep_mask, use
 from fastloop_cpu.fast_dropout import FastDropout
 
 BERT = {
@@ -97,7 +97,7 @@ def test_second_derivatives_have_the_mask():
 
 def test_a_second_derivative_of_attention_raises():
     query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-    loss = Attention.apply(query, key, value, None, 0.5, 0.2).square().sum()
+    loss = AttentionWithDropout.apply(query, key, value, None, 0.5, 0.2).square().sum()
     (gradient,) = torch.autograd.grad(loss, query, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (loss + gradient.square().sum()).backward()
@@ -115,7 +115,7 @@ def test_attention_is_its_own_formula(heads, size):
     probabilities = torch.softmax(query @ key.transpose(-1, -2) * 0.5 + (0 if bias is None else bias), -1)
     expected = (probabilities * mask) @ value
     torch.manual_seed(7)
-    result = Attention.apply(query, key, value, bias, 0.5, 0.2)
+    result = AttentionWithDropout.apply(query, key, value, bias, 0.5, 0.2)
     torch.testing.assert_close(result, expected)
     weight = torch.randn_like(result)
     ours = torch.autograd.grad((result * weight).sum(), (query, key, value))

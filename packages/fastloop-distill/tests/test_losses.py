@@ -9,7 +9,7 @@ from fastloop.testing import train
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fastloop_distill.rows import Rows
+from fastloop_distill.rows import TeacherRows
 
 CLASSES = {"texts": AutoModelForSequenceClassification, "language": AutoModelForCausalLM}
 
@@ -64,7 +64,7 @@ def test_rows_are_those_of_a_packed_batch(ends):
     batch = {"input_ids": ids, "position_ids": torch.zeros_like(ids)}
     lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
     for sizes in ({"packed": SimpleNamespace(lengths=lengths)}, {"cu_seq_lens_q": torch.tensor(ends)}):
-        rows = Rows(batch | sizes)
+        rows = TeacherRows(batch | sizes)
         assert rows.inputs["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9], [0, 0, 0]]
         assert torch.equal(rows.flat(rows.inputs["input_ids"]), ids[0])
 

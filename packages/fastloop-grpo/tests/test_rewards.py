@@ -9,7 +9,7 @@ from fastloop.testing import train
 from grpo_cases import lines, tokenizer, write_model
 from grpo_runs import DATA, OPTIONS, sampled
 
-from fastloop_grpo.rewards import RewardFunction, Scored, check_parameters, sum_rewards
+from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, check_parameters, sum_rewards
 
 CALLS = []
 """The arguments of each call of ``record``."""
@@ -169,7 +169,7 @@ def test_sums_leave_out_functions_that_do_not_apply():
 
 
 def test_a_function_gets_only_the_arguments_that_it_names():
-    scored = Scored({"prompts": ["a"], "completions": ["b"], "completion_ids": [[3]], "answer": [7]}, None)
+    scored = ScoredCompletions({"prompts": ["a"], "completions": ["b"], "completion_ids": [[3]], "answer": [7]}, None)
     for function, expected in ((lambda answer: answer, 7.0), (lambda completion_ids, other=2: completion_ids[0], 3.0)):
         parameters = check_parameters(function, "here", ["answer"])
         assert RewardFunction("name", function, 1.0, parameters, "here")(scored) == [expected]

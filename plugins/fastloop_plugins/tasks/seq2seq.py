@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, hookimpl, option
 from fastloop_plugins.models.checks import check_target_loss
-from fastloop_plugins.tasks._pairs import (
+from fastloop_plugins.tasks._seq2seq_parts import (
     GENERATED,
-    PairData,
+    Seq2SeqData,
     PairSequences,
-    PairTextData,
+    Seq2SeqTextData,
     Seq2SeqModel,
     encode_rows,
     generated_metrics,
@@ -89,14 +89,14 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     conflicts = {
         "packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."
     }
-    sections = {"model": ModelOptions, "data": PairData}
+    sections = {"model": ModelOptions, "data": Seq2SeqData}
     auto_class = "AutoModelForSeq2SeqLM"
     unused_modules = ()
     encoding_version = 2
     samples_are_rows = True
     _probe_inputs = ("input_ids", "attention_mask", "labels")
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
-    data: PairTextData
+    data: Seq2SeqTextData
     text_model: Seq2SeqModel
 
     generate: bool = option("In evaluation, also generate the texts, for exact_match, bleu and chrf.", default=False)
@@ -121,7 +121,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        self.data = PairTextData(recipe, self)
+        self.data = Seq2SeqTextData(recipe, self)
         self.new_tokens = self.max_new_tokens or self.data.options.max_target_length
         beams, key = self.num_beams, f"plugins.{self.name}"
         self.settings = check_generation(self.generation, OWN_SETTINGS, beams, recipe.where, key)

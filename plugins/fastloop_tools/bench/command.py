@@ -196,7 +196,7 @@ def write_fastest(
     from fastloop.errors import UsageError
     from fastloop.runtime.files import write
     from fastloop_tools.bench.selected_recipe import factor, selected_recipe
-    from fastloop_tools.bench.selection import Selection
+    from fastloop_tools.bench.selection import EditSelection
     from fastloop_tools.shared.changed_recipes import check
     from fastloop_tools.shared.tables import dump
     from fastloop_tools.trials.pairs import TrialRunner
@@ -217,7 +217,7 @@ def write_fastest(
         )
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache:
         runner = TrialRunner(environment, Path(cache), typer.echo, budget)
-        selection = Selection(recipe, accept, budget, runner, window, typer.echo, never)
+        selection = EditSelection(recipe, accept, budget, runner, window, typer.echo, never)
         fastest = selection.run()
     write(trials, dump(selection.record()), hidden=True)
     if fastest is recipe:

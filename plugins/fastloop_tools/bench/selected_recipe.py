@@ -9,18 +9,18 @@ from statistics import median
 from typing import Any
 
 from fastloop.recipe import Recipe, Train, anchored
-from fastloop_tools.bench.selection import ONCE, Selection, Trial
+from fastloop_tools.bench.selection import ONCE, EditSelection, Trial
 from fastloop_tools.shared.recipe_text import recipe_text
 
 
-def factor(selection: Selection) -> str:
+def factor(selection: EditSelection) -> str:
     """The result of the last check as text."""
     ratios = selection.check["ratios"]
     pairs = "one pair" if len(ratios) == 1 else f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs"
     return f"{median(ratios):.2f} times as fast as given ({pairs})"
 
 
-def selected_recipe(selection: Selection, last: str, folder: Path) -> str:
+def selected_recipe(selection: EditSelection, last: str, folder: Path) -> str:
     """The fastest recipe as YAML, for a file in ``folder``. ``last``: the last line of its comment."""
     remarks = {}
     for trial in selection.trials:

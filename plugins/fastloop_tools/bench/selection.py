@@ -94,7 +94,7 @@ def decide(ratios: list[float], estimate: float = 0.0) -> bool | None:
     return median(ratios) >= LEAST
 
 
-class Selection:
+class EditSelection:
     """Finds the edits of a recipe that pay.
 
     Attributes:

@@ -117,7 +117,7 @@ class PredictionOutput:
         suffix = ".last" if last else ""
         part = self.folder / f"{len(self.parts):08}{suffix}"
         unfinished = self.folder / "unfinished"
-        FORMATS[self.path.suffix].write(Part(table, types or {}, list(self.parts)), unfinished)
+        FORMATS[self.path.suffix].write(PredictedRows(table, types or {}, list(self.parts)), unfinished)
         unfinished.replace(part)
         self.parts.append(part)
 
@@ -132,7 +132,7 @@ class PredictionOutput:
 
 
 @dataclass(frozen=True)
-class Part:
+class PredictedRows:
     """Rows to write.
 
     Attributes:
@@ -212,13 +212,13 @@ def csv_lines(columns: Columns, header: bool) -> Iterator[str]:
     yield line.getvalue()
 
 
-def write_csv(part: Part, path: Path) -> None:
+def write_csv(part: PredictedRows, path: Path) -> None:
     """A part with ``csv_lines``."""
     with path.open("w", encoding="utf-8", newline="") as file:
         file.writelines(csv_lines(part.columns, header=not part.before))
 
 
-def write_jsonl(part: Part, path: Path) -> None:
+def write_jsonl(part: PredictedRows, path: Path) -> None:
     """A part with ``json_lines``."""
     with path.open("w", encoding="utf-8", newline="") as file:
         file.writelines(json_lines(part.columns))
@@ -232,7 +232,7 @@ def join_lines(parts: Sequence[Path], path: Path) -> None:
                 shutil.copyfileobj(source, target)
 
 
-def write_parquet(part: Part, path: Path) -> None:
+def write_parquet(part: PredictedRows, path: Path) -> None:
     """A part in Parquet. Rows of an array are lists of numbers.
 
     Raises:
@@ -299,7 +299,7 @@ def join_parquet(parts: Sequence[Path], path: Path) -> None:
             writer.write_table(parquet.read_table(part).cast(schema))
 
 
-def write_npy(part: Part, path: Path) -> None:
+def write_npy(part: PredictedRows, path: Path) -> None:
     """A part with the array of the only column."""
     import numpy as np
 
@@ -337,7 +337,7 @@ class Format(NamedTuple):
         join: Makes the file from its parts: ``join(parts, path)``.
     """
 
-    write: Callable[[Part, Path], None]
+    write: Callable[[PredictedRows, Path], None]
     join: Callable[[Sequence[Path], Path], None]
 
 

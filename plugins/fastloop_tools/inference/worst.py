@@ -17,7 +17,7 @@ from fastloop_tools.inference.classes import class_names, classifies
 from fastloop_tools.shared.sample_text import describe_sample
 
 
-class Scored(NamedTuple):
+class ScoredSample(NamedTuple):
     """A sample's log probability of its target, and its most probable class. Sorts by the first."""
 
     target_score: float
@@ -36,7 +36,7 @@ def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
     Probabilities are the softmax of the scores in float32. Empty for a task that does not classify. Every process must
     call it.
     """
-    own: list[Scored] = []
+    own: list[ScoredSample] = []
     with evaluating(run.model):
         for batch in loop.evaluation_batches(run, run.eval_loaders[split]):
             output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
@@ -72,7 +72,7 @@ def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
     return samples
 
 
-def score(predictions: Tensor, targets: Tensor, ids: Sequence[int]) -> list[Scored]:
+def score(predictions: Tensor, targets: Tensor, ids: Sequence[int]) -> list[ScoredSample]:
     """The samples of a batch that have a target.
 
     Args:
@@ -87,7 +87,7 @@ def score(predictions: Tensor, targets: Tensor, ids: Sequence[int]) -> list[Scor
     scored = []
     for target_score, sample, target, prediction, prediction_score in rows:
         if target >= 0:
-            scored.append(Scored(target_score, sample, target, prediction, prediction_score, classes))
+            scored.append(ScoredSample(target_score, sample, target, prediction, prediction_score, classes))
     return scored
 
 

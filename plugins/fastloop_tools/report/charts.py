@@ -124,7 +124,7 @@ def value_range(values: Sequence[float]) -> tuple[float, float]:
     return (0.0 if 0 <= low < 0.5 * high else low), high
 
 
-class Mean(NamedTuple):
+class MeanMark(NamedTuple):
     """A mean and the ends of its whisker, in units of the picture."""
 
     x: float
@@ -151,7 +151,7 @@ class Line:
     path: str
     dots: list[tuple[float, float, str]]
     shown: bool = False
-    means: list[Mean] = field(default_factory=list)
+    means: list[MeanMark] = field(default_factory=list)
 
 
 @dataclass

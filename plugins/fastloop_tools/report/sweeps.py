@@ -9,7 +9,7 @@ from decimal import Decimal
 from statistics import fmean, stdev
 from typing import Any
 
-from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, Mean, path, value_range
+from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, MeanMark, path, value_range
 from fastloop_tools.shared.svg import number
 
 SERIES = 6
@@ -125,7 +125,7 @@ def _frame(places: Mapping[str, float], results: Results) -> Frame:
     return Frame(Limits(left - margin, right + margin, low, high), FULL)
 
 
-def _mean(frame: Frame, place: float, shift: float, group: MeanOfRuns, value: str, spread: str) -> Mean:
+def _mean(frame: Frame, place: float, shift: float, group: MeanOfRuns, value: str, spread: str) -> MeanMark:
     """The mean of a group, and its whisker.
 
     Args:
@@ -140,7 +140,7 @@ def _mean(frame: Frame, place: float, shift: float, group: MeanOfRuns, value: st
     label = f"{value}: mean {number(group.mean)}"
     if spread:
         label += f", deviation {spread}"
-    return Mean(round(x + shift, 1), y, top, end, label)
+    return MeanMark(round(x + shift, 1), y, top, end, label)
 
 
 def axis(texts: Sequence[str], key: str) -> tuple[dict[str, float], str]:

@@ -86,8 +86,8 @@ class Folds(Plugin):
             )
         classes = classes_of(pooled)
         folds = divide(size, self.of, run.recipe.train.seed, classes)
-        train = Part(pooled, (folds != self.number).nonzero()[0])
-        validation = Part(pooled, (folds == self.number).nonzero()[0])
+        train = SampleSubset(pooled, (folds != self.number).nonzero()[0])
+        validation = SampleSubset(pooled, (folds == self.number).nonzero()[0])
         if classes is not None:
             how = "with an equal share of each class"
         else:
@@ -108,7 +108,7 @@ class Folds(Plugin):
         return sampler
 
 
-class Part:
+class SampleSubset:
     """Some samples of several map-style datasets.
 
     Args:

@@ -201,7 +201,7 @@ def fail_lost_trials(study: optuna.Study) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """A trial in the table. ``shown`` is its value, or its status."""
 
     number: int
@@ -211,7 +211,7 @@ class Row:
     error: str | None
 
 
-def collect(study: optuna.Study) -> list[Row]:
+def collect(study: optuna.Study) -> list[TrialRow]:
     """The trials, best first, then those without a value."""
     rows = []
     for trial in read_trials(study):
@@ -219,7 +219,7 @@ def collect(study: optuna.Study) -> list[Row]:
         value = trial.values[0] if trial.values else None
         shown = STATUS.get(trial.state, "failed" if error else "lost") if value is None else f"{value:.4f}"
         overrides = [f"{key}={text}" for key, text in (runs[0]["values"] if runs else trial.params).items()]
-        rows.append(Row(trial.number, value, shown, overrides, error))
+        rows.append(TrialRow(trial.number, value, shown, overrides, error))
     sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
     return sorted(rows, key=lambda row: (row.value is None, sign * (row.value or 0)))
 

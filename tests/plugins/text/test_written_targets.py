@@ -18,7 +18,7 @@ from training_runs import execute
 from transformers import PreTrainedTokenizerFast
 
 from fastloop_plugins._mapped import flat
-from fastloop_plugins.tasks._pairs import PairSequences, encode_rows, reference_texts
+from fastloop_plugins.tasks._seq2seq_parts import PairSequences, encode_rows, reference_texts
 from fastloop_plugins.text.batches import padded
 from fastloop_plugins.text.written_targets import TextDifference, pack_text, unpack_text
 

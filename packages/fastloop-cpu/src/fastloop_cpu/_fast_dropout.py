@@ -76,7 +76,7 @@ class Dropout(torch.autograd.Function):
         return Dropout.apply(gradient, ctx.mask, ctx.scale), None, None  # type: ignore[no-untyped-call]
 
 
-class Attention(torch.autograd.Function):
+class AttentionWithDropout(torch.autograd.Function):
     """softmax(q k^T scale + bias), dropout, times v, in pieces that fit a core's cache, with large matrix products.
 
     Shapes: query (B, H, T, D), key (B, H, S, D), value (B, H, S, E), bias (B or 1, H or 1, T or 1, S) or None; returns
@@ -210,7 +210,7 @@ def attention(
                 ~attention_mask, torch.finfo(query.dtype).min
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output: Tensor = Attention.apply(query, key, value, bias, scale, dropout)  # type: ignore[no-untyped-call]
+    output: Tensor = AttentionWithDropout.apply(query, key, value, bias, scale, dropout)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastloop_distill.rows import Rows
+from fastloop_distill.rows import TeacherRows
 
 ENTRY = 300
 """Bytes of an entry beside its logits: the key and two Python objects."""
@@ -27,7 +27,7 @@ class Cache:
     def __init__(self, room: int) -> None:
         self.room, self.active, self.known = room, False, dict[int, Tensor]()
 
-    def logits(self, rows: Rows, count: int, compute: Callable[[dict[str, Tensor]], Any]) -> Tensor:
+    def logits(self, rows: TeacherRows, count: int, compute: Callable[[dict[str, Tensor]], Any]) -> Tensor:
         """The logits of the first ``count`` rows, (count, C). ``compute`` gives the output for rows."""
         if not (self.active and self.room):
             return compute(rows.inputs).logits[:count]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, kl_div
 
 from fastloop_distill.cache import Cache
-from fastloop_distill.rows import IGNORED, Rows
+from fastloop_distill.rows import IGNORED, TeacherRows
 from fastloop_distill.teacher import Teacher
 
 
@@ -40,7 +40,7 @@ def compare(
         student: The output of the student for the batch.
         pairs: The teacher's layer for each one of the student.
     """
-    rows, logits, with_states = Rows(batch), student.logits, options.states != "none"
+    rows, logits, with_states = TeacherRows(batch), student.logits, options.states != "none"
     per_text, targets = logits.dim() == 2, batch.get("targets", batch.get("labels"))
     dtype = torch.promote_types(logits.dtype, torch.float32)
     output = None if per_text and not with_states else teacher(rows.inputs, with_states)

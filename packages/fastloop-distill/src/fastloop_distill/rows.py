@@ -15,7 +15,7 @@ IGNORED = -100
 """Target of a token without a loss."""
 
 
-class Rows:
+class TeacherRows:
     """The sequences of a batch, which is padded or packed. The padding of a packed row is its last sequence.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Text embeddings and rerankers for fastloop: the tasks ``embedding`` and ``reranker``.
 
 embedding, reranker       # the tasks
-options                   # the section ``data`` of both, and the options of their losses
+task, data_section        # their base class, and their section ``data``
 head, modules             # the layers after the model, and those of a Sentence Transformers folder
 pairs                     # two texts as a cross-encoder reads them
 losses, cached_gradients  # losses that compare all rows of a step

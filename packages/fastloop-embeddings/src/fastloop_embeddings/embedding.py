@@ -17,6 +17,7 @@ from fastloop_plugins.text import ModelOptions, TextTask, compute
 from pydantic import PositiveInt
 
 from fastloop_embeddings.cached_gradients import CachedGradients
+from fastloop_embeddings.data_section import EmbeddingData
 from fastloop_embeddings.modules import (
     SentenceModules,
     check_options,
@@ -24,7 +25,7 @@ from fastloop_embeddings.modules import (
     make_modules,
     read_modules,
 )
-from fastloop_embeddings.options import RANKINGS, SCORED, SPANS_ROWS, PairData, PairTask, key_of
+from fastloop_embeddings.task import RANKINGS, PairTask, key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,12 +35,17 @@ if TYPE_CHECKING:
 
     from fastloop_embeddings.head import Head
 
+SPANS_ROWS = ("multiple_negatives", "cosent")
+"""Losses that compare the rows of a batch with each other. Those of parts of a batch do not add up to its loss."""
+SCORED = ("cosent", "cosine")
+"""Losses that read a score for each row. The others read pairs of similar texts."""
+
 
 class Embedding(PairTask):
     """Learns vectors of texts."""
 
     name = "embedding"
-    sections = {"model": ModelOptions, "data": PairData}
+    sections = {"model": ModelOptions, "data": EmbeddingData}
 
     loss: Literal["multiple_negatives", "cosent", "cosine", "triplet"] = option(
         "The loss: the first and the last need similar texts, the others a score for each row.",

@@ -13,7 +13,7 @@ from fastloop_plugins.text import pool, split
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fastloop_embeddings.modules import POOLINGS, WEIGHTS, Module, SentenceModules
+from fastloop_embeddings.modules import POOLINGS, WEIGHTS, ModuleEntry, SentenceModules
 
 NAME = "sentence_head"
 """The attribute of the model that holds a head with weights."""
@@ -116,7 +116,7 @@ def build_head(modules: SentenceModules, size: int, where: str) -> Head:
     return Head(stages)
 
 
-def load_dense(modules: SentenceModules, module: Module, size: int, where: str) -> Dense:
+def load_dense(modules: SentenceModules, module: ModuleEntry, size: int, where: str) -> Dense:
     """The module Dense with the weights in its folder, for vectors with ``size`` numbers."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -59,7 +59,7 @@ CONFIG = "config_sentence_transformers.json"
 
 
 @dataclass(kw_only=True)
-class Module:
+class ModuleEntry:
     """An entry of ``modules.json``.
 
     Attributes:
@@ -89,7 +89,7 @@ class SentenceModules:
     """
 
     folder: Path | None = None
-    modules: list[Module]
+    modules: list[ModuleEntry]
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     similarity: str | None = "cosine"
@@ -101,7 +101,7 @@ class SentenceModules:
         return self.modules[1].config
 
     @property
-    def stages(self) -> list[Module]:
+    def stages(self) -> list[ModuleEntry]:
         """The modules after the pooling: Dense and Normalize."""
         return self.modules[2:]
 
@@ -193,7 +193,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     return content
 
 
-def list_modules(folder: Path, where: str) -> list[Module]:
+def list_modules(folder: Path, where: str) -> list[ModuleEntry]:
     """The entries of ``modules.json``; empty if there is no such file.
 
     Raises:
@@ -227,7 +227,7 @@ def list_modules(folder: Path, where: str) -> list[Module]:
                 expected="a folder beside the file",
             )
         config = {} if kind == "Transformer" else read_json(folder / subfolder / "config.json", where)
-        modules.append(Module(kind=kind, path=subfolder, type=class_name, config=config))
+        modules.append(ModuleEntry(kind=kind, path=subfolder, type=class_name, config=config))
     return modules
 
 
@@ -375,7 +375,7 @@ def make_modules(options: Embedding) -> SentenceModules:
     modules = []
     for index, kind in enumerate(kinds):
         path = f"{index}_{kind}" if index else ""
-        modules.append(Module(kind=kind, path=path, type=f"sentence_transformers.models.{kind}"))
+        modules.append(ModuleEntry(kind=kind, path=path, type=f"sentence_transformers.models.{kind}"))
     modules[1].config = pooling
     return SentenceModules(modules=modules)
 

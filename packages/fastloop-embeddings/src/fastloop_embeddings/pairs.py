@@ -11,7 +11,7 @@ import numpy as np
 from fastloop import RecipeError
 from numpy.typing import NDArray
 
-from fastloop_embeddings.options import key_of
+from fastloop_embeddings.task import key_of
 
 PROBES = (("one two", "three"), ("x " * 9, "y"), ("x", "y " * 9), ("x " * 9, "y " * 8), ("", "y"))
 """Pairs for which joined ids are compared with those of the tokenizer."""

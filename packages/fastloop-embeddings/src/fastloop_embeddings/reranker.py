@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import ModelOptions, Ragged, compute, padded_traits
 
+from fastloop_embeddings.data_section import RerankerData
 from fastloop_embeddings.modules import find_folder, read_score_activation
-from fastloop_embeddings.options import NO_VALIDATION, RANKINGS, PairTask, RankedData
 from fastloop_embeddings.pairs import Joiner, draw, group
+from fastloop_embeddings.task import RANKINGS, PairTask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 SIGMOID = "torch.nn.modules.activation.Sigmoid"
 """The activation function of scores, unless the base has another one."""
+NO_VALIDATION = (
+    "data.files.validation: missing, and rows that are held out of train would divide the lists of list_net. Give a "
+    "validation split, or set data.validation_fraction: 0."
+)
 
 
 class Reranker(PairTask):
@@ -38,7 +43,7 @@ class Reranker(PairTask):
     auto_class = "AutoModelForSequenceClassification"
     unused_modules = ()
     reads_all = False  # the model reads the first token of a pair
-    sections = {"model": ModelOptions, "data": RankedData}
+    sections = {"model": ModelOptions, "data": RerankerData}
 
     loss: Literal["multiple_negatives", "binary", "list_net"] = option(
         "The loss: the first needs pairs that fit, the others a score for each pair.", default="multiple_negatives"

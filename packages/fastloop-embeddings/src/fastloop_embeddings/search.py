@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fastloop_embeddings.metrics import measure, search
-from fastloop_embeddings.options import PairTask
+from fastloop_embeddings.task import PairTask
 
 if TYPE_CHECKING:
     from fastloop import Run

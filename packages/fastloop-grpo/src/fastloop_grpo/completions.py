@@ -28,7 +28,7 @@ class Sampling:
     end_tokens: tuple[int, ...]
 
 
-class Hooks:
+class CompletionHooks:
     """The hook that an engine implements."""
 
     @hookspec(firstresult=True)

@@ -34,9 +34,9 @@ from fastloop_plugins.text import (
 from fastloop_plugins.toolkit import switch_dropout_off
 
 from fastloop_grpo import prompts
-from fastloop_grpo.completions import Hooks, Sampling, check_completions, generate_by_model
-from fastloop_grpo.options import PromptData
-from fastloop_grpo.rewards import RewardFunction, Scored, load_rewards, sum_rewards
+from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model
+from fastloop_grpo.data_section import GRPOData
+from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, load_rewards, sum_rewards
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,10 +63,10 @@ class GRPO(TextTask):
     conversations = ("prompt",)
     values = ("columns",)
     auto_class = "AutoModelForCausalLM"
-    sections = {"model": ModelOptions, "data": PromptData}
+    sections = {"model": ModelOptions, "data": GRPOData}
     unused_modules = ()
     fallback_hooks = ("compute_loss", "generate_completions")
-    hookspecs = Hooks
+    hookspecs = CompletionHooks
     runs_after = ("lora",)  # which may replace the head
     runs_before = ("packing", "activation-checkpointing", "slot:strategy")  # which need the head as it will be
     conflicts = {
@@ -350,7 +350,7 @@ class GRPO(TextTask):
         sums = torch.tensor(sum_rewards(self.functions, parts), dtype=torch.float64)
         return Rollout(asked, completions, sums.view(len(asked), count), parts, scored)
 
-    def score(self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int) -> Scored:
+    def score(self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int) -> ScoredCompletions:
         """The arguments of reward functions, for the completions of prompts with these numbers."""
         from transformers import TrainerState
 
@@ -369,7 +369,7 @@ class GRPO(TextTask):
         }
         for place, name in enumerate(self.data.names_of("columns"), start=1):
             arguments[name] = [value[place] for value in values]
-        return Scored(arguments, TrainerState(global_step=step))
+        return ScoredCompletions(arguments, TrainerState(global_step=step))
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "l
 
 
 @dataclass
-class Scored:
+class ScoredCompletions:
     """Completions with the values that reward functions get, and what these log.
 
     Attributes:
@@ -70,7 +70,7 @@ class RewardFunction:
     parameters: frozenset[str] | None
     place: str
 
-    def __call__(self, scored: Scored) -> list[float]:
+    def __call__(self, scored: ScoredCompletions) -> list[float]:
         """The rewards of completions; NaN where the function returned None: it does not apply.
 
         Raises:
@@ -89,7 +89,7 @@ class RewardFunction:
             raise RecipeError(f"{self.place} {problem}.", code="call-failed") from error
         return self.read(result, scored)
 
-    def read(self, result: Any, scored: Scored) -> list[float]:
+    def read(self, result: Any, scored: ScoredCompletions) -> list[float]:
         """The numbers that the function returned, see ``__call__``."""
         if hasattr(result, "tolist"):  # a tensor or an array
             result = result.tolist()

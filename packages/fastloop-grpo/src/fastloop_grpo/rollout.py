@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastloop_grpo.losses import advantages, deviations, equal_groups, loss_weight
 from fastloop_grpo.metrics import Mean
-from fastloop_grpo.rewards import Scored
+from fastloop_grpo.rewards import ScoredCompletions
 
 NO_TARGET = -100
 """Target of a token whose next one is none of a completion."""
@@ -126,7 +126,7 @@ class Rollout:
     completions: list[Completion]
     rewards: Tensor
     parts: dict[str, list[float]]
-    scored: Scored
+    scored: ScoredCompletions
 
     @property
     def count(self) -> int:

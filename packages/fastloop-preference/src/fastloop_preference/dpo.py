@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import ModelOptions, WithPlaces
 
-from fastloop_preference.options import PairData
+from fastloop_preference.data_section import ComparisonData
 from fastloop_preference.policy import PolicyTask, mean_of_step
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class DPO(PolicyTask):
     """Learns to prefer the chosen completion of each row (DPO, IPO, ORPO)."""
 
     name = "dpo"
-    sections = {"model": ModelOptions, "data": PairData}
+    sections = {"model": ModelOptions, "data": ComparisonData}
     targets: Any = None  # mean number of targets of a chosen completion with its prompt, for orpo
 
     loss: Literal["sigmoid", "robust", "ipo", "orpo"] = option(

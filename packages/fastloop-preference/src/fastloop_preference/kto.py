@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import ModelOptions, Ragged, WithPlaces, compute_all
 
-from fastloop_preference.options import LabelledData
+from fastloop_preference.data_section import LabelledData
 from fastloop_preference.policy import PolicyTask, mean_of_step
 
 if TYPE_CHECKING:

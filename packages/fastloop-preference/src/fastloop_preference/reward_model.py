@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Output, hookimpl, option
 from fastloop_plugins.text import ModelOptions, compute
 
-from fastloop_preference.options import PairData
+from fastloop_preference.data_section import ComparisonData
 from fastloop_preference.task import PreferenceTask
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class RewardModel(PreferenceTask):
     name = "reward-model"
     auto_class = "AutoModelForSequenceClassification"
     keep = "whole"
-    sections = {"model": ModelOptions, "data": PairData}
+    sections = {"model": ModelOptions, "data": ComparisonData}
     conflicts = {"packing": "transformers reads the score of a text at its last token, which only padded rows have."}
 
     center: float = option("Weight of the squared sum of both rewards, which keeps them near 0.", default=0.0, ge=0)

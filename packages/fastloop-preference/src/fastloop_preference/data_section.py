@@ -1,4 +1,4 @@
-"""Options of the tasks, and of their section ``data``."""
+"""The section ``data`` of the tasks ``dpo``, ``kto`` and ``reward-model``."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from fastloop_plugins.text import DataOptions
 
 
 @dataclass(kw_only=True)
-class PromptData(DataOptions):
+class PreferenceData(DataOptions):
     """Options of ``data`` that all tasks have."""
 
     prompt: str | None = option("The column of prompts; null: the completions begin with them.", default="prompt")
@@ -19,7 +19,7 @@ class PromptData(DataOptions):
 
 
 @dataclass(kw_only=True)
-class PairData(PromptData):
+class ComparisonData(PreferenceData):
     """The ``data`` section of ``dpo`` and ``reward-model``."""
 
     chosen: str = option("The column of the better completions.", default="chosen")
@@ -27,7 +27,7 @@ class PairData(PromptData):
 
 
 @dataclass(kw_only=True)
-class LabelledData(PromptData):
+class LabelledData(PreferenceData):
     """The ``data`` section of ``kto``."""
 
     completion: str = option("The column of completions.", default="completion")

@@ -41,7 +41,7 @@ GENERATED = ("exact_match", "bleu", "chrf")
 
 
 @dataclass(kw_only=True)
-class PairData(DataOptions):
+class Seq2SeqData(DataOptions):
     """The ``data`` section of ``seq2seq``."""
 
     target: str | None = option("The column of targets: the texts to generate.", default=None)
@@ -49,10 +49,10 @@ class PairData(DataOptions):
     max_target_length: int = option("Tokens of a target at most, with its end token.", default=128, ge=2)
 
 
-class PairTextData(ColumnData):
+class Seq2SeqTextData(ColumnData):
     """The ``data`` section of ``seq2seq``. ``load`` returns inputs, with ``data.prefix``, and targets."""
 
-    options: PairData
+    options: Seq2SeqData
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
         found = super().parse(columns, bad)

@@ -1,14 +1,13 @@
-"""Options of the tasks and of their section ``data``, and what both tasks do with them."""
+"""The base class of both tasks: the checks of their columns, and the collection that evaluations search."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError, hookimpl, option
-from fastloop_plugins.text import DataOptions, TextTask
+from fastloop import RecipeError, hookimpl
+from fastloop_plugins.text import TextTask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,35 +16,8 @@ if TYPE_CHECKING:
     from fastloop import Run
     from numpy.typing import NDArray
 
-SPANS_ROWS = ("multiple_negatives", "cosent")
-"""Losses that compare the rows of a batch with each other. Those of parts of a batch do not add up to its loss."""
-SCORED = ("cosent", "cosine")
-"""Losses that read a score for each row. The others read pairs of similar texts."""
 RANKINGS = ("recall@1", "mrr@10", "ndcg@10")
 """Metrics of all rankings."""
-
-NO_VALIDATION = (
-    "data.files.validation: missing, and rows that are held out of train would divide the lists of list_net. Give a "
-    "validation split, or set data.validation_fraction: 0."
-)
-
-
-@dataclass(kw_only=True)
-class PairData(DataOptions):
-    """The ``data`` section."""
-
-    other: str = option("The column of the texts that those of data.text are compared with.", default="other")
-    negative: str | None = option("The column of hard negatives: texts that are not similar.", default=None)
-    beir: str | None = option("Folder in the layout of BEIR, which evaluations search, too.", default=None)
-
-
-@dataclass(kw_only=True)
-class RankedData(PairData):
-    """The ``data`` section of ``reranker``."""
-
-    candidates: str | None = option(
-        "File in the format of trec_eval: the documents to rank for each query of data.beir.", default=None
-    )
 
 
 def key_of(ids: NDArray[np.int32]) -> int:

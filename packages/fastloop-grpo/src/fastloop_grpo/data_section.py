@@ -1,4 +1,4 @@
-"""Options of the task's section ``data``."""
+"""The section ``data`` of the task ``grpo``."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from fastloop_plugins.text import DataOptions
 
 
 @dataclass(kw_only=True)
-class PromptData(DataOptions):
+class GRPOData(DataOptions):
     """The ``data`` section. ``max_length`` is of prompts: longer ones are left out."""
 
     prompt: str = option("The column of prompts: texts, or lists of messages.", default="prompt")

@@ -2,7 +2,7 @@
 
 Their helpers, by the beginning of the name::
 
-_fsdp_groups, _fsdp_launcher        # of ``fsdp``
+_fsdp_meshes, _fsdp_gradients, _fsdp_launcher   # of ``fsdp``
 _deepspeed_config, _deepspeed_state, _deepspeed_gradients   # of ``deepspeed``
 _tensor_group, _tensor_plan         # layers that processes divide
 _context_attention                  # sequences that processes divide

@@ -19,14 +19,15 @@ shards, are refused. Any number of processes can read the sharded checkpoint. Me
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, PluginError, When, hookimpl, option
 from fastloop_plugins.models.blocks import transformer_blocks
-from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, make_meshes
+from fastloop_plugins.strategies._fsdp_gradients import fill_gradients, held_back
+from fastloop_plugins.strategies._fsdp_meshes import Meshes, make_meshes
 from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
@@ -34,6 +35,7 @@ from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrateg
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.optim import Optimizer
 
     from fastloop import Layout, MemoryEstimate, Run
@@ -128,10 +130,7 @@ class FSDP(DividingStrategy):
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         import torch
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-        from torch.distributed.tensor import Shard
 
-        from fastloop_plugins.strategies._memory_fsdp import shard_dim
         from fastloop_plugins.strategies._sharded_parameters import (
             match_norm_inputs,
             norms_with_statistics,
@@ -139,58 +138,86 @@ class FSDP(DividingStrategy):
             refuse_ties,
         )
 
+        place = f"{run.recipe.where}: plugins.fsdp"
         precision = run.accelerator.mixed_precision
         if precision not in ("no", "bf16"):
             raise PluginError(
                 f"works in fp32 and bf16; the recipe's precision is {precision!r}.",
                 code="unsupported-precision",
-                place=f"{run.recipe.where}: plugins.fsdp",
+                place=place,
             )
         if not torch.distributed.is_initialized():
             self.log.info("one process, so there is nothing to shard")
             return
-        refuse_scalars(model, f"{run.recipe.where}: plugins.fsdp")
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        given = self.param_dtype or ("bf16" if precision == "bf16" else "fp32")
-        policy = MixedPrecisionPolicy()
-        if "bf16" in (given, self.reduce_dtype):
-            policy = MixedPrecisionPolicy(dtypes[given], dtypes[self.reduce_dtype], torch.float32)
-        offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
-        mesh, inner_mesh = make_meshes(run, self.shard_within, self.tensor)
-        shards = mesh.size(mesh.ndim - 1)
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "offload_policy": offload,
-            "shard_placement_fn": lambda weight: Shard(shard_dim(weight.shape, shards)),
-        }
-        blocks = transformer_blocks(model, self.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
-        blocks = [block for block in blocks if block is not model]  # it is sharded anyway
+        refuse_scalars(model, place)
+        param_dtype = self.param_dtype or ("bf16" if precision == "bf16" else "fp32")
+        meshes = make_meshes(run, self.shard_within, self.tensor)
+        blocks = self._find_blocks(model, place)
+        refuse_ties(model, blocks, f"{place}.blocks")
+        if precision == param_dtype == "bf16" and run.device.type == "cpu":
+            match_norm_inputs(model)
+        if meshes.tensor is not None:
+            self.group = TensorGroup(run, model, meshes.tensor, f"{place}.tensor")
+        meta = MetaInit(run, model) if self.meta_device else None
+        norms = norms_with_statistics(model) if param_dtype == "bf16" else []
+        self._shard(model, blocks, norms, meshes, self._mixed_precision(param_dtype), precision == "bf16")
+        if meta is not None:
+            meta.share("cpu" if self.cpu_offload else run.device)
+        gathered = [*blocks, *norms]
+        if gathered:
+            remedy = "Use ddp with find_unused_parameters, or leave its class out of plugins.fsdp.blocks."
+            self.order = ModuleOrder(run, model, gathered, remedy)
+        if self.hold_gradients or self.shard_within is not None:
+            switch = "set_requires_gradient_sync" if self.hold_gradients else "set_requires_all_reduce"
+            model.no_sync = lambda: held_back(getattr(model, switch))  # type: ignore[assignment] # Accelerate calls it
+
+    def _find_blocks(self, model: nn.Module, place: str) -> list[nn.Module]:
+        """The modules to shard one by one, without the model, which is sharded anyway."""
+        blocks = transformer_blocks(model, self.blocks, f"{place}.blocks")
+        blocks = [block for block in blocks if block is not model]
         if not blocks:
             self.log.warning(
                 "%s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__
             )
-        refuse_ties(model, blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
-        if precision == given == "bf16" and run.device.type == "cpu":
-            match_norm_inputs(model)
-        if inner_mesh is not None:
-            self.group = TensorGroup(run, model, inner_mesh, f"{run.recipe.where}: plugins.fsdp.tensor")
-        meta = MetaInit(run, model) if self.meta_device else None
+        return blocks
+
+    def _mixed_precision(self, param_dtype: str) -> MixedPrecisionPolicy:
+        """Torch's policy for the dtypes of gathered weights and of the gradient reduction."""
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if "bf16" not in (param_dtype, self.reduce_dtype):
+            return MixedPrecisionPolicy()
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        return MixedPrecisionPolicy(dtypes[param_dtype], dtypes[self.reduce_dtype], torch.float32)
+
+    def _shard(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        norms: Sequence[nn.Module],
+        meshes: Meshes,
+        policy: MixedPrecisionPolicy,
+        has_autocast: bool,
+    ) -> None:
+        """Apply ``fully_shard`` to the norms, which stay in fp32, then to the blocks, and then to the model."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.tensor import Shard
+
+        from fastloop_plugins.strategies._memory_fsdp import shard_dim
+
+        options: dict[str, Any] = {
+            "mesh": meshes.shard,
+            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            "shard_placement_fn": lambda weight: Shard(shard_dim(weight.shape, meshes.shards)),
+        }
         # without autocast, dtypes must match between blocks
-        inner = policy if precision == "bf16" else replace(policy, output_dtype=None)
-        norms = norms_with_statistics(model) if given == "bf16" else []
+        block_policy = policy if has_autocast else replace(policy, output_dtype=None)
         for norm in norms:
             fully_shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
         for block in reversed(blocks):  # inner blocks first
-            fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=inner, **options)
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=block_policy, **options)
         fully_shard(model, mp_policy=policy, **options)
-        if meta is not None:
-            meta.share("cpu" if self.cpu_offload else run.device)
-        remedy = "Use ddp with find_unused_parameters, or leave its class out of plugins.fsdp.blocks."
-        gathered = [*blocks, *norms]
-        self.order = ModuleOrder(run, model, gathered, remedy) if gathered else None
-        if self.hold_gradients or self.shard_within is not None:
-            name = "set_requires_gradient_sync" if self.hold_gradients else "set_requires_all_reduce"
-            model.no_sync = lambda: held_back(getattr(model, name))  # type: ignore[assignment] # Accelerate calls it
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch

@@ -1,4 +1,4 @@
-"""The parts of a model that torch's ``fully_shard`` gathers and reduces at once."""
+"""When ``fsdp`` reduces gradients: those of all trained parameters, or of the last micro-step only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError
-
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
-    from fastloop import Run
     from fastloop_plugins.strategies._gradients import Gradients
 
 
@@ -50,37 +46,6 @@ def _post_backward(group: Any, post_backward: Callable[[], None], gradients: Gra
         else:
             full.grad = torch.zeros_like(full)
     post_backward()
-
-
-def make_meshes(run: Run, shard_within: int | None, tensor: int | None) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The processes to shard over, and those that divide each layer.
-
-    The first mesh has one dimension, or with ``shard_within`` two: (copies of the model, shards of one). The second one
-    has one dimension of consecutive processes; None: layers are not divided.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    where, world_size = f"{run.recipe.where}: plugins.fsdp.shard_within", run.world_size
-    inner = min(tensor or 1, world_size)
-    size = shard_within or world_size
-    if world_size % size:
-        fits = ", ".join(str(part) for part in range(2, world_size + 1) if world_size % part == 0)
-        raise PluginError(
-            f"{world_size} processes are not a multiple of {size}.",
-            code="not-divisible",
-            place=where,
-            expected=f"one of: {fits}",
-        )
-    if size % inner:
-        raise PluginError(
-            f"{size} processes are not a multiple of the {inner} of plugins.fsdp.tensor.",
-            code="not-divisible",
-            place=where,
-        )
-    sizes = {"replicate": world_size // size, "shard": size // inner, "tensor": inner}
-    sizes = {name: part for name, part in sizes.items() if part > 1 or name == "shard"}
-    mesh = init_device_mesh(run.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return mesh["replicate", "shard"] if "replicate" in sizes else mesh["shard"], mesh["tensor"] if inner > 1 else None
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from fastloop import Output, Plugin, PluginError, hookimpl, hookspecs
 from fastloop.cli import startup
 from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
-from fastloop.recipe import make_recipe
-from fastloop.recipe.recipe import Inference
+from fastloop.recipe import Inference, make_recipe
 from fastloop.testing import VECTORS
 from fastloop_tools.inference.chunks import Chunks, predict_dataset
 from fastloop_tools.trainer.task import TrainerTask

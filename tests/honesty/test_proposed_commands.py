@@ -582,9 +582,9 @@ CASES: dict[str, Case] = {
         drop=("--split", "validation"),
     ),
     # -- the command line
-    "an override": Case(("recipe/recipe.py train.lr=",), module("lr"), (r"such as (train\.lr=1e-4)",), drop=("lr",)),
+    "an override": Case(("recipe/overrides.py train.lr=",), module("lr"), (r"such as (train\.lr=1e-4)",), drop=("lr",)),
     "a plugin that is not listed": Case(
-        ("recipe/recipe.py --with",), module("plugins.ema.decay=0.9"), (r"Add it with (--with ema)",)
+        ("recipe/overrides.py --with", "recipe/loading.py --with"), module("plugins.ema.decay=0.9"), (r"Add it with (--with ema)",)
     ),
     "a required plugin": Case(
         ("plugins/declarations.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)
@@ -732,7 +732,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "fastloop_migrate/keys.py --resume",
         "fastloop_migrate/import_config.py fastloop import",
         "inference/predict.py fastloop predict",
-        "recipe/recipe.py --without",
+        "recipe/overrides.py --without",
+        "recipe/loading.py --without",
         "report/read.py fastloop train",
         "report/read.py fastloop evaluate",
         "scale/model.py --without",

@@ -22,6 +22,8 @@ def measure(tree: Any, where: str, path: tuple[Any, ...], sizes: dict[tuple[Any,
     """The size of the value at a path, after interpolation; 0 if there is none, or in a circle: OmegaConf refuses both.
 
     Args:
+        where: The recipe, for messages.
+        path: Keys of mappings and numbers of list items: ``("plugins", "amp", "dtype")``.
         sizes: The size of each path that is known. Gets more of them.
 
     Raises:
@@ -38,35 +40,59 @@ def measure(tree: Any, where: str, path: tuple[Any, ...], sizes: dict[tuple[Any,
             value = value[int(key)] if isinstance(value, list) or key not in value else value[key]
         except (LookupError, TypeError, ValueError):
             return 0
-    place = (
-        where
-        + ":" * bool(path)
-        + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).replace(".", " ", 1)
-    )
-    parts = [
-        (*path, key)
-        for key in (range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ())
-    ]
-    sizes[path] = size = 0  # while it is computed
+    size = 1
+    sizes[path] = 0  # while it is computed
     if isinstance(value, str):
-        if found := _RESOLVER.search(value):
-            raise RecipeError(
-                code="wrong-format",
-                place=place,
-                found=repr(found[0]),
-                expected="${...} with the name of another key of the recipe in it, and no more",
-            )
-        parts = [
-            (*path[: -len(dots) if dots else 0], *re.findall(r"[^][.\s]+", name))
-            for dots, name in _REFERENCE.findall(value)
-        ]
-        size = len(value) + 100 * len(parts)
-    sizes[path] = size = 1 + size + sum(measure(tree, where, part, sizes) for part in parts)
+        parts = _references(value, path, f"{where}{_key(path)}")
+        size += len(value) + 100 * len(parts)
+    elif isinstance(value, list):
+        parts = [(*path, index) for index in range(len(value))]
+    elif isinstance(value, dict):
+        parts = [(*path, key) for key in value]
+    else:
+        parts = []
+    size += sum(measure(tree, where, part, sizes) for part in parts)
+    sizes[path] = size
     if size > MAX_SIZE:
         raise RecipeError(
             f"more than {MAX_SIZE:,} characters, with expanded ${{...}}.",
             code="too-large",
-            place=place,
+            place=f"{where}{_key(path)}",
             remedy="Shorten it, or use ${...} less often.",
         )
     return size
+
+
+def _key(path: tuple[Any, ...]) -> str:
+    """A path for messages, behind the recipe: ``: data.files[0]``; empty for the whole recipe."""
+    key = ""
+    for part in path:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        else:
+            key += f".{part}" if key else f" {part}"
+    return f":{key}" if path else ""
+
+
+def _references(text: str, path: tuple[Any, ...], place: str) -> list[tuple[Any, ...]]:
+    """The paths that the interpolations of a text stand for.
+
+    At ``("train", "lr")``, ``${data.name}`` is ``("data", "name")``. Each dot at the start is one step up:
+    ``${.seed}`` is ``("train", "seed")``.
+
+    Raises:
+        RecipeError: A resolver is in the text.
+    """
+    resolver = _RESOLVER.search(text)
+    if resolver is not None:
+        raise RecipeError(
+            code="wrong-format",
+            place=place,
+            found=repr(resolver[0]),
+            expected="${...} with the name of another key of the recipe in it, and no more",
+        )
+    references = []
+    for dots, name in _REFERENCE.findall(text):
+        start = path[: -len(dots)] if dots else ()
+        references.append((*start, *re.findall(r"[^][.\s]+", name)))
+    return references

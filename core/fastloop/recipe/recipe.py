@@ -1,4 +1,4 @@
-"""The recipe: YAML and overrides in, one typed ``Recipe`` out.
+"""A recipe and its sections. ``loading`` reads them from a file, and ``overrides`` from the command line.
 
     model:   {name: distilbert-base-uncased}
     data:    {name: imdb, text: text, label: label, max_length: 512}
@@ -7,11 +7,6 @@
       - amp: {dtype: bf16}
       - checkpoint-best
     output:  runs/distilbert_imdb
-
-Order of precedence, low to high: the recipe named by ``extends:``, the file, ``--with``, overrides (``train.lr=1e-4``,
-``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a default plugin
-(``plugins.progress.every=1``). ``${train.lr}`` stands for another key's value. Resolvers such as ``${oc.env:...}`` are
-refused.
 
 A recipe is data (``safe_yaml``). fastloop writes no values of keys such as token, key or password (``secrets``).
 
@@ -24,16 +19,11 @@ A list of plugins has names, packages or files:
 
 Overrides and ``--without`` accept its ``name`` (``plugins.my-plugin.rate=0.5``) or the listed form. To get the name,
 fastloop parses the file. The file's code runs when plugins are resolved.
-
-The task plugin checks ``model`` and ``data``, and each plugin its options. This module checks ``train`` and the form of
-the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,20 +31,11 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from fastloop import no_code
-from fastloop.errors import RecipeError, did_you_mean
-from fastloop.options import option, parse
-from fastloop.plugins.installed import defaults, find_entry_point
+from fastloop.options import option
 from fastloop.plugins.plugin import Plugin
-from fastloop.recipe import interpolation, safe_yaml, secrets
-from fastloop.recipe.paths import anchored, check_path, find_path, find_recipe
-from fastloop.recipe.plugin_references import plugin_name, plugins_by_name, split_file
+from fastloop.recipe.paths import find_path
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
-
-_OVERRIDE = re.compile(r"(?P<key>(\\[.\[\]=]|[^=\\]|\\(?![.\[\]=]))*)=(?P<value>.*)", re.DOTALL)
-"""``key=value``, divided at the first ``=``. A backslash before ``=`` makes it a part of the key: ``data.a\\=b=1``."""
-
 DEFAULT_EPOCHS = 3
 """Passes over the training data of a recipe that has neither ``train.epochs`` nor ``train.max_steps``."""
 
@@ -210,215 +191,3 @@ class Recipe:
     def find(self, path: str) -> Path:
         """A path relative to the recipe's folder, if it exists only there; else the path as given."""
         return find_path(path, self.source)
-
-
-def load_recipe(
-    name: str, overrides: Iterable[str] = (), with_plugins: Iterable[str] = (), without_plugins: Iterable[str] = ()
-) -> Recipe:
-    """Read a recipe file and apply the command line's additions.
-
-    Args:
-        name: A path, or a shipped recipe's name.
-        overrides: Dotlist items such as ``train.lr=1e-4`` or ``plugins.amp.dtype=fp16``.
-        with_plugins: Plugins to add, as a recipe lists them. A plugin that the recipe lists keeps its options.
-        without_plugins: Plugins to leave out, also default ones.
-
-    Raises:
-        RecipeError: The file cannot be read, or a key is invalid; names file, key and the expected value.
-    """
-    path = find_recipe(name)
-    references: dict[str, str] = {}
-    tree = _read(path, [], references)
-    for plugin in with_plugins:
-        name = plugin_name(plugin, "--with", path, references)
-        if name not in tree["plugins"] and split_file(plugin) is None:
-            find_entry_point(plugin, "--with")  # a misspelled name is reported where it was written
-        tree["plugins"][name] = tree["plugins"].get(name) or {}
-    listed = set(tree["plugins"])
-    tree = _apply(tree, overrides, str(path), references)
-    overridden = [name for name in tree["plugins"] if name not in listed]
-    for plugin in without_plugins:
-        name = plugin_name(plugin, "--without", path, {})
-        if name not in tree["plugins"] and split_file(plugin) is None:
-            find_entry_point(plugin, "--without")
-        tree["plugins"][name] = False
-    if no_code.is_forbidden():
-        no_code.check_import_path(path.parent)
-    recipe = make_recipe(tree, path, references)
-    for name in overridden:
-        if recipe.plugins[name] is not False and not defaults()[name].load().auto_enable(recipe):
-            raise RecipeError(
-                "an override sets its options, but the recipe does not list it, and it is not on by default here.",
-                code="plugin-not-listed",
-                place=f"{path}: plugins.{name}",
-                remedy=f"Add it with --with {name}.",
-            )
-    return recipe
-
-
-def make_recipe(
-    tree: Mapping[str, Any], source: Path | None = None, references: Mapping[str, str] | None = None
-) -> Recipe:
-    """A typed recipe from plain mappings.
-
-    Args:
-        source: The recipe's file.
-        references: Listed form of plugins that ``tree`` has by name.
-
-    Raises:
-        RecipeError: A key is invalid.
-    """
-    where = str(source) if source else "recipe"
-    secrets.remember(tree, where)
-    for key in tree:
-        if key not in SECTIONS:
-            raise RecipeError(
-                "no such section.",
-                code="unknown-section",
-                place=f"{where}: {key}",
-                remedy=did_you_mean(str(key), (*SECTIONS, "extends")),
-            )
-    safe_yaml.check_keys(tree, where)
-    for section in ("model", "data"):
-        if not isinstance(tree.get(section) or {}, Mapping):
-            raise RecipeError(
-                code="wrong-type",
-                place=f"{where}: {section}",
-                found=repr(tree[section]),
-                expected="a mapping such as {name: ...}",
-            )
-    output = tree.get("output") or (f"runs/{source.stem}" if source else "runs/run")
-    if not isinstance(output, str) or "://" in output:
-        raise RecipeError(
-            code="wrong-type",
-            place=f"{where}: output",
-            found=repr(output),
-            expected="the path of a folder on this machine",
-        )
-    check_path(output, source)
-    references = dict(references or {})
-    return Recipe(
-        model=dict(tree.get("model") or {}),
-        data=dict(tree.get("data") or {}),
-        train=parse(Train, tree.get("train"), f"{where}: train"),
-        plugins=plugins_by_name(tree.get("plugins"), where, source, references),
-        output=output,
-        references=references,
-        source=source,
-    )
-
-
-def _read(path: Path, seen: list[Path], references: dict[str, str]) -> dict[str, Any]:
-    """Read a file and the recipes that it extends, with ``plugins`` by name. Adds to ``seen`` and ``references``.
-
-    Args:
-        seen: Files that extend this one, to find a circle.
-    """
-    if path.resolve() in seen:
-        raise RecipeError(
-            f"recipes extend each other: {' -> '.join(map(str, (*seen, path)))}.",
-            code="extends-itself",
-            place=f"{path}: extends",
-        )
-    seen.append(path.resolve())
-    try:
-        tree = safe_yaml.load(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
-    if not isinstance(tree, dict) or not tree:
-        raise RecipeError(
-            code="wrong-type", place=str(path), expected=f"a mapping with the sections {', '.join(SECTIONS)}"
-        )
-    secrets.remember(tree, str(path))
-    tree["plugins"] = plugins_by_name(tree.get("plugins"), str(path), path, references)
-    base = tree.pop("extends", None)
-    if base is None:
-        return tree
-    if not isinstance(base, str):
-        raise RecipeError(
-            code="wrong-type", place=f"{path}: extends", found=repr(base), expected="one recipe's path or name"
-        )
-    beside = path.parent / check_path(base, path)
-    home = beside if beside.is_file() else find_recipe(base)
-    inherited: dict[str, str] = {}
-    parent = _read(home, seen, inherited)
-    for name, reference in inherited.items():
-        references.setdefault(name, reference if home.parent == path.parent else anchored(reference, home.parent))
-    return dict(_merge(parent, {section: value for section, value in tree.items() if value is not None}))
-
-
-def _merge(base: Any, top: Any) -> Any:
-    """Merge nested mappings; other values of ``top`` replace those of ``base``."""
-    if not isinstance(base, Mapping) or not isinstance(top, Mapping):
-        return top
-    return {**base, **{key: _merge(base.get(key), value) for key, value in top.items()}}
-
-
-def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, references: Mapping[str, str]) -> dict[str, Any]:
-    """Apply overrides, then OmegaConf's interpolations (``${train.lr}``). Plugins are by name before and after."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
-    try:
-        interpolation.measure(tree, where, (), {})
-        config = OmegaConf.create(tree)
-        for item in overrides:
-            parts = _OVERRIDE.fullmatch(item)
-            if parts is None or not parts["key"]:
-                raise RecipeError(
-                    "not an override.", code="not-an-override", place=item, expected="key=value, such as train.lr=1e-4"
-                )
-            key = parts["key"]
-            value = parts["value"]
-            head, _, rest = key.partition(".")
-            if head not in SECTIONS:
-                raise RecipeError(
-                    f"there is no section {head!r}.",
-                    code="unknown-section",
-                    place=item,
-                    remedy=did_you_mean(head, SECTIONS),
-                )
-            for listed, reference in references.items():
-                if head == "plugins" and rest.startswith(f"{reference}."):
-                    rest = listed + rest.removeprefix(reference)
-                    key = f"plugins.{rest}"
-                    item = f"{key}={value}"
-            name = rest.partition(".")[0]
-            if head == "plugins" and not name:
-                raise RecipeError(
-                    "expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.",
-                    code="not-an-override",
-                    place=item,
-                )
-            on_by_default = [plugin for plugin in defaults() if plugin not in tree["plugins"]]
-            if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping) and name not in on_by_default:
-                there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
-                there += difflib.get_close_matches(name, on_by_default)
-                raise RecipeError(
-                    f"the recipe {where} does not list {name!r}.",
-                    code="plugin-not-listed",
-                    place=item,
-                    remedy=f"{did_you_mean(name, there)} Add it with --with {name}.",
-                )
-            interpolation.measure(item, key, (), {})
-            secrets.remember({key.rpartition(".")[2]: value}, key)
-            try:
-                change = OmegaConf.create()
-                OmegaConf.update(change, key, safe_yaml.load(value, item, in_shell=True))
-                config = OmegaConf.merge(config, change)  # type: ignore[assignment]
-            except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-                raise RecipeError(
-                    f"cannot be applied to {where}: {str(error).splitlines()[0]}.", code="override-failed", place=item
-                ) from None
-        resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    except MissingMandatoryValue as error:
-        raise RecipeError(
-            "found '???', which stands for a value to fill in.",
-            code="missing-value",
-            place=f"{where}: {error.full_key}",
-            remedy="Set it.",
-        ) from None
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise RecipeError(f"{str(error).splitlines()[0]}.", code="invalid-recipe", place=where) from None
-    resolved["plugins"] = plugins_by_name(resolved.get("plugins"), where, None, {})
-    return resolved

@@ -11,8 +11,7 @@ from typing import Any
 from fastloop import no_code
 from fastloop.distributed import ranks
 from fastloop.errors import FastloopError, UsageError, did_you_mean
-from fastloop.recipe import Inference, Recipe
-from fastloop.recipe.recipe import Train
+from fastloop.recipe import Inference, Recipe, Train
 
 SPLIT = "lm-eval"
 """The value of ``split`` in the results, and the beginning of their file's name."""

@@ -1,0 +1,157 @@
+"""Overrides of the command line, such as ``train.lr=1e-4`` and ``plugins.amp.dtype=fp16``, and the interpolations of the
+result."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastloop.errors import RecipeError, did_you_mean
+from fastloop.plugins.installed import defaults
+from fastloop.recipe import interpolation, safe_yaml, secrets
+from fastloop.recipe.plugin_references import plugins_by_name
+from fastloop.recipe.recipe import SECTIONS
+
+_OVERRIDE = re.compile(r"(?P<key>(\\[.\[\]=]|[^=\\]|\\(?![.\[\]=]))*)=(?P<value>.*)", re.DOTALL)
+"""``key=value``, divided at the first ``=``. A backslash before ``=`` makes it a part of the key: ``data.a\\=b=1``."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """An override of the command line.
+
+    Attributes:
+        text: The override for messages: ``key=value``.
+        key: A path in the recipe, with plugins by name: ``plugins.amp.dtype``.
+        value: YAML.
+    """
+
+    text: str
+    key: str
+    value: str
+
+    @property
+    def section(self) -> str:
+        """The section of the recipe."""
+        return self.key.partition(".")[0]
+
+    @property
+    def plugin(self) -> str:
+        """The name of the plugin, in an override of ``plugins``; empty: it is missing."""
+        return self.key.partition(".")[2].partition(".")[0]
+
+
+def apply_overrides(
+    tree: dict[str, Any], overrides: Iterable[str], where: str, references: Mapping[str, str]
+) -> dict[str, Any]:
+    """Apply overrides to a recipe, then OmegaConf's interpolations (``${train.lr}``).
+
+    Args:
+        tree: The recipe, with plugins by name. So is the result.
+        where: The recipe, for messages.
+        references: Plugin name -> its listed form, which an override may use, too.
+
+    Raises:
+        RecipeError: An override or an interpolation is invalid.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        interpolation.measure(tree, where, (), {})
+        config = OmegaConf.create(tree)
+        for item in overrides:
+            override = parse_override(item, references)
+            if override.section == "plugins":
+                _check_plugin(override, tree["plugins"], where)
+            config = _merge_override(config, override, where)
+        resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    except MissingMandatoryValue as error:
+        raise RecipeError(
+            "found '???', which stands for a value to fill in.",
+            code="missing-value",
+            place=f"{where}: {error.full_key}",
+            remedy="Set it.",
+        ) from None
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise RecipeError(f"{str(error).splitlines()[0]}.", code="invalid-recipe", place=where) from None
+    resolved["plugins"] = plugins_by_name(resolved.get("plugins"), where, None, {})
+    return resolved
+
+
+def parse_override(item: str, references: Mapping[str, str]) -> Override:
+    """Divide ``key=value``, and replace the listed form of a plugin by its name.
+
+    Raises:
+        RecipeError: It has another form, or there is no such section.
+    """
+    parts = _OVERRIDE.fullmatch(item)
+    if parts is None or not parts["key"]:
+        raise RecipeError(
+            "not an override.", code="not-an-override", place=item, expected="key=value, such as train.lr=1e-4"
+        )
+    override = Override(item, parts["key"], parts["value"])
+    if override.section not in SECTIONS:
+        raise RecipeError(
+            f"there is no section {override.section!r}.",
+            code="unknown-section",
+            place=item,
+            remedy=did_you_mean(override.section, SECTIONS),
+        )
+    for name, reference in references.items():
+        listed = f"plugins.{reference}."
+        if override.key.startswith(listed):
+            key = f"plugins.{name}.{override.key.removeprefix(listed)}"
+            return Override(f"{key}={override.value}", key, override.value)
+    return override
+
+
+def _check_plugin(override: Override, plugins: Mapping[str, Any], where: str) -> None:
+    """Check that a recipe has the plugin whose option an override sets: it is listed, or on by default.
+
+    Raises:
+        RecipeError: The plugin is missing in the override, or in the recipe.
+    """
+    name = override.plugin
+    if not name:
+        raise RecipeError(
+            "expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.",
+            code="not-an-override",
+            place=override.text,
+        )
+    on_by_default = [plugin for plugin in defaults() if plugin not in plugins]
+    if isinstance(plugins.get(name), Mapping) or name in on_by_default:
+        return
+    known = [plugin for plugin, options in plugins.items() if options is not False]
+    known += difflib.get_close_matches(name, on_by_default)
+    raise RecipeError(
+        f"the recipe {where} does not list {name!r}.",
+        code="plugin-not-listed",
+        place=override.text,
+        remedy=f"{did_you_mean(name, known)} Add it with --with {name}.",
+    )
+
+
+def _merge_override(config: Any, override: Override, where: str) -> Any:
+    """OmegaConf's configuration with the value of an override.
+
+    Raises:
+        RecipeError: The value is no YAML, or does not fit the recipe.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    interpolation.measure(override.text, override.key, (), {})
+    last_key = override.key.rpartition(".")[2]
+    secrets.remember({last_key: override.value}, override.key)
+    try:
+        change = OmegaConf.create()
+        OmegaConf.update(change, override.key, safe_yaml.load(override.value, override.text, in_shell=True))
+        return OmegaConf.merge(config, change)
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(
+            f"cannot be applied to {where}: {str(error).splitlines()[0]}.", code="override-failed", place=override.text
+        ) from None

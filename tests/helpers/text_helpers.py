@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,27 @@ def rows(count: int = 24, labels: tuple[Any, Any] = (0, 1)) -> list[dict[str, An
     return [
         {"text": f"{(BAD, GOOD)[i % 2]} number {i}" + " indeed" * (i % 5), "label": labels[i % 2]} for i in range(count)
     ]
+
+
+def write_rows(path: str, content: list[dict[str, Any]]) -> str:
+    """Write rows in the format of the suffix: .csv, .tsv, .json, .parquet, or else .jsonl. Returns the path."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix in (".csv", ".tsv"):
+        with file.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(content[0]), delimiter="," if file.suffix == ".csv" else "\t")
+            writer.writeheader()
+            writer.writerows(content)
+    elif file.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(content), file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(content))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return path
 
 
 def make_run(

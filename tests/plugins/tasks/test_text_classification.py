@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_text_data import write
-from text_helpers import TINY, TINY_GPT, make_run, rows
+from text_helpers import TINY, TINY_GPT, make_run, rows, write_rows
 from training_runs import execute
 
 from fastloop.errors import RecipeError
@@ -28,8 +27,8 @@ DATA = {
 
 @pytest.fixture(autouse=True)
 def _files():
-    write("train.csv", rows(32, labels=("bad", "good")))
-    write("test.csv", rows(12, labels=("bad", "good")))
+    write_rows("train.csv", rows(32, labels=("bad", "good")))
+    write_rows("test.csv", rows(12, labels=("bad", "good")))
 
 
 @pytest.fixture

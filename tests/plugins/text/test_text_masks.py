@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import DEVICE, emulation
-from test_text_data import write
-from text_helpers import TINY, TINY_GPT, make_run, rows
+from text_helpers import TINY, TINY_GPT, make_run, rows, write_rows
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
@@ -227,7 +226,7 @@ def test_a_compiled_model_has_one_graph_for_batches_of_all_widths(name):
 
 
 def test_a_batch_has_a_mask_where_it_has_padding():
-    write("train.csv", rows(32))
+    write_rows("train.csv", rows(32))
     run = make_run(
         "text-classification", {"config": TINY}, {"files": {"train": "train.csv"}, "label": "label", "max_length": 12}
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import logging
@@ -12,32 +11,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from text_helpers import TINY, make_run, rows
+from text_helpers import TINY, make_run, rows, write_rows
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
 from fastloop_plugins.text.data import TextData
-
-
-def write(path: str, content: list[dict]) -> str:
-    """Rows as the kind of file that the suffix says."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix in (".csv", ".tsv"):
-        with file.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, list(content[0]), delimiter="," if file.suffix == ".csv" else "\t")
-            writer.writeheader()
-            writer.writerows(content)
-    elif file.suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist(content), file)
-    elif file.suffix == ".json":
-        file.write_text(json.dumps(content))
-    else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in content))
-    return path
 
 
 def read(labelled: bool = True, **data):
@@ -62,7 +40,7 @@ def test_every_file_type_gives_the_same_rows(suffix):
         {"text": "NA", "label": 0},
         {"text": "007", "label": 1},
     ]
-    found = read(files={"train": write(f"train.{suffix}", content), "validation": write(f"v.{suffix}", rows(4))}).load()
+    found = read(files={"train": write_rows(f"train.{suffix}", content), "validation": write_rows(f"v.{suffix}", rows(4))}).load()
     assert list(found["train"].texts) == [row["text"] for row in content]
     assert found["train"].labels.tolist() == [row["label"] for row in content]
     assert len(found["validation"].texts) == 4
@@ -71,7 +49,7 @@ def test_every_file_type_gives_the_same_rows(suffix):
 
 def test_files_replace_dataset_of_shipped_recipe_with_a_message(caplog):
     caplog.set_level(logging.INFO, "fastloop")
-    write("train.csv", rows(4))
+    write_rows("train.csv", rows(4))
     assert len(read(name="imdb", files={"train": "train.csv"}, validation_fraction=0).load()["train"].texts) == 4
     assert "files are given, so data.name (imdb) is not used" in caplog.text
 
@@ -99,7 +77,7 @@ def test_many_files_do_not_fill_the_log(caplog):
 
 def test_lists_and_patterns_of_files_are_read_together():
     for name in ("b", "a"):
-        write(f"part-{name}.csv", [{"text": f"{name} {row['text']}", "label": row["label"]} for row in rows(2)])
+        write_rows(f"part-{name}.csv", [{"text": f"{name} {row['text']}", "label": row["label"]} for row in rows(2)])
 
     def texts(given):
         return list(read(files={"train": given}, validation_fraction=0).load()["train"].texts)
@@ -111,7 +89,7 @@ def test_lists_and_patterns_of_files_are_read_together():
 
 
 def test_paths_are_also_looked_for_beside_the_recipe(monkeypatch):
-    write("here/data/train.csv", rows(4))
+    write_rows("here/data/train.csv", rows(4))
     recipe = make_recipe(
         {"data": {"files": {"train": "data/*.csv"}, "label": "label", "validation_fraction": 0}},
         Path("here/recipe.yaml"),
@@ -147,8 +125,8 @@ def test_a_folder_of_files_is_a_dataset(tmp_path, monkeypatch):
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    write("folder/train.csv", rows(8))
-    write("folder/test.csv", rows(4))
+    write_rows("folder/train.csv", rows(8))
+    write_rows("folder/test.csv", rows(4))
     found = read(name="folder").load()
     assert (len(found["train"].texts) + len(found["validation"].texts), len(found["test"].texts)) == (8, 4)
 
@@ -173,7 +151,7 @@ def test_a_folder_of_webdataset_archives_is_a_dataset(tmp_path, monkeypatch):
 
 def test_validation_split_is_held_out_with_a_message(caplog):
     caplog.set_level(logging.INFO, "fastloop")
-    write("train.csv", rows(40))
+    write_rows("train.csv", rows(40))
     first, again = (read(files={"train": "train.csv"}, validation_fraction=0.25).load() for _ in range(2))
     assert (len(first["train"].texts), len(first["validation"].texts)) == (30, 10)
     assert {*first["train"].texts, *first["validation"].texts} == {row["text"] for row in rows(40)}
@@ -183,12 +161,12 @@ def test_validation_split_is_held_out_with_a_message(caplog):
 
 
 def test_no_held_out_share_is_no_evaluation():
-    write("train.csv", rows(4))
+    write_rows("train.csv", rows(4))
     assert list(read(files={"train": "train.csv"}, validation_fraction=0).load()) == ["train"]
 
 
 def test_limit_draws_from_everywhere_so_sorted_files_keep_all_classes():
-    write("train.csv", sorted(rows(100), key=lambda row: row["label"]))
+    write_rows("train.csv", sorted(rows(100), key=lambda row: row["label"]))
     found = read(
         files={"train": "train.csv", "test": "train.csv"}, limit={"train": 20, "validation": 4, "test": 1000}
     ).load()
@@ -197,7 +175,7 @@ def test_limit_draws_from_everywhere_so_sorted_files_keep_all_classes():
 
 
 def test_string_labels_are_numbered_in_sorted_order():
-    write("train.jsonl", rows(6, labels=("pos", "neg")))
+    write_rows("train.jsonl", rows(6, labels=("pos", "neg")))
     data = read(files={"train": "train.jsonl"}, validation_fraction=0)
     assert data.load()["train"].labels.tolist() == [1, 0] * 3
     assert data.classes == ["neg", "pos"]
@@ -245,13 +223,13 @@ def check(labelled: bool = True, **data) -> str:
     ],
 )
 def test_a_wrong_data_section_is_refused_before_anything_is_loaded(data, message):
-    write("a.csv", rows(2))
+    write_rows("a.csv", rows(2))
     Path("a.xlsx").touch()
     assert message in check(**data)
 
 
 def test_a_language_model_refuses_labels():
-    write("a.csv", rows(2))
+    write_rows("a.csv", rows(2))
     assert "data.label: a language model has no labels" in check(
         labelled=False, files={"train": "a.csv"}, label="label"
     )
@@ -261,7 +239,7 @@ def test_a_language_model_refuses_labels():
 
 
 def test_missing_columns_are_named_with_those_there_are():
-    write("train.csv", [{"texts": "a", "label": 0}])
+    write_rows("train.csv", [{"texts": "a", "label": 0}])
     message = refusal(files={"train": "train.csv"})
     assert (
         message
@@ -271,8 +249,8 @@ def test_missing_columns_are_named_with_those_there_are():
 
 
 def test_a_label_column_that_only_test_lacks_is_named_with_the_file():
-    write("train.csv", rows(4))
-    write("test.csv", [{"text": "a"}])
+    write_rows("train.csv", rows(4))
+    write_rows("test.csv", [{"text": "a"}])
     assert refusal(files={"train": "train.csv", "test": "test.csv"}).startswith(
         "test.csv: there is no column 'label', which data.label names."
     )
@@ -300,13 +278,13 @@ def test_a_label_column_that_only_test_lacks_is_named_with_the_file():
     ],
 )
 def test_invalid_labels_error_has_file_row_and_key(labels, message):
-    write("train.jsonl", [{"text": "some text", "label": label} for label in labels])
+    write_rows("train.jsonl", [{"text": "some text", "label": label} for label in labels])
     assert message in refusal(files={"train": "train.jsonl"})
 
 
 def test_a_label_never_seen_in_training_is_refused_with_the_way_out():
-    write("train.csv", rows(4))
-    write("test.csv", [{"text": "a", "label": 1}, {"text": "b", "label": -1}])
+    write_rows("train.csv", rows(4))
+    write_rows("test.csv", [{"text": "a", "label": 1}, {"text": "b", "label": -1}])
     message = refusal(files={"train": "train.csv", "test": "test.csv"})
     assert (
         "test.csv, row 2: column 'label' (data.label) holds -1, which never occurs in training. There: 0, 1." in message
@@ -316,21 +294,21 @@ def test_a_label_never_seen_in_training_is_refused_with_the_way_out():
 
 
 def test_empty_splits_are_rejected_and_few_empty_texts_logged(caplog):
-    write("train.csv", rows(4))
+    write_rows("train.csv", rows(4))
     Path("header.csv").write_text("text,label\n")
     Path("nothing.csv").write_text("")
     Path("nothing.jsonl").write_text("")
     for empty in ("header.csv", "nothing.csv", "nothing.jsonl"):
         assert f"{empty}: the test split is empty" in refusal(files={"train": "train.csv", "test": empty})
-    write("blank.jsonl", [{"text": "", "label": 0}, {"text": None, "label": 1}])
+    write_rows("blank.jsonl", [{"text": "", "label": 0}, {"text": None, "label": 1}])
     assert "blank.jsonl: all 2 texts in column 'text' are empty (data.text)." in refusal(files={"train": "blank.jsonl"})
-    write("some.jsonl", [*rows(4), {"text": " ", "label": 1}])
+    write_rows("some.jsonl", [*rows(4), {"text": " ", "label": 1}])
     read(files={"train": "some.jsonl"}).load()
     assert "some.jsonl: 1 of 5 texts are empty" in caplog.text
 
 
 def test_non_string_texts_are_rejected():
-    write("train.jsonl", [{"text": "a", "label": 0}, {"text": 3, "label": 1}])
+    write_rows("train.jsonl", [{"text": "a", "label": 0}, {"text": 3, "label": 1}])
     assert "train.jsonl, row 2: column 'text' (data.text) holds 3 (int), expected text." in refusal(
         files={"train": "train.jsonl"}
     )

@@ -160,7 +160,7 @@ def test_an_explicit_address_stays_as_it_is():
 def test_the_user_chooses_the_interface(monkeypatch):
     """control: GLOO_SOCKET_IFNAME, several machines and other addresses are left to the user"""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert [one["GLOO_SOCKET_IFNAME"] for one in launch.local_group(2)] == ["lo", "lo"]
+    assert [one["GLOO_SOCKET_IFNAME"] for one in launch.variables_of_each(2)] == ["lo", "lo"]
     assert "GLOO_SOCKET_IFNAME" not in launch.member(0, 1, "10.0.0.1", "29500", nnodes=2)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert "GLOO_SOCKET_IFNAME" not in launch.member(0, 2, "127.0.0.1", "29500")

@@ -69,8 +69,8 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     command = [*module_command("fastloop"), *arguments]
     earlier_kills = platform_support.kills()
     processes = []
-    for local in range(nproc):
-        environment = os.environ | member(local, nproc, host, port, nnodes, node_rank)
+    for local_rank in range(nproc):
+        environment = os.environ | process_variables(local_rank, nproc, host, port, nnodes, node_rank)
         environment[LAUNCHER] = f"{os.getpid()} {launch_options}"
         processes.append(subprocess.Popen(command, env=environment))
     failed = _wait(processes)
@@ -139,8 +139,10 @@ def _check_options(nproc: int, nnodes: int, node_rank: int, master: str | None) 
     return host, port
 
 
-def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_rank: int = 0) -> dict[str, str]:
-    """Environment variables of process ``local`` of ``nproc`` on this machine. The processes share its processors
+def process_variables(
+    local_rank: int, nproc: int, host: str, port: str, nnodes: int = 1, node_rank: int = 0
+) -> dict[str, str]:
+    """Environment variables of process ``local_rank`` of ``nproc`` on this machine. The processes share its processors
     equally.
 
     On one machine, gloo listens on the loopback interface. Otherwise it listens on the address of the machine's name.
@@ -149,8 +151,8 @@ def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_r
     variables = {
         "WORLD_SIZE": str(nproc * nnodes),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "RANK": str(node_rank * nproc + local),
-        "LOCAL_RANK": str(local),
+        "RANK": str(node_rank * nproc + local_rank),
+        "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads),
@@ -162,12 +164,12 @@ def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_r
     return variables
 
 
-def local_group(count: int) -> list[dict[str, str]]:
+def variables_of_each(count: int) -> list[dict[str, str]]:
     """The environment variables of each of ``count`` processes on a single machine; none for a single process."""
     if count == 1:
         return [{}]
     port = str(free_port())
-    return [member(rank, count, LOOPBACK, port) for rank in range(count)]
+    return [process_variables(rank, count, LOOPBACK, port) for rank in range(count)]
 
 
 def free_port() -> int:

@@ -116,11 +116,11 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as aside:
         processes = []
-        for rank, member in enumerate(launch.local_group(count)):
+        for rank, variables in enumerate(launch.variables_of_each(count)):
             given = (
                 function,
                 arguments,
-                os.environ | member,
+                os.environ | variables,
                 folder,
                 Path(aside, str(rank)),
                 [*warnings.filters],

@@ -67,50 +67,54 @@ def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: 
 
     from fastloop.recipe.references import import_object
 
-    known = {name: getattr(home, name) for home in (torchmetrics, classification, regression) for name in home.__all__}
-    found: dict[str, type[Metric]] = {}
+    by_name: dict[str, Any] = {}
+    for module in (torchmetrics, classification, regression):
+        for name in module.__all__:
+            by_name[name] = getattr(module, name)
+    classes: dict[str, type[Metric]] = {}
     for name, arguments in options.items():
-        where, kind = f"{recipe.where}: {key}.{name}", str(arguments.get("type"))
+        place = f"{recipe.where}: {key}.{name}.type"
+        kind = str(arguments.get("type"))
         if ":" in kind:
             cls = import_object(kind, recipe, f"{key}.{name}.type")
             if not (isinstance(cls, type) and issubclass(cls, torchmetrics.Metric)):
                 raise RecipeError(
-                    f"{kind} is not a subclass of torchmetrics.Metric.", code="unknown-metric", place=f"{where}.type"
+                    f"{kind} is not a subclass of torchmetrics.Metric.", code="unknown-metric", place=place
                 )
-        elif kind in known:
-            cls = known[kind]
+        elif kind in by_name:
+            cls = by_name[kind]
         else:
             raise RecipeError(
                 f"torchmetrics has no {kind!r}.",
                 code="unknown-metric",
-                place=f"{where}.type",
-                remedy=did_you_mean(kind, known),
+                place=place,
+                remedy=did_you_mean(kind, by_name),
             )
-        found[name] = cls
-    return found
+        classes[name] = cls
+    return classes
 
 
 def make_metrics(
     classes: Mapping[str, type[Metric]],
     options: Mapping[str, Mapping[str, Any]],
     where: str,
-    known: Mapping[str, Any] | None = None,
-    own: Mapping[str, Metric] | None = None,
+    task_arguments: Mapping[str, Any] | None = None,
+    task_metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, Metric]:
     """Name -> metric: those of the task, and those of the recipe.
 
     Args:
         classes: The result of ``find_metrics``.
         where: The recipe and the key, for messages.
-        known: Arguments that the task knows, for the metrics that have such a parameter.
-        own: The metrics of the task.
+        task_arguments: Arguments that the task knows, for the metrics that have such a parameter.
+        task_metrics: Name -> metric of the task.
 
     Raises:
         RecipeError: A metric has the name of one of the task, or does not take its arguments.
     """
-    made = dict(own or {})
+    metrics = dict(task_metrics or {})
     for name, cls in classes.items():
-        if name in made:
+        if name in metrics:
             raise RecipeError(
                 f"the task has a metric {name!r}.",
                 code="name-taken",
@@ -118,13 +122,15 @@ def make_metrics(
                 remedy="Call this one something else.",
             )
         arguments = {key: value for key, value in options[name].items() if key != "type"}
-        for key in (known or {}).keys() & inspect.signature(cls).parameters.keys():
-            arguments.setdefault(key, (known or {})[key])
+        parameters = inspect.signature(cls).parameters
+        for key, value in (task_arguments or {}).items():
+            if key in parameters:
+                arguments.setdefault(key, value)
         try:
-            made[name] = cls(**arguments)
+            metrics[name] = cls(**arguments)
         except (TypeError, ValueError) as error:
             raise RecipeError(str(error), code="invalid-value", place=f"{where}.{name}") from None
-    return made
+    return metrics
 
 
 def collect(metrics: Mapping[str, Metric], where: str) -> MetricCollection:
@@ -147,10 +153,10 @@ def classifier_metrics(
     classes: Mapping[str, type[Metric]],
     options: Mapping[str, Mapping[str, Any]],
     where: str,
-    count: int,
+    num_classes: int,
     threshold: float | None,
 ) -> MetricCollection:
-    """``accuracy`` and ``f1``, and the recipe's metrics, of logits of shape (N, count) and labels of shape (N,).
+    """``accuracy`` and ``f1``, and the recipe's metrics, of logits (N, num_classes) and labels (N,).
 
     Metrics of two classes, such as ``BinaryAUROC``, get the probability of class 1.
 
@@ -163,9 +169,9 @@ def classifier_metrics(
     from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
     from torchmetrics.wrappers import LambdaInputTransformer
 
-    if threshold is not None and count != 2:
+    if threshold is not None and num_classes != 2:
         raise RecipeError(
-            f"is for two classes, and the data has {count}.",
+            f"is for two classes, and the data has {num_classes}.",
             code="unknown-option",
             place=f"{where.removesuffix('.metrics')}.threshold",
             remedy="Remove it.",
@@ -175,19 +181,23 @@ def classifier_metrics(
         return logits.argmax(1) if threshold is None else (probability(logits) > threshold).long()
 
     metrics: dict[str, Any] = {
-        "accuracy": MulticlassAccuracy(count, average="micro"),
-        "f1": MulticlassF1Score(count, average="macro"),
+        "accuracy": MulticlassAccuracy(num_classes, average="micro"),
+        "f1": MulticlassF1Score(num_classes, average="macro"),
     }
     if threshold is not None:
         metrics["accuracy"] = LambdaInputTransformer(metrics["accuracy"], transform_pred=decide)
-    if count == 2:
+    if num_classes == 2:
         metrics["f1"] = LambdaInputTransformer(BinaryF1Score(validate_args=False), transform_pred=decide)
-    known = {"num_classes": count, "task": "multiclass"} | ({"threshold": threshold} if threshold is not None else {})
-    metrics = make_metrics(classes, options, where, known, metrics)
-    for name in (name for name, cls in classes.items() if cls.__name__.startswith("Binary")):
-        if count != 2:
+    arguments: dict[str, Any] = {"num_classes": num_classes, "task": "multiclass"}
+    if threshold is not None:
+        arguments["threshold"] = threshold
+    metrics = make_metrics(classes, options, where, arguments, metrics)
+    for name, cls in classes.items():
+        if not cls.__name__.startswith("Binary"):
+            continue
+        if num_classes != 2:
             raise RecipeError(
-                f"{classes[name].__name__} is for two classes, and the data has {count}.",
+                f"{cls.__name__} is for two classes, and the data has {num_classes}.",
                 code="wrong-metric",
                 place=f"{where}.{name}.type",
             )

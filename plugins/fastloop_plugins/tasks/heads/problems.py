@@ -72,7 +72,7 @@ class Regression:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*will save all targets")  # two numbers for each text
             metrics["spearman"] = SpearmanCorrCoef()
-        return collect(make_metrics(classes, options, where, own=metrics), where)
+        return collect(make_metrics(classes, options, where, task_metrics=metrics), where)
 
     def column_names(self, names: Sequence[str]) -> list[str]:
         """The names of ``columns``."""

@@ -7,7 +7,7 @@ import logging
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,12 @@ from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.export.card import BASE_CONFIG
 from fastloop_tools.inference.evaluate import Arguments, Target
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop.recipe import Recipe
+    from fastloop_tools.export.onnx_model import Exported
 
 log = logging.getLogger("fastloop")
 
@@ -89,14 +95,14 @@ def export(
     with (
         signals.on_signals(signals.stop_now),
         tempfile.TemporaryDirectory(prefix="fastloop-export-") as scratch,
-        folder.written(out) as made,
+        folder.written(out) as unfinished,
     ):
-        model = source.make_model(recipe, weights, to == "adapter", Path(scratch))
-        message = write(recipe, model, made, to, out.name, Path(target).resolve().name)
-        if message:
-            typer.echo(message)
+        model_folder = source.make_model(recipe, weights, to == "adapter", Path(scratch))
+        comparison = write(recipe, model_folder, unfinished, to, out.name, Path(target).resolve().name)
+        if comparison:
+            typer.echo(comparison)
         if quantize:
-            write_int8(recipe, model, made, to)
+            write_int8(recipe, model_folder, unfinished, to)
     typer.echo(f"written to {out}")
     if push is not None:
         typer.echo(f"uploaded to {hub.upload(out, push)}")
@@ -141,64 +147,86 @@ def default_folder(target: Path, checkpoint: str | None, to: str) -> Path:
     return target.with_name(f"{target.name}-{to}")
 
 
-def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str) -> str:
-    """Write the files of an export. Returns a message about the comparison; empty without one.
+def write(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: str, source_name: str) -> str:
+    """Write the files of an export. Returns the comparison of an ONNX model with the torch model; empty for another
+    one.
 
     Args:
-        model: The folder of the exported model.
-        made: The folder to write to.
-        name: The final name of ``made``.
-        source: The name of the run or model, for the README.
+        recipe: The recipe of the model. An ONNX export sets its ``inference``.
+        model_folder: The folder of the exported model.
+        destination: The folder to write to.
+        name: The final name of ``destination``.
+        source_name: The name of the run or model, for the README.
     """
-    from fastloop.export.card import ModelCard, is_own, rename
-    from fastloop.recipe import Inference
-    from fastloop.runtime.files import read_json_object
-    from fastloop_tools.export.card import onnx_card
-
     exported = None
+    ignored = (".*",)
     if to == "onnx":
+        from fastloop.recipe import Inference
         from fastloop_tools.export import calls, onnx_model
 
-        recipe.inference = Inference(model, "test")
+        ignored = WEIGHTS
+        recipe.inference = Inference(model_folder, "test")
         with calls.open_exported(recipe) as (run, has_data):
-            exported = onnx_model.export(run.unwrap_model(), calls.record(run, has_data), made, source)
-    shutil.copytree(
-        model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",)))
-    )
-    readme = made / "README.md"
-    names = read_json_object(model / (BASE_CONFIG if to == "adapter" else "config.json")).get("id2label") or {}
-    labels = {int(index): str(label) for index, label in names.items()}
+            recorded = calls.record(run, has_data)
+            exported = onnx_model.export(run.unwrap_model(), recorded, destination, source_name)
+    shutil.copytree(model_folder, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
+    config = model_folder / (BASE_CONFIG if to == "adapter" else "config.json")
+    write_readme(destination, name, source_name, read_labels(config), exported)
+    return "" if exported is None else str(exported)
+
+
+def read_labels(config: Path) -> dict[int, str]:
+    """The names of classes in the configuration of a model: class -> name. Empty without classes."""
+    from fastloop.runtime.files import read_json_object
+
+    names = read_json_object(config).get("id2label") or {}
+    return {int(index): str(label) for index, label in names.items()}
+
+
+def write_readme(
+    destination: Path, name: str, source_name: str, labels: dict[int, str], exported: Exported | None
+) -> None:
+    """Write the README of an export. One that a user has written stays.
+
+    Args:
+        exported: The ONNX model; None: the export is a model of transformers.
+    """
+    from fastloop.export.card import ModelCard, is_own, rename
+    from fastloop_tools.export.card import onnx_card
+
+    readme = destination / "README.md"
     if exported is not None:
-        readme.write_text(onnx_card(name, source, labels, exported), encoding="utf-8")
+        page = onnx_card(name, source_name, labels, exported)
     elif not readme.exists():  # a model of another program, or of an earlier version
-        page = ModelCard(title=source, name=name, labels=labels).render(made)
-        readme.write_text(page, encoding="utf-8")
+        page = ModelCard(title=source_name, name=name, labels=labels).render(destination)
     elif is_own(readme):
-        readme.write_text(rename(readme.read_text(encoding="utf-8"), name), encoding="utf-8")
-    return str(exported) if exported else ""
+        page = rename(readme.read_text(encoding="utf-8"), name)
+    else:
+        return
+    readme.write_text(page, encoding="utf-8")
 
 
-def write_int8(recipe: Any, model: Path, made: Path, to: str) -> None:
+def write_int8(recipe: Recipe, model_folder: Path, destination: Path, to: str) -> None:
     """Quantize the files of an export, and print the metrics before and after.
 
     Args:
-        model: The folder of the exported model.
-        made: The folder of the export.
+        model_folder: The folder of the exported model.
+        destination: The folder of the export.
     """
     from fastloop_tools.export import quantize as int8
     from fastloop_tools.shared.tables import markdown_table, show_table
 
-    before = int8.size_of(made)
+    size_before = int8.size_of(destination)
 
-    def change(network: Any) -> None:
+    def quantize(model: nn.Module) -> None:
         if to == "onnx":
-            int8.quantize_onnx(made / "model.onnx")
-            int8.use_onnx(network, made / "model.onnx")
+            int8.quantize_onnx(destination / "model.onnx")
+            int8.use_onnx(model, destination / "model.onnx")
         else:
-            int8.quantize_folder(network, model, made)
+            int8.quantize_folder(model, model_folder, destination)
 
-    found = int8.measure(recipe, model, change)
-    rows = int8.describe(found, before, int8.size_of(made))
+    metrics = int8.measure(recipe, model_folder, quantize)
+    rows = int8.describe(metrics, size_before, int8.size_of(destination))
     show_table(int8.HEAD, rows)
-    with (made / "README.md").open("a", encoding="utf-8") as file:
+    with (destination / "README.md").open("a", encoding="utf-8") as file:
         file.write("\n".join(["", "The weights are then rounded to int8.", "", *markdown_table(int8.HEAD, rows)]))

@@ -5,8 +5,8 @@
 
 Importing this package imports nothing. Each name is loaded on its first use, and torch only with names that need it.
 
-To read the core, begin with ``hookspecs``, and read ``loop``, ``run`` and ``lifecycle`` beside it. Its folders list their
-files. The files beside this one::
+To read the core, begin with ``hookspecs``, and read ``loop``, ``run`` and ``lifecycle`` beside it. Each folder lists
+its files in its ``__init__``. The files beside this one::
 
     hookspecs                 # every hook, in the order in which it fires
     implementations, default_hooks   # the hooks that the core implements

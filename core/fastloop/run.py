@@ -81,7 +81,7 @@ class Run:
         build_record: The settings with which the run was built, for its checkpoints.
         resume_point: ``(checkpoint folder, warnings)`` to resume from, or None.
         scalars: The values since the last log point; see ``log``.
-        steps_to_compare: Optimizer steps after which the processes will compare facts; see ``distributed.compared_facts``.
+        steps_to_compare: Optimizer steps after which the processes will compare facts; see ``compared_facts``.
         updates: Calls of ``apply_gradients`` in the current step.
         is_recording: Whether a plugin records the operations of the current step, to repeat them in later ones. Nothing
             may read a number from the device meanwhile.

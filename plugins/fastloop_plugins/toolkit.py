@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from fastloop.runtime.platform_support import cores, processors
     from fastloop_plugins._cache import private_cache
     from fastloop_plugins._foreign_load import ForeignLoad
-    from fastloop_plugins.models.wrapped import BERT_LIKE, model_type, transformers_model
     from fastloop_plugins._task_traits import recipe_traits, require_trait
     from fastloop_plugins.data._varlen import computing_dtype, head_size
     from fastloop_plugins.models.adapters import importing_bitsandbytes
+    from fastloop_plugins.models.wrapped import BERT_LIKE, model_type, transformers_model
 
 PLACES = {
     "BERT_LIKE": "fastloop_plugins.models.wrapped",

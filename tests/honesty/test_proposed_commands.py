@@ -584,7 +584,9 @@ CASES: dict[str, Case] = {
     # -- the command line
     "an override": Case(("recipe/overrides.py train.lr=",), module("lr"), (r"such as (train\.lr=1e-4)",), drop=("lr",)),
     "a plugin that is not listed": Case(
-        ("recipe/overrides.py --with", "recipe/loading.py --with"), module("plugins.ema.decay=0.9"), (r"Add it with (--with ema)",)
+        ("recipe/overrides.py --with", "recipe/loading.py --with"),
+        module("plugins.ema.decay=0.9"),
+        (r"Add it with (--with ema)",),
     ),
     "a required plugin": Case(
         ("plugins/declarations.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)

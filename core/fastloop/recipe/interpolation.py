@@ -40,10 +40,11 @@ def measure(tree: Any, where: str, path: tuple[Any, ...], sizes: dict[tuple[Any,
             value = value[int(key)] if isinstance(value, list) or key not in value else value[key]
         except (LookupError, TypeError, ValueError):
             return 0
+    place = f"{where}{_key(path)}"
     size = 1
     sizes[path] = 0  # while it is computed
     if isinstance(value, str):
-        parts = _references(value, path, f"{where}{_key(path)}")
+        parts = _references(value, path, place)
         size += len(value) + 100 * len(parts)
     elif isinstance(value, list):
         parts = [(*path, index) for index in range(len(value))]
@@ -57,7 +58,7 @@ def measure(tree: Any, where: str, path: tuple[Any, ...], sizes: dict[tuple[Any,
         raise RecipeError(
             f"more than {MAX_SIZE:,} characters, with expanded ${{...}}.",
             code="too-large",
-            place=f"{where}{_key(path)}",
+            place=place,
             remedy="Shorten it, or use ${...} less often.",
         )
     return size

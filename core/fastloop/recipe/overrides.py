@@ -1,5 +1,4 @@
-"""Overrides of the command line, such as ``train.lr=1e-4`` and ``plugins.amp.dtype=fp16``, and the interpolations of the
-result."""
+"""Overrides of the command line, such as ``train.lr=1e-4`` and ``plugins.amp.dtype=fp16``."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
-from fastloop_plugins.models.wrapped import BERT_LIKE, model_type, transformers_model
 from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._shapes import MULTIPLE, cheap_multiple, multiple_for
+from fastloop_plugins.models.wrapped import BERT_LIKE, model_type, transformers_model
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
-from fastloop_plugins.models.wrapped import BERT_LIKE, model_type
 from fastloop_plugins._task_traits import recipe_traits, require_trait
+from fastloop_plugins.models.wrapped import BERT_LIKE, model_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

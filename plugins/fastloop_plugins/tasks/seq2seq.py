@@ -27,10 +27,10 @@ from fastloop import Output, hookimpl, option
 from fastloop_plugins.models.checks import check_target_loss
 from fastloop_plugins.tasks._seq2seq_parts import (
     GENERATED,
-    Seq2SeqData,
     PairSequences,
-    Seq2SeqTextData,
+    Seq2SeqData,
     Seq2SeqModel,
+    Seq2SeqTextData,
     encode_rows,
     generated_metrics,
     pair_samples,

@@ -14,8 +14,8 @@ from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Plugin, PluginError, hookimpl, option
-from fastloop_plugins.models.wrapped import transformers_model
 from fastloop_plugins._task_traits import require_trait
+from fastloop_plugins.models.wrapped import transformers_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

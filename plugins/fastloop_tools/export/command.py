@@ -159,7 +159,7 @@ def write(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: 
         source_name: The name of the run or model, for the README.
     """
     exported = None
-    ignored = (".*",)
+    ignored: tuple[str, ...] = (".*",)
     if to == "onnx":
         from fastloop.recipe import Inference
         from fastloop_tools.export import calls, onnx_model

@@ -10,8 +10,8 @@ import pytest
 import torch
 from compared_facts_runs import SAMPLES, all_of
 
-from fastloop.distributed import compared_facts
 from fastloop.data.digests import sample_digest
+from fastloop.distributed import compared_facts
 from fastloop.errors import ProcessesDisagree
 
 CASES = [

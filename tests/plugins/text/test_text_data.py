@@ -40,7 +40,9 @@ def test_every_file_type_gives_the_same_rows(suffix):
         {"text": "NA", "label": 0},
         {"text": "007", "label": 1},
     ]
-    found = read(files={"train": write_rows(f"train.{suffix}", content), "validation": write_rows(f"v.{suffix}", rows(4))}).load()
+    found = read(
+        files={"train": write_rows(f"train.{suffix}", content), "validation": write_rows(f"v.{suffix}", rows(4))}
+    ).load()
     assert list(found["train"].texts) == [row["text"] for row in content]
     assert found["train"].labels.tolist() == [row["label"] for row in content]
     assert len(found["validation"].texts) == 4

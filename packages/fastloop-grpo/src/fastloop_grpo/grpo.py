@@ -350,7 +350,9 @@ class GRPO(TextTask):
         sums = torch.tensor(sum_rewards(self.functions, parts), dtype=torch.float64)
         return Rollout(asked, completions, sums.view(len(asked), count), parts, scored)
 
-    def score(self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int) -> ScoredCompletions:
+    def score(
+        self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int
+    ) -> ScoredCompletions:
         """The arguments of reward functions, for the completions of prompts with these numbers."""
         from transformers import TrainerState
 

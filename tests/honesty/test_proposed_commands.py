@@ -735,7 +735,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "fastloop_migrate/import_config.py fastloop import",
         "inference/predict.py fastloop predict",
         "recipe/overrides.py --without",
-        "recipe/loading.py --without",
         "report/read.py fastloop train",
         "report/read.py fastloop evaluate",
         "scale/model.py --without",

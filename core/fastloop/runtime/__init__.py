@@ -5,6 +5,7 @@ memory                    # its peak, and what the process holds now
 files, step_folders       # durable files, and the folders of checkpoints
 hardware, platform_support   # the device, and services that some platforms lack
 random_states             # seeded, saved and restored
+device_copies             # batches, copied to the device
 host_copies               # numbers of the device, read without waiting for it
 tracebacks, main_module   # the line of user code that failed, and the script that trains
 """

@@ -128,7 +128,7 @@ def ranks(count: int) -> list[dict[str, str]]:
     if count == 1:
         return [{}]
     port = str(launch.free_port())
-    return [launch.member(rank, count, "127.0.0.1", port) for rank in range(count)]
+    return [launch.process_variables(rank, count, "127.0.0.1", port) for rank in range(count)]
 
 
 class Forked:

@@ -128,7 +128,7 @@ def measured(arm: str, steps: int = 7) -> dict[str, Any]:
     """Train an arm on this process of several. Returns the largest bytes over the processes, and the wire if ``steps``
     suffice."""
     if arm.startswith("zero") and "RANK" not in os.environ:  # DeepSpeed needs a launcher
-        os.environ.update(launch.member(0, 1, "127.0.0.1", str(launch.free_port())))
+        os.environ.update(launch.process_variables(0, 1, "127.0.0.1", str(launch.free_port())))
     counter = Counter()
     with tempfile.TemporaryDirectory() as folder:
         loaded = recipe(ARMS[arm], output=f"{folder}/run", max_steps=steps)

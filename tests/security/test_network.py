@@ -161,6 +161,6 @@ def test_the_user_chooses_the_interface(monkeypatch):
     """control: GLOO_SOCKET_IFNAME, several machines and other addresses are left to the user"""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert [one["GLOO_SOCKET_IFNAME"] for one in launch.variables_of_each(2)] == ["lo", "lo"]
-    assert "GLOO_SOCKET_IFNAME" not in launch.member(0, 1, "10.0.0.1", "29500", nnodes=2)
+    assert "GLOO_SOCKET_IFNAME" not in launch.process_variables(0, 1, "10.0.0.1", "29500", nnodes=2)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert "GLOO_SOCKET_IFNAME" not in launch.member(0, 2, "127.0.0.1", "29500")
+    assert "GLOO_SOCKET_IFNAME" not in launch.process_variables(0, 2, "127.0.0.1", "29500")

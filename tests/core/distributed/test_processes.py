@@ -14,7 +14,7 @@ from fastloop.cli import launch
 @pytest.mark.slow
 def test_two_processes_without_a_strategy_are_refused():
     pytest.importorskip("sklearn")
-    ranks = [launch.member(rank, 2, "127.0.0.1", str(launch.free_port())) for rank in (0, 1)]
+    ranks = [launch.process_variables(rank, 2, "127.0.0.1", str(launch.free_port())) for rank in (0, 1)]
     train = ("-m", "fastloop", "train", "digits_module", "train.device=cpu", "output=out", "--without", "ddp")
     for command in [forked.Command(*train, env=os.environ | rank) for rank in ranks]:
         assert command.wait(300) == 2

@@ -15,7 +15,7 @@ Requires pytest: ``pip install 'fastloop-train[testing]'``.
 
 tiny, runs, tasks         # trains a tiny model, or a recipe with plugins; small tasks to train
 starting                  # real processes, and commands
-conformance, studies      # the suite for a plugin, and the trainings that it compares
+conformance, promises, studies   # the suite for a plugin, its checks, and the trainings that they compare
 differences, problems, settings   # comparisons of trainings, errors and global settings
 """
 

@@ -17,7 +17,7 @@ from fastloop.distributed import signals
 if TYPE_CHECKING:
     from fastloop import MetricMode
     from fastloop_tools.sweep.space import Axis
-    from fastloop_tools.sweep.study import Row
+    from fastloop_tools.sweep.study import TrialRow
     from fastloop_tools.trials.runs import Trials
 
 
@@ -154,7 +154,7 @@ def check_values(trials: Trials, axes: Sequence[Axis]) -> None:
             resolve(trials.load([*others, f"{axis.key}={value}"]))
 
 
-def show_trials(rows: Sequence[Row], trials: Trials, better: MetricMode) -> None:
+def show_trials(rows: Sequence[TrialRow], trials: Trials, better: MetricMode) -> None:
     """Print the table of the trials, the errors of failed ones, and the command that trains the best one.
 
     Args:

@@ -8,7 +8,8 @@ options, option_checks, data, sources, columns   # the ``data`` section, and its
 labels, targets                     # classes, numbers and sets of classes
 dropped_rows, repeats               # rows that are left out, or repeat each other
 tokenizers, special_tokens, new_tokens, positions   # tokenizers, and what they lack
-tokens, known_tokens, encoding_processes   # token ids: their cache, those of earlier runs, and processes that encode
+tokens, known_tokens                # token ids and their cache, and those of earlier runs
+split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads
 batches, padding_check              # padded batches
 streaming, chunks                   # texts that memory cannot hold
 chat                                # conversations

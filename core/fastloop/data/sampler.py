@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -63,11 +64,20 @@ class StepSampler(Sampler[MicroBatchIds]):
         user_order: Callable[[int], list[int]] | None = None,
         drop_last: int = 0,
     ) -> None:
-        self.drawn, self.size = size, size // drop_last * drop_last if drop_last else size
-        self.batch_size, self.micro_batch_size, self.user_order = batch_size, micro_batch_size, user_order
-        self.arrange, self.split, self.pieces = arrange, split, pieces
-        self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
-        self.epoch = self.start = 0
+        self.drawn = size
+        self.size = size // drop_last * drop_last if drop_last else size
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.arrange = arrange
+        self.split = split
+        self.pieces = pieces
+        self.user_order = user_order
+        self.epoch = 0
+        self.start = 0
 
     def order(self, epoch: int | None = None) -> Sequence[int]:
         """All sample ids in the order of an epoch; None: the current one. Without ``arrange``, each takes 4 bytes, or 8
@@ -86,32 +96,54 @@ class StepSampler(Sampler[MicroBatchIds]):
     def fingerprint(self, epoch: int = 0) -> str:
         """A string that changes with the samples and their order in an epoch; empty for all samples in the default
         order."""
-        used = f"{self.size} of an epoch's {self.drawn} taken" if self.size < self.drawn else ""
-        # no run resumes within an evaluation
-        if self.user_order is None and (self.arrange is None or not self.shuffle):
-            return used
-        digest = hashlib.sha256(np.array(self.order(epoch), np.int64).tobytes()).hexdigest()[:12]
-        return " ".join(filter(None, (used, f"{self.drawn} drawn in the order {digest}")))
+        parts = []
+        if self.size < self.drawn:
+            parts.append(f"{self.size} of an epoch's {self.drawn} taken")
+        # no run resumes within an evaluation, where ``arrange`` gets no generator
+        is_default = self.user_order is None and (self.arrange is None or not self.shuffle)
+        if not is_default:
+            digest = hashlib.sha256(np.array(self.order(epoch), np.int64).tobytes()).hexdigest()[:12]
+            parts.append(f"{self.drawn} drawn in the order {digest}")
+        return " ".join(parts)
 
     def steps(self, first: int = 0) -> Iterator[tuple[int, list[list[int]]]]:
-        """Yield the place of each step's first sample in the epoch, and the micro-batches of all processes."""
-        order, most = self.order(), self.micro_batch_size
+        """Yield the place of each step's first sample in the epoch, and the micro-batches of all processes.
+
+        With a batch of 8 samples and micro-batches of 3, a step has micro-batches of 3, 3 and 2 samples.
+        """
+        order = self.order()
         for start in range(first, self.size, self.batch_size):
             ids = list(order[start : start + self.batch_size])
             if self.split is not None:
-                parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
-                yield start, [part[at : at + size] for part, size in parts for at in range(0, len(part), size)]
+                micro_batches = []
+                for part in self.split(ids, self.world_size):
+                    micro_batches += cut(part, math.ceil(len(part) / self.pieces))
+                yield start, micro_batches
+            elif len(ids) <= self.micro_batch_size:
+                yield start, [ids]
             else:
-                yield start, [ids] if len(ids) <= most else [ids[at : at + most] for at in range(0, len(ids), most)]
+                yield start, cut(ids, self.micro_batch_size)
 
     def __iter__(self) -> Iterator[MicroBatchIds]:
+        """Yield the micro-batches of this process.
+
+        Processes take them in turns: with 5 micro-batches and 2 processes, rank 0 has the first, third and fifth, and
+        rank 1 the second and fourth. It also reads the fifth, as a filler without samples of its own.
+        """
         for start, parts in self.steps(self.start):
             for first in range(0, len(parts), self.world_size):
                 own = first + self.rank
-                ids = MicroBatchIds(parts[own] if own < len(parts) else parts[first])
-                ids.is_filler, ids.is_last_micro_batch = own >= len(parts), first + self.world_size >= len(parts)
+                is_filler = own >= len(parts)
+                ids = MicroBatchIds(parts[first] if is_filler else parts[own])
+                ids.is_filler = is_filler
+                ids.is_last_micro_batch = first + self.world_size >= len(parts)
                 ids.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:own])))) % 2**32
                 yield ids
+
+
+def cut(ids: list[int], size: int) -> list[list[int]]:
+    """Consecutive parts of ``size`` ids; the last one may have fewer."""
+    return [ids[at : at + size] for at in range(0, len(ids), size)]
 
 
 class AnnouncedMicroBatches(Sampler[MicroBatchIds]):

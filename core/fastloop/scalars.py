@@ -74,18 +74,18 @@ class Scalars:
             )
         if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             value = gather_full(value.detach())
-            dtype = torch.promote_types(value.dtype, torch.float32)
-            value = (
-                value.item() if value.device.type == "cpu" else value.to(device, dtype, non_blocking=True, copy=True)
-            )
+            if value.device.type == "cpu":
+                value = value.item()
+            else:
+                dtype = torch.promote_types(value.dtype, torch.float32)
+                value = value.to(device, dtype, non_blocking=True, copy=True)
         elif not isinstance(value, Real):
-            found = (
-                f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-                if isinstance(value, Tensor)
-                else f"{value!r:.60}"
-            )
+            if isinstance(value, Tensor):
+                given = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+            else:
+                given = f"{value!r:.60}"
             raise PluginError(
-                f"run.log({name!r}): found {found}, expected a real number or a real tensor without dimensions.",
+                f"run.log({name!r}): found {given}, expected a real number or a real tensor without dimensions.",
                 code="wrong-type",
             )
         if self.enabled:
@@ -99,7 +99,8 @@ class Scalars:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside the block, drop values."""
-        before, self.enabled = self.enabled, False
+        before = self.enabled
+        self.enabled = False
         try:
             yield
         finally:
@@ -130,9 +131,16 @@ class Scalars:
         if len(states) == processes.world_size:
             self.values = dict(states[processes.rank]["values"])
             return
-        names = [name for name in states[0]["values"] if self.reductions.get(name, "main") != "main"]
-        pooled = {name: [value for state in states for value in state["values"][name]] for name in names}
-        self.values = {**states[0]["values"], **pooled} if processes.is_main else {name: [] for name in names}
+        self.values = {}
+        if processes.is_main:
+            self.values = dict(states[0]["values"])
+        for name in states[0]["values"]:
+            if self.reductions.get(name, "main") == "main":
+                continue
+            self.values[name] = []
+            if processes.is_main:
+                for state in states:
+                    self.values[name] += state["values"][name]
 
 
 class LoggedValues:
@@ -144,7 +152,8 @@ class LoggedValues:
     """
 
     def __init__(self, values: Mapping[str, Sequence[float | Tensor]], reductions: Mapping[str, str]) -> None:
-        self._values, self._reductions = values, reductions
+        self._values = values
+        self._reductions = reductions
         tensors: list[Tensor] = []
         for logged in values.values():
             tensors += [value for value in logged if isinstance(value, Tensor)]
@@ -156,11 +165,12 @@ class LoggedValues:
 
     def read(self) -> dict[str, list[float]]:
         """Name -> values of this process. The host waits for the device if they have not arrived."""
-        numbers = iter(self._copy.read().tolist() if self._copy is not None else ())
-        return {
-            name: [next(numbers) if isinstance(value, Tensor) else value for value in values]
-            for name, values in self._values.items()
-        }
+        # in the order of the tensors among the values
+        copied: Iterator[float] = iter(self._copy.read().tolist() if self._copy is not None else ())
+        numbers = {}
+        for name, values in self._values.items():
+            numbers[name] = [next(copied) if isinstance(value, Tensor) else value for value in values]
+        return numbers
 
     def reduce(self, processes: Processes) -> dict[str, float]:
         """The values of the main process, and those reduced over all. Every process must call it.
@@ -183,7 +193,8 @@ class LoggedValues:
 
     def reduce_alone(self) -> tuple[dict[str, float], list[str]]:
         """The values that need none of other processes, and the names of the rest."""
-        values, missing = {}, []
+        values = {}
+        missing = []
         for name, partial in self._partials().items():
             if self._is_shared(name):
                 missing.append(name)
@@ -195,7 +206,10 @@ class LoggedValues:
         return self._reductions.get(name, "main") != "main"
 
     def _partials(self) -> dict[str, Partial]:
-        return {name: Partial(sum(values), len(values), _largest(values)) for name, values in self.read().items()}
+        partials = {}
+        for name, values in self.read().items():
+            partials[name] = Partial(sum(values), len(values), _largest(values))
+        return partials
 
 
 class Partial(NamedTuple):
@@ -215,7 +229,9 @@ def _check_names(every: Sequence[Mapping[str, tuple[str, Partial]]]) -> None:
     Raises:
         PluginError: They did not.
     """
-    names = dict.fromkeys(name for of_process in every for name in of_process)
+    names: dict[str, None] = {}  # in order
+    for of_process in every:
+        names |= dict.fromkeys(of_process)
     for name in names:
         missing = [str(rank) for rank, of_process in enumerate(every) if name not in of_process]
         if missing:
@@ -235,11 +251,15 @@ def _check_names(every: Sequence[Mapping[str, tuple[str, Partial]]]) -> None:
 
 
 def _reduce(reduction: str, parts: Sequence[Partial]) -> float:
-    totals, numbers, largest = zip(*parts, strict=True)
+    """The value of all processes: ``sum`` and ``max``, or otherwise the mean over all values."""
     if reduction == "max":
-        return _largest(largest)
-    return float(sum(totals) if reduction == "sum" else sum(totals) / sum(numbers))
+        return _largest([part.largest for part in parts])
+    total = float(sum(part.total for part in parts))
+    return total if reduction == "sum" else total / sum(part.number for part in parts)
 
 
 def _largest(values: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else max(values, default=-math.inf)
+    """The maximum; NaN if any value is NaN, and -infinity without values."""
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return max(values, default=-math.inf)

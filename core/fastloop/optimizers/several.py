@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -34,7 +34,7 @@ class Optimizers(Optimizer):
     # torch's would copy groups and state: the members hold both
     def __init__(self, members: Mapping[str, Optimizer], where: str) -> None:
         where = f"{where}: build_optimizer returned"
-        owners: dict[Any, str] = {}
+        owner_of: dict[Any, str] = {}
         if not members:
             raise PluginError(
                 f"{where} an empty dict.",
@@ -51,14 +51,18 @@ class Optimizers(Optimizer):
             for group in member.param_groups:
                 group["optimizer"] = name
                 for parameter in group["params"]:
-                    if (other := owners.setdefault(parameter, name)) != name:
+                    owner = owner_of.setdefault(parameter, name)
+                    if owner != name:
                         shape = tuple(parameter.shape)
                         raise PluginError(
-                            f"{where} {other!r} and {name!r}, which both hold a parameter of shape {shape}.",
+                            f"{where} {owner!r} and {name!r}, which both hold a parameter of shape {shape}.",
                             code="shared-parameter",
                             remedy="Give it to one.",
                         )
-        self.members, self.selected, self.stepped, self.is_stepping = dict(members), tuple(members), set[str](), False
+        self.members = dict(members)
+        self.selected = tuple(members)
+        self.stepped: set[str] = set()
+        self.is_stepping = False
         self.defaults: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Optimizer:
@@ -68,9 +72,9 @@ class Optimizers(Optimizer):
             PluginError: There is none of this name.
         """
         if name not in self.members:
-            hint, known = did_you_mean(name, self.members), ", ".join(self.members)
+            hint = did_you_mean(name, self.members)
             raise PluginError(
-                f"run.optimizer has no optimizer {name!r}.{hint} build_optimizer returned: {known}.",
+                f"run.optimizer has no optimizer {name!r}.{hint} build_optimizer returned: {', '.join(self.members)}.",
                 code="unknown-optimizer",
             )
         return self.members[name]
@@ -78,12 +82,18 @@ class Optimizers(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """All groups, each with its optimizer's name under ``optimizer``."""
-        return [group for member in self.members.values() for group in member.param_groups]
+        groups = []
+        for member in self.members.values():
+            groups += member.param_groups
+        return groups
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """Parameter -> state, of all optimizers."""
-        return {parameter: state for member in self.members.values() for parameter, state in member.state.items()}
+        states: dict[Any, Any] = {}
+        for member in self.members.values():
+            states |= member.state
+        return states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse it: only the optimizer that steps a group can hold it."""
@@ -98,7 +108,10 @@ class Optimizers(Optimizer):
         Raises:
             PluginError: None of its parameters has a gradient, or there is none of this name.
         """
-        if not any(parameter.grad is not None for group in self[name].param_groups for parameter in group["params"]):
+        has_gradient = False
+        for group in self[name].param_groups:
+            has_gradient = has_gradient or any(parameter.grad is not None for parameter in group["params"])
+        if not has_gradient:
             raise PluginError(
                 f"no parameter of the optimizer {name!r} has a gradient.",
                 code="no-gradient",
@@ -132,17 +145,20 @@ class Optimizers(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format: the groups of all optimizers, each with its optimizer's name, and one numbering of their
-        parameters."""
+        parameters.
+
+        The generator's parameters 0 and 1 and the discriminator's 0, 1 and 2 become 0 and 1, and 2, 3 and 4.
+        """
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        first = 0
+        first = 0  # number of the member's first parameter
         for member in self.members.values():
             own = member.state_dict()
-            state |= {first + index: values for index, values in own["state"].items()}
-            groups += [
-                {**group, "params": [first + index for index in group["params"]]} for group in own["param_groups"]
-            ]
-            first += sum(len(group["params"]) for group in own["param_groups"])
+            for index, values in own["state"].items():
+                state[first + index] = values
+            for group in own["param_groups"]:
+                groups.append({**group, "params": [first + index for index in group["params"]]})
+            first += count_parameters(own["param_groups"])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -152,29 +168,35 @@ class Optimizers(Optimizer):
             ValueError: It has other optimizers, or another order of them.
         """
         groups = state_dict["param_groups"]
-        saved, own = (
-            [str(group.get("optimizer", "without a name")) for group in groups]
-            for groups in (groups, self.param_groups)
-        )
+        saved = owners(groups)
+        own = owners(self.param_groups)
         if saved != own:
             raise ValueError(
                 f"its groups belong to the optimizers {', '.join(saved)}, and this run's to {', '.join(own)}"
             )
         first = 0
         for name, member in self.members.items():
-            parts = [group for group in groups if group["optimizer"] == name]
-            end = first + sum(len(group["params"]) for group in parts)
-            member.load_state_dict(
-                {
-                    "state": {
-                        index - first: values for index, values in state_dict["state"].items() if first <= index < end
-                    },
-                    "param_groups": [
-                        {**group, "params": [index - first for index in group["params"]]} for group in parts
-                    ],
-                }
-            )
+            member_groups = [group for group in groups if group["optimizer"] == name]
+            end = first + count_parameters(member_groups)
+            states = {}
+            for index, values in state_dict["state"].items():
+                if first <= index < end:
+                    states[index - first] = values
+            renumbered = []
+            for group in member_groups:
+                renumbered.append({**group, "params": [index - first for index in group["params"]]})
+            member.load_state_dict({"state": states, "param_groups": renumbered})
             first = end
+
+
+def owners(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The name of the optimizer of each parameter group."""
+    return [str(group.get("optimizer", "without a name")) for group in groups]
+
+
+def count_parameters(groups: Iterable[Mapping[str, Any]]) -> int:
+    """The number of parameters in groups."""
+    return sum(len(group["params"]) for group in groups)
 
 
 class ScaledOptimizers(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ class Conversion:
     """
 
     def __init__(self, config: Mapping[str, Any], file: Path, original: Mapping[str, str]) -> None:
-        self.left, self.folder, self._file, self._original = dict(config), file.parent, file, original
+        self.left = dict(config)
+        self.folder = file.parent
+        self._file = file
+        self._original = original
         self.sections: dict[str, Any] = {"model": {}, "data": {}, "train": {}}
         self.plugins: dict[str, dict[str, Any]] = {}
         self.notes: dict[str, str] = {}
@@ -46,13 +50,11 @@ class Conversion:
         value = self.take(key, default)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
-        try:
-            return float(value) if isinstance(value, str) else float("x")
-        except ValueError:
-            name = self._original.get(key, key)
-            raise UsageError(
-                code="wrong-type", place=f"{self._file}: {name}", found=repr(value), expected="a number"
-            ) from None
+        if isinstance(value, str):
+            with suppress(ValueError):
+                return float(value)
+        name = self._original.get(key, key)
+        raise UsageError(code="wrong-type", place=f"{self._file}: {name}", found=repr(value), expected="a number")
 
     def note(self, key: str, reason: str) -> None:
         """Explain a key that has no equal counterpart, by its name in the config."""
@@ -98,6 +100,7 @@ def convert(
     convert_lengths(result, processes, given)
     convert_plugins(result, given)
     convert_optimizer(result)
+    convert_schedule(result)
     convert_precision(result, given)
     convert_lora(result, given)
     convert_data(result, given, format, trainer)
@@ -108,24 +111,33 @@ def convert(
     elif format == "trl":
         preference.note_trainer(result, config)
     for key, dotted in keys.DIRECT.items():
-        take = result.take_number if key in keys.NUMBERS else result.take
-        if (value := take(key)) is not None:
+        value = result.take_number(key) if key in keys.NUMBERS else result.take(key)
+        if value is not None:
             result.put(dotted, value)
     if result.take("use_cpu"):
         result.put("train.device", "cpu")
     explain_rest(result, given, format)
-    plugins = [{name: options} if options else name for name, options in result.plugins.items()]
-    output = {"output": result.sections.pop("output")}
-    filled = {section: value for section, value in result.sections.items() if value}
-    return {**filled, **({"plugins": plugins} if plugins else {}), **output}, result.notes
+    return build_recipe(result), result.notes
+
+
+def build_recipe(result: Conversion) -> dict[str, Any]:
+    """The recipe of a conversion, without empty sections: ``output`` comes last, after the plugins."""
+    recipe: dict[str, Any] = {}
+    for section, value in result.sections.items():
+        if value and section != "output":
+            recipe[section] = value
+    if result.plugins:
+        recipe["plugins"] = [{name: options} if options else name for name, options in result.plugins.items()]
+    recipe["output"] = result.sections["output"]
+    return recipe
 
 
 def convert_lengths(result: Conversion, processes: int, given: Mapping[str, Any]) -> None:
     """Batch sizes, epochs, steps, and when to log, evaluate and save."""
-    micro, accumulated = (
-        int(result.take_number(key)) for key in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    )
-    epochs, steps = float(result.take_number("num_train_epochs")), int(result.take_number("max_steps", -1))
+    micro = int(result.take_number("per_device_train_batch_size"))
+    accumulated = int(result.take_number("gradient_accumulation_steps"))
+    epochs = float(result.take_number("num_train_epochs"))
+    steps = int(result.take_number("max_steps", -1))
     if steps > 0:  # it overrides the epochs there
         result.put("train.max_steps", steps)
     else:
@@ -136,23 +148,41 @@ def convert_lengths(result: Conversion, processes: int, given: Mapping[str, Any]
     result.put("train.micro_batch_size", micro)
     logging = result.take_number("logging_steps")
     result.put("train.log_every", int(logging) if logging >= 1 else 10)
-    for name, key in (("eval", "train.evaluate_every"), ("save", "train.save_every")):
-        strategy, every = str(result.take(f"{name}_strategy")), result.take_number(f"{name}_steps")
-        times = result.take_number(f"{name}s_per_epoch")
-        if f"{name}_steps" in given and f"{name}_strategy" not in given:
-            strategy = "steps"
-        if strategy == "steps" and every is None:
-            every = logging
-        whole = every is not None and every >= 1
-        result.put(key, {"no": None, "steps": int(every or 0) if whole else "epoch"}.get(strategy, "epoch"))
-        if strategy == "steps" and not whole:
-            result.note(f"{name}_steps", f"{every} is a share of the run; set {key} to a number of steps")
-        if times == 0:
-            result.put(key, None)
-        elif times not in (None, 1):
-            result.note(f"{name}s_per_epoch", f"{times} times an epoch; set {key} to a number of steps")
-    if (norm := result.take_number("max_grad_norm")) > 0:
+    convert_interval(result, given, "eval", "train.evaluate_every", logging)
+    convert_interval(result, given, "save", "train.save_every", logging)
+    norm = result.take_number("max_grad_norm")
+    if norm > 0:
         result.put("train.max_grad_norm", norm)
+
+
+def convert_interval(result: Conversion, given: Mapping[str, Any], name: str, key: str, logging: float) -> None:
+    """When to evaluate or to save.
+
+    Args:
+        name: ``eval`` or ``save``: the keys are ``eval_strategy``, ``eval_steps`` and ``evals_per_epoch``.
+        key: The key of the recipe.
+        logging: Steps between two log points, which transformers takes if ``eval_steps`` is missing.
+    """
+    strategy = str(result.take(f"{name}_strategy"))
+    steps = result.take_number(f"{name}_steps")
+    times = result.take_number(f"{name}s_per_epoch")
+    if f"{name}_steps" in given and f"{name}_strategy" not in given:
+        strategy = "steps"
+    if strategy == "steps" and steps is None:
+        steps = logging
+    every: int | str | None = "epoch"
+    if strategy == "no":
+        every = None
+    elif strategy == "steps":
+        if steps >= 1:
+            every = int(steps)
+        else:
+            result.note(f"{name}_steps", f"{steps} is a share of the run; set {key} to a number of steps")
+    if times == 0:
+        every = None
+    elif times not in (None, 1):
+        result.note(f"{name}s_per_epoch", f"{times} times an epoch; set {key} to a number of steps")
+    result.put(key, every)
 
 
 def convert_plugins(result: Conversion, given: Mapping[str, Any]) -> None:
@@ -162,13 +192,15 @@ def convert_plugins(result: Conversion, given: Mapping[str, Any]) -> None:
             result.take(key)  # a default, and the config has the other name
         elif result.take(key):
             result.plugins[plugin] = dict(options)
-    if (attention := result.take("attn_implementation")) in keys.ATTENTION:
+    attention = result.take("attn_implementation")
+    if attention in keys.ATTENTION:
         result.plugins["attention"] = {"implementation": keys.ATTENTION[attention]}
     elif attention is not None:
         result.note("attn_implementation", f"{attention}: list the plugin attention, which chooses a kernel")
     if result.take("train_sampling_strategy") == "group_by_length":
         result.plugins["length-bucketing"] = {}
-    if workers := int(result.take_number("dataloader_num_workers", 0)):
+    workers = int(result.take_number("dataloader_num_workers", 0))
+    if workers:
         result.plugins["dataloader-workers"] = {"num_workers": workers}
     if result.take("torch_compile") in (True, "true"):
         options = {name: result.take(f"torch_compile_{name}") for name in ("backend", "mode")}
@@ -178,6 +210,11 @@ def convert_plugins(result: Conversion, given: Mapping[str, Any]) -> None:
             result.plugins[keys.INTEGRATIONS[name]] = {}
         else:
             result.note(f"plugins: {name}", keys.WRITE_A_PLUGIN)
+    convert_trackers(result)
+
+
+def convert_trackers(result: Conversion) -> None:
+    """The services that record a run."""
     reports = result.take("report_to", [])
     reports = [reports] if isinstance(reports, str) else list(reports)
     project = result.take("wandb_project")
@@ -188,7 +225,9 @@ def convert_plugins(result: Conversion, given: Mapping[str, Any]) -> None:
         names.append("mlflow")
         project = project or result.take("mlflow_experiment_name")
     if names:
-        result.plugins["trackers"] = {"trackers": names, **({"project": project} if project else {})}
+        result.plugins["trackers"] = {"trackers": names}
+        if project:
+            result.plugins["trackers"]["project"] = project
     if "tensorboard" in reports:
         result.plugins["tensorboard"] = {}
     others = [name for name in reports if name not in (*keys.TRACKERS, "tensorboard", "none")]
@@ -197,7 +236,7 @@ def convert_plugins(result: Conversion, given: Mapping[str, Any]) -> None:
 
 
 def convert_optimizer(result: Conversion) -> None:
-    """The optimizer and the schedule."""
+    """The optimizer and its arguments."""
     name = str(result.take("optim"))
     arguments: dict[str, Any] = {}
     if name in keys.OPTIMIZERS:
@@ -207,9 +246,11 @@ def convert_optimizer(result: Conversion) -> None:
     else:
         optimizer = "AdamW"
         result.note("optim", f"{name}: name its class, train.optimizer: package.module:Class; AdamW stands for it")
-    first, second, epsilon = (result.take_number(f"adam_{part}") for part in ("beta1", "beta2", "epsilon"))
-    if optimizer == "AdamW" and (first, second) not in ((None, None), (0.9, 0.999)):
-        arguments["betas"] = [first or 0.9, second or 0.999]
+    beta1 = result.take_number("adam_beta1")
+    beta2 = result.take_number("adam_beta2")
+    epsilon = result.take_number("adam_epsilon")
+    if optimizer == "AdamW" and (beta1, beta2) not in ((None, None), (0.9, 0.999)):
+        arguments["betas"] = [beta1 or 0.9, beta2 or 0.999]
     if optimizer == "AdamW" and epsilon not in (None, 1e-8):
         arguments["eps"] = epsilon
     extra = result.take("optim_args", {})
@@ -220,10 +261,15 @@ def convert_optimizer(result: Conversion) -> None:
     result.put("train.optimizer", {"name": optimizer, **arguments} if arguments else optimizer)
     if float(result.left.get("weight_decay") or 0):
         result.put("train.decay_biases_and_norms", False)
+
+
+def convert_schedule(result: Conversion) -> None:
+    """The schedule of the learning rate."""
     kind = str(result.take("lr_scheduler_type"))
     given = result.take("lr_scheduler_kwargs", {})
     given = dict(given) if isinstance(given, Mapping) else json.loads(given)
-    steps, share = result.take_number("warmup_steps"), result.take_number("warmup_ratio")
+    steps = result.take_number("warmup_steps")
+    share = result.take_number("warmup_ratio")
     warmup = steps or share or 0
     schedule = keys.SCHEDULES.get(kind, kind)
     options: dict[str, Any] = {"schedule": schedule}
@@ -245,7 +291,8 @@ def convert_optimizer(result: Conversion) -> None:
 
 def convert_precision(result: Conversion, given: Mapping[str, Any]) -> None:
     """Mixed precision."""
-    bf16, fp16 = result.take("bf16"), result.take("fp16")
+    bf16 = result.take("bf16")
+    fp16 = result.take("fp16")
     if fp16 and ("bf16" not in given or not bf16):
         result.plugins["amp"] = {"dtype": "fp16"}
     elif bf16:
@@ -262,65 +309,92 @@ def convert_lora(result: Conversion, given: Mapping[str, Any]) -> None:
     for name in ("use_rslora", "use_dora", "layers_to_transform", "init_lora_weights"):
         options[name] = result.take(name) or result.take(f"peft_{name}")  # trl, axolotl
     options["adapter"] = result.take("lora_model_dir")
-    linear, saved, four = (result.take(key) for key in ("lora_target_linear", "lora_modules_to_save", "load_in_4bit"))
-    adapter = given.get("adapter") or ("lora" if given.get("use_peft") else None)
+    linear = result.take("lora_target_linear")
+    saved = result.take("lora_modules_to_save")
+    four_bit = result.take("load_in_4bit")
+    adapter = given.get("adapter")
+    if not adapter and given.get("use_peft"):
+        adapter = "lora"
     if adapter not in ("lora", "qlora"):
-        if adapter is not None:
+        if adapter:
             result.note("adapter", f"{adapter}: fastloop has lora and qlora")
-        if four:
+        if four_bit:
             result.note("load_in_4bit", "fastloop quantizes with LoRA only: plugins.lora.quantize: nf4")
         return
     if linear:
         options["target_modules"] = "all-linear"
     if saved:
         options["modules_to_save"] = saved
-    if four or adapter == "qlora":
+    if four_bit or adapter == "qlora":
         options["quantize"] = "nf4"
     result.plugins["lora"] = {name: value for name, value in options.items() if value is not None}
 
 
 def convert_strategy(result: Conversion, processes: int, format: str) -> None:
     """FSDP, DeepSpeed, or DDP for several processes."""
-    deepspeed, fsdp, settings = (result.take(key) for key in ("deepspeed", "fsdp", "fsdp_config"))
-    fsdp = fsdp or (settings if format == "axolotl" else None)
+    deepspeed = result.take("deepspeed")
+    fsdp = result.take("fsdp")
+    settings = result.take("fsdp_config")
+    if format == "axolotl":
+        fsdp = fsdp or settings
     if (deepspeed or fsdp) and "quantize" in result.plugins.get("lora", {}):
         result.note("deepspeed" if deepspeed else "fsdp", "4-bit weights cannot be sharded: ddp, or no lora.quantize")
         deepspeed = fsdp = None
+    if deepspeed or isinstance(deepspeed, Mapping):
+        convert_deepspeed(result, deepspeed)
+    elif fsdp:
+        result.plugins["fsdp"] = fsdp_options(fsdp, settings or {})
+    elif processes > 1:
+        result.plugins["ddp"] = {}
+
+
+def convert_deepspeed(result: Conversion, deepspeed: Any) -> None:
+    """DeepSpeed, from its configuration or the path of its file."""
     if isinstance(deepspeed, Mapping):
         stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
         result.plugins["deepspeed"] = {"stage": stage}
         result.note("deepspeed", "only its stage is taken; for the rest, save it as JSON: plugins.deepspeed.config")
-    elif deepspeed:
-        number = re.search(r"zero_?([0-3])", str(deepspeed))
-        if (result.folder / str(deepspeed)).is_file() or Path(str(deepspeed)).is_file():
-            result.plugins["deepspeed"] = {"config": str(deepspeed)}
-        else:
-            result.plugins["deepspeed"] = {"stage": int(number[1]) if number else 2}
-            result.note("deepspeed", f"{deepspeed}: no such file here; the stage is that of its name, or 2")
-    elif fsdp:
-        options = {str(key).removeprefix("fsdp_"): value for key, value in (settings or {}).items()}
-        chosen: dict[str, Any] = {}
-        blocks = options.pop("transformer_layer_cls_to_wrap", None)
-        if blocks:
-            chosen["blocks"] = blocks.split(",") if isinstance(blocks, str) else list(blocks)
-        words = f"{fsdp} {options.get('sharding_strategy', '')}".lower()
-        if options.get("reshard_after_forward") is False or "shard_grad_op" in words:
-            chosen["reshard_after_forward"] = False
-        if options.get("offload_params") or "offload" in str(fsdp):
-            chosen["cpu_offload"] = True
-        if options.get("cpu_ram_efficient_loading"):
-            chosen["meta_device"] = True
-        result.plugins["fsdp"] = chosen
-    elif processes > 1:
-        result.plugins["ddp"] = {}
+        return
+    path = str(deepspeed)
+    if (result.folder / path).is_file() or Path(path).is_file():
+        result.plugins["deepspeed"] = {"config": path}
+        return
+    number = re.search(r"zero_?([0-3])", path)
+    result.plugins["deepspeed"] = {"stage": int(number[1]) if number is not None else 2}
+    result.note("deepspeed", f"{path}: no such file here; the stage is that of its name, or 2")
+
+
+def fsdp_options(fsdp: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the plugin ``fsdp``.
+
+    Args:
+        fsdp: Words such as ``full_shard offload``, or the settings.
+        settings: The section ``fsdp_config``. Its keys may begin with ``fsdp_``.
+    """
+    given = {str(key).removeprefix("fsdp_"): value for key, value in settings.items()}
+    options: dict[str, Any] = {}
+    blocks = given.get("transformer_layer_cls_to_wrap")
+    if blocks:
+        options["blocks"] = blocks.split(",") if isinstance(blocks, str) else list(blocks)
+    words = f"{fsdp} {given.get('sharding_strategy', '')}".lower()
+    if given.get("reshard_after_forward") is False or "shard_grad_op" in words:
+        options["reshard_after_forward"] = False
+    if given.get("offload_params") or "offload" in str(fsdp):
+        options["cpu_offload"] = True
+    if given.get("cpu_ram_efficient_loading"):
+        options["meta_device"] = True
+    return options
 
 
 def convert_evaluation(result: Conversion) -> None:
     """Early stopping and the best checkpoint."""
     metric = str(result.left.get("metric_for_best_model") or "loss").removeprefix("eval_")
     greater = result.left.get("greater_is_better")
-    monitor = {"monitor": metric, **({} if greater is None else {"mode": "max" if greater else "min"})}
-    if patience := result.take_number("early_stopping_patience"):
+    monitor: dict[str, Any] = {"monitor": metric}
+    if greater is not None:
+        monitor["mode"] = "max" if greater else "min"
+    patience = result.take_number("early_stopping_patience")
+    if patience:
         result.plugins["early-stopping"] = {**monitor, "patience": int(patience)}
     if result.left.get("load_best_model_at_end"):
         result.plugins["checkpoint-best"] = monitor
@@ -338,6 +412,14 @@ def explain_rest(result: Conversion, given: Mapping[str, Any], format: str) -> N
     for key, value in result.left.items():
         if key in keys.IRRELEVANT or key not in given or not value or value == defaults.get(key):
             continue
-        reason = keys.REASONS.get(key)
-        reason = reason or next((why for start, why in keys.PREFIXES.items() if key.startswith(start)), keys.UNKNOWN)
-        result.note(key, reason)
+        result.note(key, reason_for(key))
+
+
+def reason_for(key: str) -> str:
+    """Why a key has no counterpart: by the key, or by its first letters."""
+    if keys.REASONS.get(key):
+        return keys.REASONS[key]
+    for start, reason in keys.PREFIXES.items():
+        if key.startswith(start):
+            return reason
+    return keys.UNKNOWN

@@ -22,13 +22,15 @@ def keep_layers(model: Any, layers: list[int], where: str) -> None:
     """
     config = model.config.get_text_config()
     count = config.num_hidden_layers
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+    lists = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            lists.append(module)
     if layers[-1] >= count or len(lists) != 1:
-        found = f"{type(model).__name__} has {len(lists)} list of {count} layers"
         raise RecipeError(
             code="out-of-range",
             place=where,
-            found=f"{layers}, and {found}",
+            found=f"{layers}, and {type(model).__name__} has {len(lists)} list of {count} layers",
             expected="one list with all of them, counted from 0",
         )
     kept = [lists[0][layer] for layer in layers]
@@ -38,43 +40,54 @@ def keep_layers(model: Any, layers: list[int], where: str) -> None:
         for module in layer.modules():
             if hasattr(module, "layer_idx"):  # by which a cache of keys and values finds it
                 module.layer_idx = place
-    if isinstance(kinds := getattr(config, "layer_types", None), list):
-        config.layer_types = [kinds[layer] for layer in layers]
+    layer_types = getattr(config, "layer_types", None)
+    if isinstance(layer_types, list):
+        config.layer_types = [layer_types[layer] for layer in layers]
     config.num_hidden_layers = len(layers)
 
 
 def pair_layers(model: Any, teacher: Any, given: list[int], where: str) -> list[int]:
     """The teacher's layer for each one of the student, from 0: the given ones, or spread evenly, the last one included.
 
+    For 3 layers of a teacher with 12, these are 3, 7 and 11.
+
     Args:
         teacher: Its configuration.
     """
-    ours, theirs = (config.get_text_config().num_hidden_layers for config in (model.config, teacher))
+    ours = model.config.get_text_config().num_hidden_layers
+    theirs = teacher.get_text_config().num_hidden_layers
     pairs = given or [(layer + 1) * theirs // ours - 1 for layer in range(ours)]
     if len(pairs) != ours or not all(0 <= layer < theirs for layer in pairs):
-        found = f"found {pairs}, expected one of the teacher's {theirs} layers for each of {ours}"
-        raise RecipeError(f"{found}.", code="out-of-range", place=f"{where}.teacher_layers")
+        raise RecipeError(
+            f"found {pairs}, expected one of the teacher's {theirs} layers for each of {ours}.",
+            code="out-of-range",
+            place=f"{where}.teacher_layers",
+        )
     return pairs
 
 
 def add_projections(model: Any, teacher: Any) -> None:
     """Let the student learn to map the hidden states of each layer to another width of the teacher's."""
-    ours, theirs = (config.get_text_config() for config in (model.config, teacher))
-    if ours.hidden_size != theirs.hidden_size:
-        sizes = (ours.hidden_size, theirs.hidden_size)
-        layers = {str(layer): nn.Linear(*sizes, bias=False) for layer in range(ours.num_hidden_layers)}
-        model.add_module(PROJECTIONS, nn.ModuleDict(layers))  # plugins find the layers of a model by its ModuleList
+    ours = model.config.get_text_config()
+    theirs = teacher.get_text_config()
+    if ours.hidden_size == theirs.hidden_size:
+        return
+    projections = nn.ModuleDict()  # no list: plugins find the layers of a model by its ModuleList
+    for layer in range(ours.num_hidden_layers):
+        projections[str(layer)] = nn.Linear(ours.hidden_size, theirs.hidden_size, bias=False)
+    model.add_module(PROJECTIONS, projections)
 
 
 @contextmanager
 def without_projections(model: Any) -> Iterator[None]:
     """Leave the projections out of the model's weights inside this context."""
-    found = [(each, each._modules.pop(PROJECTIONS)) for each in model.modules() if PROJECTIONS in each._modules]
+    owners = [module for module in model.modules() if PROJECTIONS in module._modules]
+    projections = [owner._modules.pop(PROJECTIONS) for owner in owners]
     try:
         yield
     finally:
-        for owner, projections in found:
-            owner.add_module(PROJECTIONS, projections)
+        for owner, projection in zip(owners, projections, strict=True):
+            owner.add_module(PROJECTIONS, projection)
 
 
 class Student:
@@ -90,20 +103,24 @@ class Student:
     def __init__(self, model: Any, states: bool) -> None:
         self.output: Any = None
         self.known = [(module, {*module._forward_hooks}) for module in model.modules()]
-        self.inputs, model.keeps_logits = {"output_hidden_states": states}, True  # those of a language model
+        self.inputs = {"output_hidden_states": states}
+        model.keeps_logits = True  # of a language model
         self.before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
     def _before_forward(self, model: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        return (args, inputs | self.inputs) if is_training(model) else None
+        if not is_training(model):
+            return None
+        return args, inputs | self.inputs
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
         if not is_training(model):
             return
-        if (projections := getattr(model, PROJECTIONS, None)) is not None:
-            first, *states = output.hidden_states
-            mapped = (layer(each) for layer, each in zip(projections.values(), states, strict=True))
-            output.hidden_states = (first, *mapped)
+        projections = getattr(model, PROJECTIONS, None)
+        if projections is not None:
+            embeddings, *states = output.hidden_states
+            mapped = [projection(state) for projection, state in zip(projections.values(), states, strict=True)]
+            output.hidden_states = (embeddings, *mapped)
         self.output = output
 
     def close(self) -> None:

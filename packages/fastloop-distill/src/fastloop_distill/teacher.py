@@ -30,9 +30,12 @@ class Teacher:
     """
 
     def __init__(self, recipe: Any, name: str, auto: str) -> None:
-        self.where, self.name, self.order = f"{recipe.where}: plugins.distill.teacher", name, None
-        run = recipe.find(name) / "model"
-        self.source = str(run.resolve()) if (run / "config.json").is_file() else name
+        self.where = f"{recipe.where}: plugins.distill.teacher"
+        self.name = name
+        self.order: list[int] | None = None
+        run_model = recipe.find(name) / "model"
+        is_run = (run_model / "config.json").is_file()
+        self.source = str(run_model.resolve()) if is_run else name
         options = {"name": self.source, "trust_remote_code": recipe.model.get("trust_remote_code", False)}
         self.saved = OtherModel(recipe, options, auto, "plugins.distill.teacher: model")
 
@@ -44,25 +47,35 @@ class Teacher:
             student: The ``text_model`` of the task.
         """
         self.saved.load_tokenizer(max_length)
-        self.config, theirs = self.saved.config, self.saved.tokenizer
+        self.config = self.saved.config
+        theirs = self.saved.tokenizer
         advice = f"Expected the same one. Set model.tokenizer={self.source}."
         if student.trained is not None:
-            found = f"{self.name} has a tokenizer, and the student's is made from the training texts"
-            raise RecipeError(f"{found}.", code="tokens-differ", place=self.where, remedy=advice)
+            raise RecipeError(
+                f"{self.name} has a tokenizer, and the student's is made from the training texts.",
+                code="tokens-differ",
+                place=self.where,
+                remedy=advice,
+            )
         student.load_tokenizer(max_length)
         ours = student.tokenizer
         if ours.get_vocab() != theirs.get_vocab() or ours(PROBE)["input_ids"] != theirs(PROBE)["input_ids"]:
-            found = f"the tokenizer of {self.name} has {len(theirs)} tokens, and the student's has {len(ours)}"
-            raise RecipeError(f"{found}, or other rules.", code="tokens-differ", place=self.where, remedy=advice)
+            raise RecipeError(
+                f"the tokenizer of {self.name} has {len(theirs)} tokens, and the student's has {len(ours)}, or other "
+                "rules.",
+                code="tokens-differ",
+                place=self.where,
+                remedy=advice,
+            )
 
     def check_labels(self, names: list[str]) -> None:
         """Raise an error unless the classes have these names, in any order."""
         theirs = [str(name) for _, name in sorted(self.config.id2label.items())]
-        ours, known = ([name.strip().casefold() for name in each] for each in (names, theirs))
+        ours = [name.strip().casefold() for name in names]
+        known = [name.strip().casefold() for name in theirs]
         if sorted(ours) != sorted(known):
-            found = f"the classes of {self.name} are {', '.join(theirs)}, and those of the data {', '.join(names)}"
             raise RecipeError(
-                f"{found}.",
+                f"the classes of {self.name} are {', '.join(theirs)}, and those of the data {', '.join(names)}.",
                 code="labels-differ",
                 place=self.where,
                 expected="the same names",
@@ -74,14 +87,16 @@ class Teacher:
         """Load the weights."""
         model, missing = self.saved.build()
         if missing:
-            found = f"it has no weights {', '.join(sorted(missing))}"
             raise RecipeError(
-                f"{self.name} is not trained for the task: {found}.", code="unsupported-model", place=self.where
+                f"{self.name} is not trained for the task: it has no weights {', '.join(sorted(missing))}.",
+                code="unsupported-model",
+                place=self.where,
             )
         content = hashlib.blake2b()
         for weight in model.state_dict().values():
             content.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy())
-        self.digest, model.config.use_cache = content.hexdigest(), False
+        self.digest = content.hexdigest()
+        model.config.use_cache = False
         self.model = model.eval().requires_grad_(False).to(device, dtype)
 
     def __call__(self, inputs: dict[str, Tensor], states: bool = False) -> Any:

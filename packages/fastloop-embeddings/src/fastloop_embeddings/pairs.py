@@ -28,39 +28,58 @@ class Joiner:
     """
 
     def __init__(self, tokenizer: Any, max_length: int, where: str) -> None:
-        alone, pair = (tokenizer(*texts, return_special_tokens_mask=True) for texts in (("x",), ("x", "x")))
-        text, both = (np.flatnonzero(np.equal(each["special_tokens_mask"], 0)) for each in (alone, pair))
-        size, self.left = len(text), tokenizer.truncation_side == "left"
+        alone = tokenizer("x", return_special_tokens_mask=True)
+        pair = tokenizer("x", "x", return_special_tokens_mask=True)
+        text = np.flatnonzero(np.equal(alone["special_tokens_mask"], 0))  # positions of the tokens of "x"
+        both = np.flatnonzero(np.equal(pair["special_tokens_mask"], 0))
+        size = len(text)
         problem = f"{where}.tokenizer: it does not only put special tokens around the texts of a pair. Use another."
         if not size or len(both) != 2 * size:
             raise RecipeError(problem, code="invalid-row")
-        self.around = text[0], len(alone["input_ids"]) - 1 - text[-1]  # special tokens before and after a text alone
+        self.left = tokenizer.truncation_side == "left"
+        self.before = text[0]  # special tokens before a text alone, and after it
+        self.after = len(alone["input_ids"]) - 1 - text[-1]
         self.columns = [name for name in ("input_ids", "token_type_ids") if name in pair]
+        # [CLS] x [SEP] x [SEP] is divided into [CLS], x, [SEP], x and [SEP]
         rows = np.array([pair[name] for name in self.columns], np.int32)
         ends = (both[0], both[size - 1] + 1, both[size], both[-1] + 1)
-        self.parts = np.split(rows, ends, axis=1)  # special tokens, and the texts between them
+        self.parts = np.split(rows, ends, axis=1)
         self.specials = rows.shape[1] - 2 * size
         self.max_length = self.specials + 8
-        for probe in PROBES:
-            own = self(*(np.array(tokenizer(each)["input_ids"], np.int32) for each in probe))
-            theirs = tokenizer(*probe, truncation="longest_first", max_length=self.max_length)
+        for first, second in PROBES:
+            own = self(self._tokenize(tokenizer, first), self._tokenize(tokenizer, second))
+            theirs = tokenizer(first, second, truncation="longest_first", max_length=self.max_length)
             if any(theirs[name] != row.tolist() for name, row in own.items()):
                 raise RecipeError(problem, code="invalid-row")
         self.max_length = max_length
 
+    @staticmethod
+    def _tokenize(tokenizer: Any, text: str) -> NDArray[np.int32]:
+        return np.array(tokenizer(text)["input_ids"], np.int32)
+
     def __call__(self, first: Any, second: Any) -> dict[str, Any]:
         """``input_ids`` of a pair, int32, from the ids of its texts. If the tokenizer has them, ``token_type_ids``."""
-        before, after = self.around
-        texts = [text[before : len(text) - after] for text in (first, second)]
-        room, (short, long) = self.max_length - self.specials, sorted(map(len, texts))
-        short = min(short, room // 2)
-        long = min(long, room - short)
-        sizes = (short, long) if len(texts[0]) <= len(texts[1]) else (long, short)
-        parts = [*self.parts]
-        for place, text, size in zip((1, 3), texts, sizes, strict=True):
-            parts[place] = np.repeat(parts[place][:, :1], size, axis=1)  # the type of each token
-            parts[place][0] = text[len(text) - size if self.left else 0 :][:size]
+        first = first[self.before : len(first) - self.after]
+        second = second[self.before : len(second) - self.after]
+        room = self.max_length - self.specials
+        short = min(len(first), len(second), room // 2)
+        long = min(max(len(first), len(second)), room - short)
+        before, _, between, _, after = self.parts
+        if len(first) <= len(second):
+            parts = [before, self._part(1, first, short), between, self._part(3, second, long), after]
+        else:
+            parts = [before, self._part(1, first, long), between, self._part(3, second, short), after]
         return dict(zip(self.columns, np.concatenate(parts, axis=1), strict=True))
+
+    def _part(self, position: int, text: Any, size: int) -> NDArray[np.int32]:
+        """The columns of a text of ``size`` tokens: its ids, and maybe the type of each token.
+
+        Args:
+            position: Of the text in ``parts``.
+        """
+        columns: NDArray[np.int32] = np.repeat(self.parts[position][:, :1], size, axis=1)
+        columns[0] = text[len(text) - size :] if self.left else text[:size]
+        return columns
 
 
 class Lists:
@@ -78,9 +97,11 @@ class Lists:
     deterministic = True
 
     def __init__(self, rows: Any, names: Sequence[str], documents: Sequence[Any]) -> None:
-        self.rows, self.names, self.documents = rows, names, documents
-        self.most = max(map(len, documents), default=0)
-        self.lengths = np.array([rows.lengths[each // len(names)].sum() for each in documents])
+        self.rows = rows
+        self.names = names
+        self.documents = documents
+        self.most = max((len(numbers) for numbers in documents), default=0)
+        self.lengths = np.array([rows.lengths[numbers // len(names)].sum() for numbers in documents])
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -91,12 +112,16 @@ class Lists:
         return f"{self.rows.fingerprint()}-{documents.hexdigest()}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        found = [divmod(int(place), len(self.names)) for place in self.documents[index]]
-        samples = [self.rows[row] for row, _ in found]
-        texts = {f"document {place}": samples[place][self.names[name]] for place, (_, name) in enumerate(found)}
+        sample: dict[str, Any] = {}
         labels = np.full(self.most, np.nan, np.float32)
-        labels[: len(samples)] = [sample.get("label", place == 0) for place, sample in enumerate(samples)]
-        return {"text": samples[0]["text"], **texts, "label": labels}
+        for place, number in enumerate(self.documents[index]):
+            row, column = divmod(int(number), len(self.names))
+            texts = self.rows[row]
+            if place == 0:
+                sample["text"] = texts["text"]
+            sample[f"document {place}"] = texts[self.names[column]]
+            labels[place] = texts.get("label", place == 0)
+        return {**sample, "label": labels}
 
 
 def draw(rows: Any, names: Sequence[str], count: int, seed: int) -> Lists:
@@ -105,15 +130,19 @@ def draw(rows: Any, names: Sequence[str], count: int, seed: int) -> Lists:
     A document of another row that fits the query, too, is left out: any row gives it as the first document of this
     query, or it is the query's own text.
     """
-    columns, total = len(names), len(rows) * len(names)
-    drawn = random.Random(seed).sample(range(columns, total), min(count, total - columns))
+    columns = len(names)
+    total = len(rows) * columns
+    # With 4 rows of 2 documents, the row 1 has the documents 2 and 3. With the distances 3 and 6, it gets the
+    # documents 2, 5, 0 (8 after the last one) and 3.
+    distances = random.Random(seed).sample(range(columns, total), min(count, total - columns))
     starts = np.arange(0, total, columns)[:, None]
-    documents = (starts + np.array([0, *drawn, *range(1, columns)])) % total
-    false = find_false_negatives(rows, names, documents)
-    false[:, [0, *range(1 + len(drawn), documents.shape[1])]] = False  # those of the row itself
-    if not false.any():
+    documents = (starts + np.array([0, *distances, *range(1, columns)])) % total
+    is_false = find_false_negatives(rows, names, documents)
+    is_false[:, 0] = False  # the documents of the row itself
+    is_false[:, 1 + len(distances) :] = False
+    if not is_false.any():
         return Lists(rows, names, documents)
-    return Lists(rows, names, [row[~is_false] for row, is_false in zip(documents, false, strict=True)])
+    return Lists(rows, names, [row[~row_is_false] for row, row_is_false in zip(documents, is_false, strict=True)])
 
 
 def find_false_negatives(rows: Any, names: Sequence[str], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -130,10 +159,11 @@ def find_false_negatives(rows: Any, names: Sequence[str], documents: NDArray[np.
     # each text gets a number, so that a query and a document are one number, too
     texts = np.unique(keys, return_inverse=True)[1].reshape(keys.shape)
     size = texts.max(initial=0) + 1
-    queries, documents_of = texts[:, 0], texts[:, 1:].ravel()
-    known = queries * size + texts[:, 1]
-    found = documents_of[documents]
-    return np.isin(queries[:, None] * size + found, known) | (found == queries[:, None])
+    queries = texts[:, :1]
+    answers = texts[:, 1]  # the first document of each row
+    drawn = texts[:, 1:].ravel()[documents]
+    is_answer = np.isin(queries * size + drawn, queries[:, 0] * size + answers)
+    return is_answer | (drawn == queries)
 
 
 def group(rows: Any) -> Lists:
@@ -141,4 +171,4 @@ def group(rows: Any) -> Lists:
     groups: dict[bytes, list[int]] = {}
     for index in range(len(rows)):
         groups.setdefault(rows[index]["text"].tobytes(), []).append(index)
-    return Lists(rows, ("other",), [np.array(each) for each in groups.values()])
+    return Lists(rows, ("other",), [np.array(members) for members in groups.values()])

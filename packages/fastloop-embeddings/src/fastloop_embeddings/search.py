@@ -40,36 +40,49 @@ class Judged:
     gains: Mapping[str, Mapping[str, float]]  # query -> relevant document -> how relevant it is
 
     def relevant(self) -> Tensor:
-        return pad_sequence([torch.tensor([*known.values()]) for known in self.gains.values()], batch_first=True)
+        gains = [torch.tensor(list(documents.values())) for documents in self.gains.values()]
+        return pad_sequence(gains, batch_first=True)
 
     def search(self, run: Run, task: PairTask, vectors: Callable[..., Tensor]) -> Tensor:
         """Rank all documents by the cosine similarity of ``vectors(model, inputs)``."""
         queries = encode_and_compute(run, task, [self.queries[name] for name in self.gains], ["text"], vectors)
-        documents = encode_and_compute(run, task, [*self.corpus.values()], ["other"], vectors)
-        places = {name: place for place, name in enumerate(self.corpus)}
-        parts = [torch.tensor([places[name] for name in known]) for known in self.gains.values()]
-        relevant = pad_sequence(parts, batch_first=True, padding_value=-1).to(run.device)
+        documents = encode_and_compute(run, task, list(self.corpus.values()), ["other"], vectors)
+        position = {name: index for index, name in enumerate(self.corpus)}
+        positions = []
+        for gains in self.gains.values():
+            positions.append(torch.tensor([position[name] for name in gains]))
+        relevant = pad_sequence(positions, batch_first=True, padding_value=-1).to(run.device)
         return search(queries, documents, relevant, self.relevant().to(run.device), max(RECALL_AT)).cpu()
 
     def rerank(self, run: Run, task: PairTask, candidates: Path | None, scores: Callable[..., Tensor]) -> Tensor:
         """Rank candidates by ``scores(model, inputs)`` of pairs; equal ones in the order of the file. Without
         candidates, rank all documents."""
-        every = dict.fromkeys(self.gains, [*self.corpus])
-        lists = every if candidates is None else read_candidates(candidates, self.gains, self.corpus)
-        pairs = [(self.queries[query], self.corpus[name]) for query, names in lists.items() for name in names]
-        parts = encode_and_compute(run, task, pairs, ["text", "other"], scores).cpu().split([*map(len, lists.values())])
-        gains = [torch.tensor([self.gains[query].get(name, 0.0) for name in names]) for query, names in lists.items()]
-        found = [gain[part.argsort(descending=True, stable=True)] for gain, part in zip(gains, parts, strict=True)]
-        return pad_sequence(found, batch_first=True)
+        if candidates is None:
+            lists = dict.fromkeys(self.gains, list(self.corpus))
+        else:
+            lists = read_candidates(candidates, self.gains, self.corpus)
+        pairs = []
+        for query, names in lists.items():
+            for name in names:
+                pairs.append((self.queries[query], self.corpus[name]))
+        computed = encode_and_compute(run, task, pairs, ["text", "other"], scores).cpu()
+        by_query = computed.split([len(names) for names in lists.values()])
+        ranked = []
+        for (query, names), query_scores in zip(lists.items(), by_query, strict=True):
+            gains = torch.tensor([self.gains[query].get(name, 0.0) for name in names])
+            ranked.append(gains[query_scores.argsort(descending=True, stable=True)])
+        return pad_sequence(ranked, batch_first=True)
 
 
 def evaluate(run: Run, task: Any, split: str) -> dict[str, float]:
     """The metrics of a split; empty if ``qrels`` has no file of it. Every process calls it."""
-    paths = (task.folder / "qrels" / name for name in FILES.get(split, ()))
-    if (path := next((path for path in paths if path.is_file()), None)) is None:
+    paths = [task.folder / "qrels" / name for name in FILES.get(split, ())]
+    existing = [path for path in paths if path.is_file()]
+    if not existing:
         return {}
-    queries, corpus = (read_texts(task.folder / f"{name}.jsonl") for name in ("queries", "corpus"))
-    judged = Judged(queries, corpus, read_gains(path, queries, corpus))
+    queries = read_texts(task.folder / "queries.jsonl")
+    corpus = read_texts(task.folder / "corpus.jsonl")
+    judged = Judged(queries, corpus, read_gains(existing[0], queries, corpus))
     metrics = measure(task.rank(run, judged), judged.relevant(), RECALL_AT)
     return {f"beir_{name}": float(value) for name, value in metrics.items()}
 
@@ -81,7 +94,7 @@ def encode_and_compute(
     of several ``columns``."""
     arguments = task.encoding_arguments() | {"columns": columns}
     encoded = [np.array(row, np.int32) for row in task.encode(task.text_model.tokenizer, rows, arguments)]
-    split = Split(np.concatenate(encoded), np.array([*map(len, encoded)]))
+    split = Split(np.concatenate(encoded), np.array([len(ids) for ids in encoded]))
     return compute_all(run, run.model, task.build_dataset(split, arguments), task.build_collator(run), compute)
 
 
@@ -93,48 +106,51 @@ def refuse(path: Path, number: int, line: str, expected: str) -> NoReturn:
 
 def read_texts(path: Path) -> dict[str, str]:
     """Id -> title and text."""
-    found = {}
+    texts = {}
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                found[str(row["_id"])] = f"{row.get('title') or ''} {row['text']}".strip()
+                texts[str(row["_id"])] = f"{row.get('title') or ''} {row['text']}".strip()
             except (ValueError, TypeError, KeyError, AttributeError):
                 refuse(path, number, line, "an object with _id and text")
-    return found
+    return texts
 
 
 def read_gains(path: Path, queries: Mapping[str, str], corpus: Mapping[str, str]) -> dict[str, dict[str, float]]:
     """Query -> relevant document -> how relevant it is."""
-    found: dict[str, dict[str, float]] = {}
+    gains: dict[str, dict[str, float]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], 2):
         try:
-            query, document, gain = line.split("\t")
-            known, value = query in queries and document in corpus, float(gain)
+            query, document, text = line.split("\t")
+            gain = float(text)
+            is_known = query in queries and document in corpus
         except ValueError:
-            known = False
-        if not known:
+            is_known = False
+        if not is_known:
             refuse(path, number, line, "the id of a query, that of a document and a number, divided by tabs")
-        if value > 0:
-            found.setdefault(query, {})[document] = value
-    return found
+        if gain > 0:
+            gains.setdefault(query, {})[document] = gain
+    return gains
 
 
 def read_candidates(path: Path, queries: Collection[str], corpus: Collection[str]) -> dict[str, list[str]]:
     """Query -> documents to rank, in the order of a file in the format of trec_eval: a query, ``Q0``, a document, its
     rank and score, and a name on each line. Lines of other queries are ignored."""
-    found: dict[str, list[str]] = {query: [] for query in queries}
+    candidates: dict[str, list[str]] = {query: [] for query in queries}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        query, _, document, *more = parts if len(parts := line.split()) == 6 else [""] * 3
-        if not more or document not in corpus:
+        fields = line.split()
+        if len(fields) != 6 or fields[2] not in corpus:
             refuse(path, number, line, "a query, Q0, a document of the corpus, its rank, its score and a name")
-        if query in found:
-            found[query].append(document)
-    if not any(found.values()):
+        query = fields[0]
+        document = fields[2]
+        if query in candidates:
+            candidates[query].append(document)
+    if not any(candidates.values()):
         raise RecipeError(
-            f"found no document for the {len(found)} queries with relevant ones.",
+            f"found no document for the {len(candidates)} queries with relevant ones.",
             code="empty-file",
             place=str(path),
             remedy="Name another.",
         )
-    return found
+    return candidates

@@ -1,7 +1,7 @@
 """Rows as tokens: a prompt and its completions. Tokens and their division equal those of TRL."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from os.path import commonprefix
 from typing import Any
 
@@ -33,41 +33,54 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
         tokenizer.chat_template = arguments["template"]
     renderer = ChatRenderer(tokenizer, "all")
     for row in rows:
-        values = dict(zip(arguments["columns"], (row,) if isinstance(row, str) else row, strict=True))
-        system, prompt = values.pop("system", ""), values.pop("prompt", None)
-        completions = [*values.values()]
-        if arguments["render"] or any(text.startswith(MARK) for text in (prompt or "", *completions)):
+        texts = (row,) if isinstance(row, str) else row
+        values = dict(zip(arguments["columns"], texts, strict=True))
+        system = values.pop("system", "")
+        prompt = values.pop("prompt", None)
+        completions = list(values.values())
+        has_chats = any(text.startswith(MARK) for text in (prompt or "", *completions))
+        if arguments["render"] or has_chats:
             if tokenizer.chat_template is None:
                 raise RowError("the tokenizer has no chat template. Give one: data.chat_template=chatml, or a file.")
-            start, wholes = encode_chats(renderer, system, prompt, completions)
+            prompt_ids, wholes = encode_chats(renderer, system, prompt, completions)
         else:
-            start, wholes = encode_texts(tokenizer, prompt, completions)
-        size = len(commonprefix([start, *wholes]))
-        parts = [start[:size], *(whole[size:] for whole in wholes)]
-        yield [*map(len, parts), *chain(*parts)]
+            prompt_ids, wholes = encode_texts(tokenizer, prompt, completions)
+        size = len(commonprefix([prompt_ids, *wholes]))
+        parts = [prompt_ids[:size]]
+        parts += [whole[size:] for whole in wholes]
+        yield [len(part) for part in parts] + list(chain.from_iterable(parts))
 
 
 def encode_texts(tokenizer: Any, prompt: str | None, completions: list[str]) -> tuple[list[int], list[list[int]]]:
     """The ids of a prompt, and of the prompt with each completion and the end token."""
     if prompt is None:
-        prompt, completions = divide(completions) if len(completions) == 2 else ("", completions)
+        prompt = ""
+        if len(completions) == 2:
+            prompt, completions = divide(completions)
     end = tokenizer.eos_token or ""
-    whole = [prompt + (text if text.endswith(end) else text + end) for text in completions]
-    start, *wholes = tokenizer([prompt, *whole], verbose=False)["input_ids"]
-    return start, wholes
+    texts = [prompt]
+    for completion in completions:
+        text = prompt + completion
+        texts.append(text if completion.endswith(end) else text + end)
+    prompt_ids, *wholes = tokenizer(texts, verbose=False)["input_ids"]
+    return prompt_ids, wholes
 
 
 def encode_chats(
     renderer: ChatRenderer, system: str, prompt: str | None, completions: list[str]
 ) -> tuple[list[int], list[list[int]]]:
     """The same of conversations."""
+    asked = messages(prompt, "user")
+    answers = [messages(text, "assistant") for text in completions]
+    if prompt is None and len(answers) == 2:
+        asked, answers = divide(answers)
+    elif prompt is None:  # the last message is the completion
+        asked = answers[0][:-1]
+        answers = [answers[0][-1:]]
     before = [{"role": "system", "content": system}] if system else []
-    asked, answers = messages(prompt, "user"), [messages(text, "assistant") for text in completions]
-    if prompt is None:
-        asked, answers = divide(answers) if len(answers) == 2 else (answers[0][:-1], [answers[0][-1:]])
     before += asked
-    start = renderer.prompt(Chat(before)) if before else []
-    return start, [renderer.encode(Chat(before + answer))[0] for answer in answers]
+    prompt_ids = renderer.prompt(Chat(before)) if before else []
+    return prompt_ids, [renderer.encode(Chat(before + answer))[0] for answer in answers]
 
 
 def messages(value: str | None, role: str) -> list[dict[str, Any]]:
@@ -78,11 +91,18 @@ def messages(value: str | None, role: str) -> list[dict[str, Any]]:
 
 
 def divide(pair: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The beginning that two texts or conversations share, without a space at its end, and the rest of each."""
+    """The beginning that two texts or conversations share, without a space at its end, and the rest of each.
+
+    ``the sky is blue`` and ``the sky is red`` share ``the sky is``. If one is the beginning of the other, its last
+    character or message is no part of the beginning.
+    """
     one, other = pair
-    size = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    if size is None:
-        size = max(min(len(one), len(other)) - 1, 0)
+    shorter = min(len(one), len(other))
+    size = 0
+    while size < shorter and one[size] == other[size]:
+        size += 1
+    if size == shorter:
+        size = max(shorter - 1, 0)
     elif size and one[size - 1] == " ":
         size -= 1
     return one[:size], [one[size:], other[size:]]
@@ -106,27 +126,45 @@ class Completions(Sequences):
 
     def __init__(self, split: Split, names: Sequence[str], most: int, keep: str) -> None:
         super().__init__(split.ids, split.lengths, split.labels)
-        self.names, self.most, count = tuple(names), most, len(names) + 1
+        self.names = tuple(names)
+        self.most = most
+        # A row [2 3 1 | 7 8 | 4 5 6 | 9]: a prompt of 2 tokens, and completions of 3 and 1. Its borders are the
+        # positions of 7, 4 and 9, and the end.
+        count = len(names) + 1
         starts = self.ends - split.lengths
         parts = split.ids[starts[:, None] + np.arange(count)].astype(np.int64)
-        whole = parts[:, :1] + parts[:, 1:]
-        kept = {"all": parts[:, 0] >= 0, "begun": parts[:, 0] < most, "whole": (whole <= most).all(1)}[keep]
         borders = np.cumsum(np.column_stack([starts + count, parts]), axis=1)
-        same = [bool(count == 3) and np.array_equal(*np.split(split.ids[a:c], [b - a])) for a, b, c in borders[:, -3:]]
+        whole = parts[:, :1] + parts[:, 1:]  # each prompt with each completion
+        if keep == "all":
+            kept = np.ones(len(parts), dtype=bool)
+        elif keep == "begun":
+            kept = parts[:, 0] < most
+        else:
+            kept = (whole <= most).all(1)
+        same = np.zeros(len(parts), dtype=bool)
+        if len(names) == 2:
+            for row, (first, second, end) in enumerate(borders[:, -3:]):
+                same[row] = np.array_equal(split.ids[first:second], split.ids[second:end])
         self.findings = {
             f"are cut at {most} tokens (data.max_length)": np.flatnonzero((whole > most).any(1) & kept),
             f"are left out: more than {most} tokens (data.max_length)": np.flatnonzero(~kept),
             "have the same completion twice": np.flatnonzero(same),
         }
         self.borders = borders[kept]
-        self.sizes, self.ends = np.minimum(whole, most)[kept], self.ends[kept]
-        self.labels = None if self.labels is None else self.labels[kept]
+        self.sizes = np.minimum(whole, most)[kept]
+        self.ends = self.ends[kept]
+        if self.labels is not None:
+            self.labels = self.labels[kept]
         self.lengths = self.sizes.sum(1)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        start, *ends = self.borders[index]
-        prompt, sample = ~self.ids[start : ends[0]], self.label(index)
-        parts = {name: self.ids[a:b] for name, a, b in zip(self.names, ends, ends[1:], strict=False)}
+        start, *borders = self.borders[index]
+        prompt = ~self.ids[start : borders[0]]
+        completions = {}
+        for name, (begin, end) in zip(self.names, pairwise(borders), strict=True):
+            completions[name] = self.ids[begin:end]
         if self.labels is not None:
-            parts["other"] = self.ids[slice(*self.borders[index - 1, 1:3])]
-        return {name: np.concatenate([prompt, part])[: self.most] for name, part in parts.items()} | sample
+            begin, end = self.borders[index - 1, 1:3]  # of the completion of the row before
+            completions["other"] = self.ids[begin:end]
+        sample = {name: np.concatenate([prompt, ids])[: self.most] for name, ids in completions.items()}
+        return sample | self.label(index)

@@ -75,7 +75,7 @@ class Joiner:
         """The columns of a text of ``size`` tokens: its ids, and maybe the type of each token.
 
         Args:
-            position: Of the text in ``parts``.
+            position: The position of the text in ``parts``.
         """
         columns: NDArray[np.int32] = np.repeat(self.parts[position][:, :1], size, axis=1)
         columns[0] = text[len(text) - size :] if self.left else text[:size]

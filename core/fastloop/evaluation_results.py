@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastloop.errors import MetricError, UsageError
 from fastloop.metric_states import align_states
+from fastloop.problem import Problem
 from fastloop.undefined_metrics import why_undefined
 
 if TYPE_CHECKING:
@@ -171,7 +172,11 @@ class EvaluationResults:
         metrics = {str(name): float(value) for name, value in values.items()}
         reasons = self._find_undefined(metrics)
         for name, reason in reasons.items():
-            log.warning("%s: the metric %r is NaN for %s: %s", self.where, name, self.split, reason)
+            log.warning(
+                Problem(
+                    f"the metric {name!r} is NaN for {self.split}: {reason}.", code="undefined-metric", place=self.where
+                )
+            )
         if not reasons:  # the log explains it by the metric's name
             for warning in recorded:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -30,6 +30,7 @@ from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
 from fastloop.plugins.manager import PluginSet, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
+from fastloop.problem import Problem
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
@@ -137,7 +138,7 @@ def execute(run: Run) -> dict[str, Any]:
                 run_summary.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
         except FastloopError as summary_error:  # raise the original error instead
             if str(summary_error) != str(error):
-                log.error("%s", summary_error)
+                log.error(summary_error.problem)
         raise
     return run._summary
 
@@ -186,7 +187,8 @@ def _teardown(run: Run) -> BaseException | None:
             call()
         except BaseException as error:  # Ctrl-C also ends only one plugin's teardown
             failure = error if isinstance(error, KeyboardInterrupt | Stopped) else make_crash(plugin, "teardown", error)
-            log.error("%s", str(failure) or f"plugin {plugin.name!r} was stopped in teardown by {type(error).__name__}")
+            text = str(failure) or f"plugin {plugin.name!r} was stopped in teardown by {type(error).__name__}."
+            log.error(Problem(text, code="plugin-crashed"))
             first = first or failure
     return first
 
@@ -374,7 +376,11 @@ def _set_train_mode(model: nn.Module) -> None:
         listed = ", ".join(frozen[:3])
         if len(frozen) > 3:
             listed += ", ..."
-        log.warning("%d modules stay in eval mode, as the model has them: %s", len(frozen), listed)
+        log.warning(
+            Problem(
+                f"{len(frozen)} modules stay in eval mode, as the model has them: {listed}.", code="stays-in-eval-mode"
+            )
+        )
 
 
 # -- execute -----------------------------------------------------------------------------------------------------------
@@ -387,7 +393,7 @@ def _share_disabled(run: Run) -> None:
         for name, reason in disabled.items():
             if name not in known:
                 known[name] = f"process {rank}: {reason}"
-                log.warning("%s. It was disabled there", known[name])
+                log.warning(Problem(f"{known[name]}. It was disabled there.", code="plugin-disabled"))
 
 
 def _export(run: Run) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fastloop.problem import Problem
 from fastloop.runtime.memory import memory_held
 from fastloop.scalars import CORE, LoggedValues
 
@@ -58,7 +59,13 @@ class LogPoint:
         values, missing = self.values.reduce_alone()
         if missing:
             names = ", ".join(missing)
-            log.warning("step %d: values of all processes are not logged, because the run failed: %s", self.step, names)
+            log.warning(
+                Problem(
+                    f"values of all processes are not logged, because the run failed: {names}.",
+                    code="values-not-logged",
+                    place=f"step {self.step}",
+                )
+            )
         return self._ordered(values)
 
     def _ordered(self, values: dict[str, float]) -> dict[str, float]:
@@ -117,13 +124,23 @@ def log_after_error(run: Run) -> None:
     failure = run.plugins.manager.failure
     try:
         if not pending.values.arrive_within(PATIENCE):
-            log.warning("the values of step %d are not logged: the device has not computed them", pending.step)
+            log.warning(
+                Problem(
+                    f"the values of step {pending.step} are not logged: the device has not computed them.",
+                    code="values-not-logged",
+                )
+            )
         elif run.world_size == 1:
             emit(run, pending.read(run.processes), pending.step)
         else:
             emit(run, pending.read_alone(), pending.step)
     except Exception as error:
-        log.warning("the values of step %d are not logged: %s: %s", pending.step, type(error).__name__, error)
+        log.warning(
+            Problem(
+                f"the values of step {pending.step} are not logged: {type(error).__name__}: {error}.",
+                code="values-not-logged",
+            )
+        )
         run.plugins.manager.failure = failure  # the plugin that failed the run
 
 

@@ -30,6 +30,7 @@ from fastloop.distributed import compared_facts
 from fastloop.errors import DataError, PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
 from fastloop.plugins.plugin import hookimpl
+from fastloop.problem import Problem
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import NO_CONTEXT, region
 from fastloop.state import Batch
@@ -75,12 +76,13 @@ def fit(run: Run) -> None:
     limit = run.recipe.train.max_steps
     if limit is not None and run.state.step < limit and run.state.stop_reason is None:
         log.warning(
-            "%s: train.epochs = %d ended after %d steps, before train.max_steps = %d. To train that many, remove "
-            "train.epochs or raise it.",
-            run.recipe.where,
-            run.recipe.train.epochs,
-            run.state.step,
-            limit,
+            Problem(
+                f"train.epochs = {run.recipe.train.epochs} ended after {run.state.step} steps, before "
+                f"train.max_steps = {limit}.",
+                code="too-few-steps",
+                place=run.recipe.where,
+                remedy="To train that many, remove train.epochs or raise it.",
+            )
         )
 
 

@@ -14,9 +14,18 @@ LINE = re.compile(r"^(?P<file>.+?), (?:line|row) (?P<line>\d[\d,]*)")
 """A place in a file: ``train.csv, line 3``."""
 KEY = re.compile(r"^(?P<file>(?:recipe|.+\.ya?ml)): (?P<key>[\w.\[\]/-]+)")
 """A place in a recipe: ``recipe.yaml: train.lr``."""
-OVERRIDE = r"\b(?:data|model|plugins|train)(?:\.[\w-]+)+=[^\s`]*[^\s`.,:;)]"
-PROPOSAL = re.compile(rf"`([^`]+)`|({OVERRIDE})")
-"""A part of a remedy that a user can type: between backquotes, or an override without spaces."""
+VALUE = r"""'[^']*'|"[^"]*"|\{[^{}`]*\}|\[(?:[^\[\]`]|\[[^\[\]`]*\])*\]|[^\s`]*[^\s`.,:;)]"""
+"""A value in an override: in quotes, ``{'+': pos}``, ``[text, label]``, or a word without the end of the sentence."""
+UNQUOTED = (
+    rf"(?<![\w.(`-])((?:output|(?:data|model|plugins|train)(?:\.[\w-]+)+)=(?:{VALUE}))"
+    r"|(?<![\w`-])(--(?:with|without|split) [\w,./:-]*\w)"
+)
+"""An override, or an option that takes a name. An override just behind a parenthesis only names a setting: ``expected a
+number (data.label_type=number)``."""
+IN_FACTS = re.compile(UNQUOTED)
+"""A part of an explanation that a user can type."""
+IN_REMEDY = re.compile(rf"{UNQUOTED}|`(--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[^`]*`")
+"""A part of a remedy that a user can type. Options and commands are between backquotes, and so may names be."""
 
 
 class Fields(TypedDict, total=False):
@@ -44,8 +53,8 @@ class Problem:
         found: The value that was found, without a full stop.
         expected: The values that are possible, without a full stop.
         remedy: Sentences about the change that solves the problem. An override in them, such as
-            ``data.label_type=class``, works as it is, and so do options and commands between backquotes: "Run
-            `fastloop plugins`."
+            ``data.label_type=class``, works as it is, and so do options with a name, ``--with ema``, and commands
+            between backquotes: "Run `fastloop plugins`."
         command: A command that the remedy introduces, such as "Install it:". It ends the text, without a full stop, so
             that it can be copied.
     """
@@ -75,8 +84,11 @@ class Problem:
 
     @property
     def proposals(self) -> list[str]:
-        """The overrides, options and commands of the remedy, as a user can type them."""
-        proposals = [match[1] or match[2] for match in PROPOSAL.finditer(self.remedy)]
+        """The overrides, options and commands of the message, as a user can type them."""
+        matches = [*IN_FACTS.finditer(f"{self.text} {self.expected}"), *IN_REMEDY.finditer(self.remedy)]
+        proposals = []
+        for match in matches:
+            proposals += [part for part in match.groups() if part]
         if self.command:
             proposals.append(self.command)
         return proposals

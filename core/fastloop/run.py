@@ -25,6 +25,7 @@ from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, SaveError
 from fastloop.plugins.manager import PluginSet
+from fastloop.problem import Problem
 from fastloop.recipe import Recipe
 from fastloop.runtime import device_copies
 from fastloop.runtime.clock import Clock
@@ -385,7 +386,7 @@ class Run:
                 raise SaveError(
                     f"{failure}.", code="save-failed", remedy="Free disk space, then continue with --resume."
                 )
-            log.warning("%s. Training continues; earlier checkpoints are intact", failure)
+            log.warning(Problem(f"{failure}. Training continues; earlier checkpoints are intact.", code="save-failed"))
         if signal_name is not None and not self.signals.finishing:
             self.signals.wait_until_logged()
             state.stop_reason = f"{INTERRUPTED} by {signal_name}"

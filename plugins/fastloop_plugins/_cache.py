@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop import Problem
 from fastloop.runtime.platform_support import sync
 from fastloop_plugins._partial_entry import partial_entry, read_type
 
@@ -114,10 +115,15 @@ def private_cache(name: str) -> Path:
         if _is_private(folder.stat()):
             return folder
         logger.warning(
-            "others may write to %s: nothing in it is used. Remove their permission: chmod go-w %s", folder, folder
+            Problem(
+                f"others may write to {folder}: nothing in it is used.",
+                code="unsafe-folder",
+                remedy="Remove their permission:",
+                command=f"chmod go-w {folder}",
+            )
         )
     except OSError as error:
-        logger.warning("%s is not kept for later runs: %s", name, error)
+        logger.warning(Problem(f"{name} is not kept for later runs: {error}.", code="not-cached"))
     return Path(tempfile.mkdtemp(prefix=f"fastloop-{name}-"))
 
 
@@ -214,7 +220,11 @@ def read_arrays(entry: Path, facts: dict[str, int] | None = None) -> Flat | None
             saved = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
             facts.update((name, int(value)) for name, value in saved.items())
     except (OSError, ValueError, EOFError, AttributeError, TypeError, RecursionError) as error:
-        logger.warning("tokens: %s is damaged (%s): its texts are tokenised again", entry, error)
+        logger.warning(
+            Problem(
+                f"{entry} is damaged ({error}): its texts are tokenised again.", code="damaged-cache", place="tokens"
+            )
+        )
         shutil.rmtree(entry, ignore_errors=True)
         return None
     if not size:

@@ -10,6 +10,7 @@ from fastloop.errors import RecipeError, did_you_mean
 from fastloop.plugins.declarations import warn_once
 from fastloop.plugins.installed import distribution_name, installed, is_own, name_and_version
 from fastloop.plugins.packages import PACKAGES
+from fastloop.problem import Problem
 
 
 def own_plugins() -> list[str]:
@@ -27,8 +28,13 @@ def own_plugins() -> list[str]:
                 if other.name == name and not is_own(other)
             )
             warn_once(
-                f"plugin {name!r}: {rivals} installs a plugin of this name, too. `auto` and the estimates of other "
-                f"commands leave out fastloop's. Uninstall that package, or list {key!r} in the recipe."
+                Problem(
+                    f"{rivals} installs a plugin of this name, too. `auto` and the estimates of other commands leave "
+                    "out fastloop's.",
+                    code="name-taken",
+                    place=f"plugin {name!r}",
+                    remedy=f"Uninstall that package, or list {key!r} in the recipe.",
+                )
             )
     return [name for name, point in table.items() if is_own(point) and name == point.name]
 
@@ -62,7 +68,12 @@ def plugins_of_packages(packages: Iterable[str], place: str) -> dict[str, str]:
         for key in by_distribution[name]:
             if ":" in key:
                 warn_once(
-                    f"{place}: the plugin {key!r} is left out: several packages use its name. List it by {key!r}."
+                    Problem(
+                        f"the plugin {key!r} is left out: several packages use its name.",
+                        code="ambiguous-name",
+                        place=place,
+                        remedy=f"List it by {key!r}.",
+                    )
                 )
             else:
                 found[key] = package

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fastloop import Problem
 from fastloop.data import Loader
 from fastloop.data.datasets import Filler
 from fastloop.errors import FastloopError, PluginCrash, PluginError
@@ -244,7 +245,7 @@ class SelectedBuild:
             selector, _, _ = self.selected[name].partition(":")  # "auto: why"
             if model not in reason:
                 reason = f"{model}: {reason}"
-            log.warning("%s: leaves out %s: %s", selector, name, reason)
+            log.warning(Problem(f"leaves out {name}: {reason}.", code="plugin-left-out", place=selector))
         return built.run
 
 

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, Recommendation, hookimpl, option
 from fastloop.plugins.plugin import Numerics
 
 if TYPE_CHECKING:
@@ -104,7 +104,12 @@ class Auto(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        self.log.warning("no plugin of fastloop is known to make this recipe faster on %s", run.device.type)
+        self.log.warning(
+            Problem(
+                f"no plugin of fastloop is known to make this recipe faster on {run.device.type}.",
+                code="nothing-selected",
+            )
+        )
 
 
 class PluginSelection:
@@ -158,22 +163,35 @@ class PluginSelection:
             trial = self._with(cls, recommendation)
         except Exception as error:
             logger.warning(
-                "auto: leaves out %s of %s: its rule failed: %s: %s", cls.name, package, type(error).__name__, error
+                Problem(
+                    f"leaves out {cls.name} of {package}: its rule failed: {type(error).__name__}: {error}.",
+                    code="rule-failed",
+                    place="auto",
+                )
             )
             return
         finally:
             if shown != self.recipe:
                 logger.warning(
-                    "auto: the rule of %s of %s changes the recipe that it reads. The change has no effect.",
-                    cls.name,
-                    package,
+                    Problem(
+                        f"the rule of {cls.name} of {package} changes the recipe that it reads. The change has no "
+                        "effect.",
+                        code="rule-failed",
+                        place="auto",
+                    )
                 )
         problem = problem_of(trial)
         if problem:
             logger.info("auto: leaves out %s of %s: %s", cls.name, package, problem)
             return
         for name in replaced_defaults(self.recipe, trial):
-            logger.warning("auto: %s of %s replaces %r, which is on by default.", cls.name, package, name)
+            logger.warning(
+                Problem(
+                    f"{cls.name} of {package} replaces {name!r}, which is on by default.",
+                    code="default-replaced",
+                    place="auto",
+                )
+            )
         self.recipe = trial
         self.names.append(cls.name)
 
@@ -221,10 +239,16 @@ def warn_of_changes(before: Mapping[str, Recommendation], after: Mapping[str, Re
     """Log each choice of ``auto`` that is another one beside a plugin of another package."""
     for name, recommendation in before.items():
         if name not in after:
-            logger.warning("auto: %s is not selected beside %s", name, who)
+            logger.warning(Problem(f"{name} is not selected beside {who}.", code="selection-differs", place="auto"))
         elif after[name].options != recommendation.options:
             now, then = dict(after[name].options), dict(recommendation.options)
-            logger.warning("auto: beside %s, %s gets the options %s, without it %s", who, name, now, then)
+            logger.warning(
+                Problem(
+                    f"beside {who}, {name} gets the options {now}, without it {then}.",
+                    code="selection-differs",
+                    place="auto",
+                )
+            )
 
 
 def suggest_package(recipe: Recipe, machine: Machine) -> None:
@@ -237,7 +261,15 @@ def suggest_package(recipe: Recipe, machine: Machine) -> None:
         return
     for package in PACKAGES:
         if package.extra == CPU_EXTRA and not importlib.util.find_spec(package.distribution.replace("-", "_")):
-            warn_once(f"auto: the package {package.distribution} makes this model faster on a CPU: {package.install}")
+            warn_once(
+                Problem(
+                    f"the package {package.distribution} makes this model faster on a CPU.",
+                    code="faster-package",
+                    place="auto",
+                    remedy="Install it:",
+                    command=package.install,
+                )
+            )
 
 
 def recommend_beside(recipe: Recipe, name: str, machine: Machine) -> Recommendation | None:

@@ -1,4 +1,4 @@
-"""Every error of the sources has a code, and docs/errors.md shows each code."""
+"""Every error and warning of the sources has a code, and docs/errors.md shows each code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastloop import errors
 
 ROOT = Path(__file__).parents[2]
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+LOGS = {"log", "logger", "self.log"}
 FOLDERS = [ROOT / "core", ROOT / "plugins", *(ROOT / "packages").glob("*/src")]
 
 
@@ -35,6 +36,21 @@ def test_every_error_has_a_code():
                 if is_error and all(word.arg not in ("code", None) for word in node.keywords):
                     without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert without == [], "give these a code: docs/write-a-plugin.md, Errors and warnings"
+
+
+def test_every_warning_has_a_code():
+    without = []
+    for folder in FOLDERS:
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                    continue
+                if node.func.attr not in ("warning", "error", "log") or ast.unparse(node.func.value) not in LOGS:
+                    continue
+                is_text = isinstance(node.args[0], ast.Constant | ast.JoinedStr)
+                if is_text or len(node.args) > 1:
+                    without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert without == [], "log a Problem: docs/write-a-plugin.md, Errors and warnings"
 
 
 def test_codes_are_lower_case_with_hyphens(codes):

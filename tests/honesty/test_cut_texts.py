@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from fastloop.testing import assert_problem, find_problems
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text.chunks import token_chunks
 from fastloop_plugins.text.tokens import encode
@@ -43,14 +44,15 @@ def run(path: str, cache: bool = False, **data):
 
 
 def cut_lines(caplog) -> list[str]:
-    return [line for line in caplog.messages if " are cut at " in line]
+    return [str(problem) for problem in find_problems(caplog, "texts-cut")]
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_texts_cut_at_max_length_are_counted(pairs, caplog):
     more = {"text": ["text", "other"], "max_length": 7} if pairs else {}
     run(write_rows("a.jsonl", pairs), **more)
-    assert cut_lines(caplog) == [f"data: train: 4 of 8 texts are cut at {6 + pairs} tokens (data.max_length): 50.0%"]
+    assert len(cut_lines(caplog)) == 1
+    assert_problem(caplog, f"texts-cut train: 4 8 {6 + pairs} data.max_length 50.0%")
     caplog.clear()
     run("a.jsonl", **more | {"max_length": 32})
     assert cut_lines(caplog) == []
@@ -96,7 +98,8 @@ def test_texts_to_predict_are_counted(caplog):
     arguments = {"truncation": True, "max_length": 6}
     plugin.data.options.max_length = 6
     list(token_chunks(plugin.data, plugin.text_model, Path("a.jsonl"), 0, 3, arguments))
-    assert cut_lines(caplog) == ["data: predict, first rows: 1 of 3 texts are cut at 6 tokens (data.max_length): 33.3%"]
+    assert len(cut_lines(caplog)) == 1
+    assert_problem(caplog, "texts-cut predict 1 3 6 data.max_length 33.3%")
 
 
 class Loud(PreTrainedTokenizerFast):

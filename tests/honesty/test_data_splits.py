@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 from data_helpers import named_rows, refusal, text_data, write
 from image_helpers import write_image
 
+from fastloop import Problem
 from fastloop.recipe import make_recipe
+from fastloop.testing import assert_problem, find_problems
 from fastloop_plugins.rows.splits import hold_out
 from fastloop_plugins.tasks.image.data import ImageData
 from fastloop_plugins.tasks.tags.data import TagTextData
@@ -77,13 +80,13 @@ def rows_file(path: str, rows: list[tuple[str, str]]) -> str:
     return write(path, "text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
 
 
-def repeats(caplog, train: list[tuple[str, str]], **splits: list[tuple[str, str]]) -> list[str]:
+def repeats(caplog, train: list[tuple[str, str]], **splits: list[tuple[str, str]]) -> list[Problem]:
     caplog.clear()
     files = {"train": rows_file("train.csv", train)} | {
         split: rows_file(f"{split}.csv", rows) for split, rows in splits.items()
     }
     text_data(files).load()
-    return [line for line in caplog.messages if "repeat" in line or "in train" in line or "more than one label" in line]
+    return find_problems(caplog, "repeated-rows") + find_problems(caplog, "several-labels")
 
 
 DIFFERENT = [(f"film {i}", ("neg", "pos")[i % 2]) for i in range(12)]
@@ -92,36 +95,38 @@ DIFFERENT = [(f"film {i}", ("neg", "pos")[i % 2]) for i in range(12)]
 def test_rows_that_repeat_or_stand_in_two_splits_give_one_warning(caplog):
     assert repeats(caplog, DIFFERENT, test=[("another film", "pos")]) == []
     train = [*DIFFERENT, DIFFERENT[0], DIFFERENT[0], DIFFERENT[7]]
-    assert repeats(caplog, train) == [
-        "data: 3 of 15 rows of train repeat an earlier one, such as 'film 0'. "
-        "Remove them with data.deduplicate=true unless they are intended"
-    ]
+    (problem,) = repeats(caplog, train)
+    assert_problem(problem, "repeated-rows data: 3 15 train")
+    assert "'film 0'" in problem.text
+    assert problem.proposals == ["data.deduplicate=true"]
     splits = {"validation": [DIFFERENT[3], ("new", "neg")], "test": [*DIFFERENT[4:7], ("new", "neg")]}
-    assert repeats(caplog, train, **splits) == [
-        "data: 3 of 15 rows of train repeat an earlier one; 1 of 2 rows of validation are in train, too; 3 of 4 rows "
-        "of test are in train, too, such as 'film 3'. Metrics of rows that the model trains on are too high: remove "
-        "these rows"
-    ]
+    (problem,) = repeats(caplog, train, **splits)
+    numbers = re.findall(r"(\d+) of (\d+) rows of (\w+)", problem.text)
+    assert numbers == [("3", "15", "train"), ("1", "2", "validation"), ("3", "4", "test")]
+    assert "'film 3'" in problem.text
+    assert problem.proposals == []
 
 
 def test_equal_texts_with_different_labels_give_a_warning(caplog):
-    assert repeats(caplog, [*DIFFERENT, ("film 2", "pos"), ("film 5", "neg")]) == [
-        "data: texts with more than one label: 2, such as 'film 2': 'neg' and 'pos'. Correct or remove these rows"
-    ]
+    (problem,) = repeats(caplog, [*DIFFERENT, ("film 2", "pos"), ("film 5", "neg")])
+    assert_problem(problem, "several-labels data: 2 'neg' 'pos'")
+    assert "'film 2'" in problem.text
     first, second = repeats(caplog, DIFFERENT, test=[("film 2", "pos")])
-    assert first.startswith("data: 1 of 1 rows of test are in train, too, such as 'film 2'.")
-    assert second.startswith("data: texts with more than one label: 1, such as 'film 2': 'neg' and 'pos'.")
+    assert_problem(first, "repeated-rows data: 1 test train")
+    assert_problem(second, "several-labels data: 1 'neg' 'pos'")
+    assert "'film 2'" in first.text
+    assert "'film 2'" in second.text
 
 
 def test_pairs_and_sets_of_classes_are_compared_as_a_whole(caplog):
     rows = [{"a": "x", "b": str(i), "tags": ["p", "q"][: 1 + i % 2]} for i in range(6)]
     write("train.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, rows[1], {**rows[0], "tags": ["q"]}]))
     text_data("train.jsonl", label="tags", label_type="classes", text=["a", "b"]).load()
-    assert [line for line in caplog.messages if line.startswith("data: ")] == [
-        "data: 1 of 8 rows of train repeat an earlier one, such as 'x | 1'. "
-        "Remove them with data.deduplicate=true unless they are intended",
-        "data: texts with more than one label: 1, such as 'x | 0': 'p' and 'q'. Correct or remove these rows",
-    ]
+    (repeated,) = find_problems(caplog, "repeated-rows data: 1 8 train")
+    assert "'x | 1'" in repeated.text
+    assert repeated.proposals == ["data.deduplicate=true"]
+    (labels,) = find_problems(caplog, "several-labels data: 1 'p' 'q'")
+    assert "'x | 0'" in labels.text
 
 
 def test_sentences_with_tags_are_compared_with_their_tags(caplog):
@@ -130,11 +135,9 @@ def test_sentences_with_tags_are_compared_with_their_tags(caplog):
     TagTextData(
         make_recipe({"data": {"files": {"train": "t.jsonl"}, "validation_fraction": 0}}, Path("recipe.yaml"))
     ).load()
-    (line,) = [line for line in caplog.messages if "repeat" in line]
-    assert (
-        line == "data: 1 of 3 rows of train repeat an earlier one, such as 'EU film'. "
-        "Remove them with data.deduplicate=true unless they are intended"
-    )
+    (repeated,) = find_problems(caplog, "repeated-rows data: 1 3 train")
+    assert "'EU film'" in repeated.text
+    assert repeated.proposals == ["data.deduplicate=true"]
 
 
 def test_lines_of_a_language_model_and_numbers_may_repeat(caplog):

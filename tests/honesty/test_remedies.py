@@ -1,4 +1,7 @@
-"""Each override, command and option that a remedy proposes exists: keys of recipes, commands, and their options."""
+"""Each override, command and option that a message proposes exists: keys of recipes, commands, and their options.
+
+``test_proposed_commands.py`` provokes messages, and runs their proposals.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,29 @@ OTHER_KEYS = {"columns"}
 
 @pytest.fixture(scope="module")
 def remedies() -> list[Problem]:
-    """The problems of the sources that have a remedy."""
+    """The problems of the sources that have a remedy or another proposal."""
     sys.path.insert(0, str(ROOT / "docs"))
     from _codes import messages
 
     sys.path.remove(str(ROOT / "docs"))
-    return [message.problem for message in messages() if message.problem.remedy]
+    return [message.problem for message in messages() if message.problem.remedy or message.problem.proposals]
+
+
+@pytest.fixture(scope="module")
+def commands() -> dict[str, set[str]]:
+    """Command -> the options of it and of its members."""
+    import typer
+
+    group = typer.main.get_command(app)
+    found: dict[str, set[str]] = {}
+    for name in own():
+        command = group.get_command(None, name)
+        options = {"help"}
+        for member in list(getattr(command, "commands", {}).values()) or [command]:
+            for parameter in member.params:
+                options |= {option.removeprefix("--") for option in [*parameter.opts, *parameter.secondary_opts]}
+        found[name] = options
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -51,27 +71,40 @@ def test_there_are_remedies(remedies):
 
 def test_their_keys_are_keys_of_recipes(remedies, keys):
     for problem in remedies:
-        for section, key, option in KEY.findall(problem.remedy):
+        for section, key, option in KEY.findall(f"{problem.remedy} {' '.join(problem.proposals)}"):
             if section == "plugins":
                 known = keys.get(f"plugins.{key}", set())
-                assert "{" in key or "{" in option or option in known, problem.remedy
+                assert "{" in key or key.isupper() or "{" in option or option in known, problem.remedy
             else:
                 assert "{" in key or key in keys[section] | OTHER_KEYS, problem.remedy
 
 
-def test_their_commands_and_options_exist(remedies):
-    import typer
+def test_their_options_exist(remedies, commands):
+    options = OTHER_OPTIONS.union({"json"}, *commands.values())
+    for problem in remedies:
+        for name in OPTION.findall(f"{problem.remedy} {problem.command}"):
+            assert name in options, problem.remedy
 
-    group = typer.main.get_command(app)
-    commands = {name: group.get_command(None, name) for name in own()}
-    options = set(OTHER_OPTIONS)
-    for command in commands.values():
-        members = list(getattr(command, "commands", {}).values()) or [command]
-        for member in members:
-            for parameter in member.params:
-                options |= {name.removeprefix("--") for name in [*parameter.opts, *parameter.secondary_opts]}
+
+def test_their_commands_have_their_options(remedies, commands):
+    proposals = [proposal for problem in remedies for proposal in problem.proposals]
+    proposed = [proposal for proposal in proposals if proposal.startswith("fastloop ")]
+    assert len(proposed) > 10
+    for proposal in proposed:
+        name = proposal.split()[1]
+        if not name.startswith("-"):
+            assert name in commands, proposal
+            assert {*OPTION.findall(proposal)} <= commands[name], proposal
     for problem in remedies:
         for name in COMMAND.findall(problem.remedy):
             assert name in commands, problem.remedy
-        for name in OPTION.findall(problem.remedy):
-            assert name in options | {"help", "json"}, problem.remedy
+
+
+def test_a_command_is_no_part_of_a_sentence(remedies):
+    """A command that can be copied is between backquotes, or in the field ``command``."""
+    for problem in remedies:
+        unquoted = re.sub("`[^`]*`", "", f"{problem.text} {problem.remedy}")
+        assert not re.search(
+            r"(?<!-m )\bfastloop (train|plan|plugins|export|predict|evaluate|sweep) |\bpip install", unquoted
+        ), problem
+        assert not problem.remedy.rstrip().endswith(":") or problem.command, problem

@@ -20,6 +20,7 @@ from fastloop import checkpoint, log_points
 from fastloop.checkpoint.build_record import with_own_code, with_own_growth, without_parameters
 from fastloop.checkpoint.form import check_form
 from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
+from fastloop.problem import Problem
 from fastloop.recipe import secrets
 from fastloop.runtime.random_states import random_states, restore_random_states
 from fastloop.runtime.regions import region
@@ -121,7 +122,7 @@ def find_resume_point(folder: Path, path: Path) -> tuple[Path, list[str]] | None
                     place=str(path),
                     remedy="Start a new run without --resume.",
                 ) from None
-    log.warning("%s: no checkpoint yet: the run starts from the beginning", path)
+    log.warning(Problem("no checkpoint yet: the run starts from the beginning.", code="no-checkpoint", place=str(path)))
     return None
 
 
@@ -135,7 +136,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         CheckpointError: The checkpoint has other weights, or this process does not see it.
     """
     for line in skipped:
-        log.warning("%s", line)
+        log.warning(Problem(f"{line}.", code="damaged-checkpoint"))
     if not run.is_main:  # the main process has verified it already
         problem = checkpoint.verify(path, wait=True)
         if problem is not None:

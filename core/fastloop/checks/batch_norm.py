@@ -13,6 +13,7 @@ from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import RecipeError
 from fastloop.plugins.plugin import hookimpl
 from fastloop.probing import probing, reshard
+from fastloop.problem import Problem
 from fastloop.runtime.random_states import preserve_random_states
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ def check_run(run: Run) -> None:
         causes.append("the number of processes")
     if norms and causes:
         logger.warning(
-            "batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes)
+            Problem(
+                f"batch norm uses only the samples of its own {part}, so results depend on {' and '.join(causes)}.",
+                code="batch-dependent",
+            )
         )
     if norms and _has_lone_sample(run) and _fails_on_one_sample(run, norms):
         _refuse_lone_sample(run)

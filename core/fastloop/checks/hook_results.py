@@ -30,6 +30,7 @@ from fastloop.checks.read_only import ReadOnlyChecks
 from fastloop.errors import PluginError
 from fastloop.plugins.hook_replacement import replace
 from fastloop.plugins.plugin import Plugin, hookimpl
+from fastloop.problem import Problem
 from fastloop.state import Batch, Output
 
 if TYPE_CHECKING:
@@ -153,8 +154,14 @@ class HookChecks:
             self._counting.remove()
             self._counting = None
         for name in [name for name, has_loss in self.has_loss.items() if not has_loss]:
-            problem = "returned None each time, so another plugin computes the loss"
-            log.warning("plugin %r: compute_loss %s. %s", name, problem, REMEDIES["compute_loss"])
+            log.warning(
+                Problem(
+                    "compute_loss returned None each time, so another plugin computes the loss.",
+                    code="no-result",
+                    place=f"plugin {name!r}",
+                    remedy=REMEDIES["compute_loss"],
+                )
+            )
         self.has_loss = {}
 
     def _replace(self, plugin: Plugin, hook: str, function: Callable[..., Any], wraps: bool) -> Callable[..., Any]:
@@ -330,10 +337,12 @@ def _restore_keys(where: str, before: Mapping[str, Any], summary: dict[str, Any]
     if changed:
         names = ", ".join(map(repr, changed))
         log.warning(
-            "%s changed %s, which it did not add. Its value is ignored. Choose a key of your own, such as the plugin's "
-            "name",
-            where,
-            names,
+            Problem(
+                f"changed {names}, which it did not add. Its value is ignored.",
+                code="reserved-name",
+                place=where,
+                remedy="Choose a key of your own, such as the plugin's name.",
+            )
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fastloop.distributed.ranks import world_size
 from fastloop.errors import PluginError
 from fastloop.plugins.plugin import hookimpl
+from fastloop.problem import Problem
 
 if TYPE_CHECKING:
     from fastloop.plugins.manager import PluginSet
@@ -37,10 +38,14 @@ def warn_of_one_process(recipe: Recipe) -> None:
     is_launched = all(name in os.environ for name in LAUNCHED)
     if is_launched and not any(name in os.environ for name in COUNTS):
         logger.warning(
-            "%s: accelerate launch was asked for several processes and started one. Without --multi_gpu it starts only "
-            "one, also on a CPU. Use: %s",
-            recipe.where,
-            MULTI_GPU,
+            Problem(
+                "accelerate launch was asked for several processes and started one. Without --multi_gpu it starts only "
+                "one, also on a CPU.",
+                code="one-process",
+                place=recipe.where,
+                remedy="Use:",
+                command=MULTI_GPU,
+            )
         )
 
 

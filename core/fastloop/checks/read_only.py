@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop.distributed.tensors import as_bytes
 from fastloop.errors import PluginError
+from fastloop.problem import Problem
 from fastloop.runtime.random_states import random_states
 
 if TYPE_CHECKING:
@@ -82,11 +83,13 @@ class ReadOnlyChecks:
         if generators:
             self.draws.add(plugin.name)
             log.warning(
-                "plugin %r: %s drew random numbers of %s, and the plugin is declared read_only: a run without it "
-                "trains with other random numbers. Draw them from a generator of its own",
-                plugin.name,
-                hook,
-                " and ".join(generators),
+                Problem(
+                    f"{hook} drew random numbers of {' and '.join(generators)}, and the plugin is declared "
+                    "read_only: a run without it trains with other random numbers.",
+                    code="draws-random-numbers",
+                    place=f"plugin {plugin.name!r}",
+                    remedy="Draw them from a generator of its own.",
+                )
             )
 
 

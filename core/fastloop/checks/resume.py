@@ -26,6 +26,7 @@ from fastloop.checkpoint.build_record import (
 from fastloop.checkpoint.resume import refuse_errors
 from fastloop.errors import CheckpointError
 from fastloop.plugins.plugin import hookimpl
+from fastloop.problem import Problem
 from fastloop.recipe import Train, secrets
 from fastloop.runtime.files import read_again
 
@@ -190,14 +191,19 @@ def report_plugins(run: Run, saved: dict[str, Any]) -> None:
         is_known = plugin.name in built or plugin.name in saved["plugins"]
         if not is_known and (plugin.name in keeps_state or plugin.numerics == "changes-training"):
             logger.warning(
-                "plugin %r is not in the checkpoint: it starts at step %d", plugin.name, saved["state"]["step"]
+                Problem(
+                    (f"plugin {plugin.name!r} is not in the checkpoint: it starts at step {saved['state']['step']}."),
+                    code="plugin-added",
+                )
             )
     here = run.plugins.names()
     for name in sorted({*built, *saved["plugins"]}):
         has_state = saved["plugins"].get(name) is not None
         changes_training = name in built and built[name]["numerics"] == "changes-training"
         if name not in here and (has_state or changes_training):
-            logger.warning("plugin %r is in the checkpoint, but not in this run", name)
+            logger.warning(
+                Problem(f"plugin {name!r} is in the checkpoint, but not in this run.", code="plugin-removed")
+            )
 
 
 def compare_parts(run: Run, path: Path, saved: dict[str, Any]) -> None:
@@ -245,4 +251,9 @@ def compare_data(run: Run, path: Path, saved: dict[str, str]) -> None:
             "train.on_data_change=warn.",
             code="data-changed",
         )
-    logger.warning("%s The run continues with the current data: this epoch may repeat or miss samples", message)
+    logger.warning(
+        Problem(
+            (f"{message} The run continues with the current data: this epoch may repeat or miss samples."),
+            code="data-changed",
+        )
+    )

@@ -16,6 +16,7 @@ from fastloop.data import streams
 from fastloop.data.datasets import Collate, MapReader
 from fastloop.data.sampler import AnnouncedMicroBatches, MicroBatchIds, StepSampler
 from fastloop.errors import CheckpointError, DataError, UsageError
+from fastloop.problem import Problem
 from fastloop.runtime.regions import region
 from fastloop.runtime.tracebacks import user_line
 from fastloop.settings import Settings
@@ -159,11 +160,12 @@ class Loader:
         if samples != self.stream.size and not self.has_warned_of_length:
             self.has_warned_of_length = True
             log.warning(
-                "%s states a length of %d, and an epoch had %d samples: schedules follow the stated length. Correct "
-                "its __len__, or remove it and set train.max_steps.",
-                type(self.dataset).__name__,
-                self.stream.size,
-                samples,
+                Problem(
+                    f"{type(self.dataset).__name__} states a length of {self.stream.size}, and an epoch had "
+                    f"{samples} samples: schedules follow the stated length.",
+                    code="wrong-length",
+                    remedy="Correct its __len__, or remove it and set train.max_steps.",
+                )
             )
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -204,7 +206,9 @@ class Loader:
             for index, reason in batch.unreadable:
                 self.unreadable += 1
                 if self.unreadable <= MAX_WARNINGS:
-                    log.warning("sample %d cannot be read and is left out: %s", index, reason)
+                    log.warning(
+                        Problem(f"sample {index} cannot be read and is left out: {reason}.", code="sample-unreadable")
+                    )
             group.append(batch)
             if batch.is_last_micro_batch or (self.sampler is None and len(group) == self.micro_steps):
                 yield group

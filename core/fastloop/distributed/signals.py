@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NoReturn
 
+from fastloop.problem import Problem
 from fastloop.runtime.platform_support import existing_signals
 from fastloop.state import INTERRUPTED
 
@@ -137,7 +138,7 @@ class StopSignals:
             if self.finishing
             else "saving at the end of this step"
         )
-        log.warning("%s by %s: %s (once more to stop at once)", INTERRUPTED, self.name, action)
+        log.warning(Problem(f"{INTERRUPTED} by {self.name}: {action} (once more to stop at once).", code="interrupted"))
         logged.set()
         if not left.wait(STOP_TIMEOUT) and not self.finishing:
             print(

@@ -21,6 +21,7 @@ from fastloop.plugins.manager import origin
 from fastloop.plugins.order import predecessors, refers
 from fastloop.plugins.packages import PLUGINS, suggest_plugin
 from fastloop.plugins.plugin import Numerics, Plugin
+from fastloop.problem import Problem
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
 from fastloop.strategy import Strategy
@@ -137,10 +138,12 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                     place=where,
                 )
             if not found and declaration == "requires":
+                missing = _explain_missing(reference, plugins, names)
                 raise PluginError(
-                    f"plugin {plugin.name!r} requires {_explain_missing(reference, plugins, names)}",
+                    f"plugin {plugin.name!r} requires {missing.text}",
                     code="missing-plugin",
                     place=where,
+                    remedy=missing.remedy,
                 )
             if found:
                 continue
@@ -153,8 +156,12 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                 slot = reference.startswith("slot:")
                 problem = "no plugin of this run is in this slot" if slot else "no plugin has this name"
                 warn_once(
-                    f"{where}: plugin {plugin.name!r}: {declaration} names {reference!r}, and {problem}. Did you mean "
-                    f"{meant!r}?"
+                    Problem(
+                        f"{declaration} names {reference!r}, and {problem}.",
+                        code="unknown-plugin",
+                        place=f"{where}: plugin {plugin.name!r}",
+                        remedy=f"Did you mean {meant!r}?",
+                    )
                 )
 
 
@@ -173,20 +180,25 @@ def _explain_cycle(names: list[str], plugins: Sequence[Plugin]) -> str:
     )
 
 
-def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collection[str]) -> str:
-    """The end of the message for a requirement that no plugin of the run meets."""
+def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collection[str]) -> Problem:
+    """The end of the message for a requirement that no plugin of the run meets, and the remedy."""
     slot = reference.removeprefix("slot:")
     if slot != reference:
-        return f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
+        return Problem(
+            f"a plugin in the slot {slot!r}, which the recipe does not list.",
+            remedy="`fastloop plugins` shows who fills it.",
+        )
     if reference not in names:
-        return f"{reference!r}, and no plugin of this name is installed.{suggest_plugin(reference, names)}"
+        return Problem(
+            f"{reference!r}, and no plugin of this name is installed.", remedy=suggest_plugin(reference, names)
+        )
     if load(reference).slot == "task":
         task = next((repr(other.name) for other in plugins if other.slot == "task"), "none")
-        return (
-            f"the task {reference!r}, and the task of this run is {task}. If any task will do, its class requires "
-            "'slot:task'."
+        return Problem(
+            f"the task {reference!r}, and the task of this run is {task}.",
+            remedy="If any task will do, its class requires 'slot:task'.",
         )
-    return f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
+    return Problem(f"{reference!r}, which the recipe does not list.", remedy=f"Add it: --with {reference}.")
 
 
 def nearest(reference: str, names: Collection[str], slots: Collection[str]) -> str:
@@ -268,9 +280,9 @@ def _find_similar(name: str) -> str | None:
 
 
 @functools.cache
-def warn_once(message: str) -> None:
-    """Log a message once per process: one command may resolve plugins several times."""
-    log.warning("%s", message)
+def warn_once(problem: Problem) -> None:
+    """Log a warning once per process: one command may resolve plugins several times."""
+    log.warning(problem)
 
 
 @functools.cache

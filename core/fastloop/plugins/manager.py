@@ -24,6 +24,7 @@ from fastloop.plugins.call import HookCallers, make_caller
 from fastloop.plugins.hook_checks import check_hooks
 from fastloop.plugins.installed import GROUP, entry_points
 from fastloop.plugins.plugin import Plugin
+from fastloop.problem import Problem
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
 from fastloop.settings import Settings, merge_settings
@@ -150,7 +151,7 @@ class HookManager(pluggy.PluginManager):
         reason = str(make_crash(plugin, hook, error))
         self.disabled.setdefault(plugin.name, reason)  # if teardown fails too, the first reason is the cause
         self.silence(plugin, except_for="teardown")
-        log.warning("%s. The plugin is disabled, and the run continues", reason)
+        log.warning(Problem(f"{reason}. The plugin is disabled, and the run continues.", code="plugin-disabled"))
         return True
 
 

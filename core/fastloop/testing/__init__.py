@@ -34,7 +34,7 @@ from fastloop.testing.conformance import Conformance
 from fastloop.testing.conformance import pytest_collection_modifyitems as pytest_collection_modifyitems
 from fastloop.testing.conformance import pytest_configure as pytest_configure
 from fastloop.testing.conformance import pytest_terminal_summary as pytest_terminal_summary
-from fastloop.testing.problems import assert_problem, expect_problem
+from fastloop.testing.problems import assert_problem, expect_problem, find_problems
 from fastloop.testing.runs import Trained, train
 from fastloop.testing.starting import ProcessResult, processes, run_commands, start
 from fastloop.testing.studies import study_results
@@ -55,6 +55,7 @@ __all__ = [
     "Trained",
     "assert_problem",
     "expect_problem",
+    "find_problems",
     "hook_calls",
     "processes",
     "run_commands",

@@ -43,13 +43,24 @@ def assert_problem(shown: Problem | str | pytest.LogCaptureFixture, expected: st
     Raises:
         AssertionError: There is no such problem. It shows the problems that were found.
     """
-    code, *words = expected.split()
+    if find_problems(shown, expected):
+        return
     problems = _problems_in(shown)
-    for problem in problems:
-        if problem.code == code and all(word in str(problem) for word in words):
-            return
     listed = "\n".join(f"  {problem} [{problem.code}]" for problem in problems) or f"  none in {shown!r}"
     raise AssertionError(f"expected the problem {expected!r}, and found:\n{listed}")
+
+
+def find_problems(shown: Problem | str | pytest.LogCaptureFixture, expected: str) -> list[Problem]:
+    """The problems with a code, and with names, keys and numbers in their message; empty: there are none.
+
+    The arguments are those of ``assert_problem``.
+    """
+    code, *words = expected.split()
+    problems = []
+    for problem in _problems_in(shown):
+        if problem.code == code and all(word in str(problem) for word in words):
+            problems.append(problem)
+    return problems
 
 
 def _problems_in(shown: Problem | str | pytest.LogCaptureFixture) -> list[Problem]:

@@ -12,7 +12,7 @@ import re
 import shutil
 from pathlib import Path, PurePosixPath
 
-from fastloop import checkpoint
+from fastloop import Problem, checkpoint
 from fastloop.errors import CheckpointError
 from fastloop.runtime import files
 from fastloop.runtime.platform_support import sync
@@ -172,7 +172,7 @@ class RemoteFolder:
                 break
             problem = self.get_checkpoint(path, folder / path)
             if problem:
-                logger.warning("%s/%s: damaged (%s)", self.url, path, problem)
+                logger.warning(Problem(f"damaged ({problem}).", code="damaged-checkpoint", place=f"{self.url}/{path}"))
                 damaged += [path] * is_step(path)
             elif problem is None and is_step(path):
                 return True

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastloop import checkpoint
+from fastloop import Problem, checkpoint
 from fastloop_plugins.checkpoints._remote_folder import RemoteFolder, step_number
 
 logger = logging.getLogger("fastloop")
@@ -68,7 +68,11 @@ class Uploader(threading.Thread):
                     time.sleep(min(2.0**number, LONGEST_WAIT))
         self.errors += 1
         logger.warning(
-            "%s: an upload failed: %s: %s. Training continues", self.remote.url, type(self.error).__name__, self.error
+            Problem(
+                f"an upload failed: {type(self.error).__name__}: {self.error}. Training continues.",
+                code="upload-failed",
+                place=self.remote.url,
+            )
         )
 
     def _upload_once(self) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from fastloop import Plugin, Recommendation, hookimpl
+from fastloop import Plugin, Problem, Recommendation, hookimpl
 from fastloop.errors import SaveError
 from fastloop_plugins._listed_strategy import gathers_weights
 
@@ -76,7 +76,9 @@ class AsyncSave(Plugin):
             copies, event = snapshot(model, state, self.copies)
         except MemoryError as error:
             if not self.is_too_large:
-                self.log.warning("%s: checkpoints are written before training continues", error)
+                self.log.warning(
+                    Problem(f"{error}: checkpoints are written before training continues.", code="out-of-memory")
+                )
             self.is_too_large = True
             return None
         written: Future[None] = Future()

@@ -17,7 +17,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Plugin, UsageError, hookimpl, option
+from fastloop import Plugin, Problem, UsageError, hookimpl, option
 from fastloop.errors import SaveError
 from fastloop_plugins.training._monitor import Monitor
 
@@ -73,7 +73,7 @@ class CheckpointBest(Plugin):
         problems = [checkpoint.verify(run.folder / self.path(one.step)) if run.is_main else None for one in self.kept]
         for one, wrong in zip(list(self.kept), run.processes.all_gather_object(problems)[0], strict=True):
             if wrong:
-                self.log.warning("%s is lost: %s", self.path(one.step), wrong)
+                self.log.warning(Problem(f"{self.path(one.step)} is lost: {wrong}.", code="damaged-checkpoint"))
                 self.kept.remove(one)
                 run.state.best = self.best()
         self.tidy(run)  # a killed run may have kept more than its newest checkpoint knows
@@ -88,7 +88,12 @@ class CheckpointBest(Plugin):
     @hookimpl
     def after_fit(self, run: Run) -> None:
         if not self.kept:
-            self.log.warning("no evaluation gave a %s that is a number: the last weights stay", self.monitored.name)
+            self.log.warning(
+                Problem(
+                    f"no evaluation gave a {self.monitored.name} that is a number: the last weights stay.",
+                    code="no-best-checkpoint",
+                )
+            )
             return
         from fastloop import checkpoint
         from fastloop.checkpoint import resume

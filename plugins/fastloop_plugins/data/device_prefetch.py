@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastloop import Batch, Plugin, Recommendation, hookimpl
+from fastloop import Batch, Plugin, Problem, Recommendation, hookimpl
 
 if TYPE_CHECKING:
     from fastloop import Run, Settings
@@ -57,11 +57,14 @@ class DevicePrefetch(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         if self.kind != "cuda":
-            self.log.warning("the device is %s: there is nothing to prefetch", self.kind)
+            self.log.warning(Problem(f"the device is {self.kind}: there is nothing to prefetch.", code="no-effect"))
         elif not run.settings.num_workers and not self.is_deterministic(run):
             self.log.warning(
-                "reading a batch may draw random numbers, so no thread reads ahead. "
-                "Add dataloader-workers with num_workers of 1 or more."
+                Problem(
+                    "reading a batch may draw random numbers, so no thread reads ahead.",
+                    code="no-effect",
+                    remedy="Add dataloader-workers with num_workers of 1 or more.",
+                )
             )
 
     def is_deterministic(self, run: Run) -> bool:

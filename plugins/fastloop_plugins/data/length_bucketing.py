@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import hardware
 from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._shapes import MULTIPLE
@@ -129,7 +129,9 @@ class LengthBucketing(Plugin):
                 )
         lengths = self.lengths(run.datasets["train"])
         if lengths.min() == lengths.max():
-            self.log.warning("all samples have length %d: there is nothing to sort", lengths[0])
+            self.log.warning(
+                Problem(f"all samples have length {lengths[0]}: there is nothing to sort.", code="no-effect")
+            )
             return
         sampler: Any = run.train_loader.sampler
         size, micro = sampler.size, run.loaders.micro_batch_size

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
+from fastloop import Plugin, PluginError, Problem, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._shapes import MULTIPLE, cheap_multiple, multiple_for
 from fastloop_plugins.models.wrapped import BERT_LIKE, model_type, transformers_model
@@ -168,7 +168,9 @@ class Packing(Plugin):
             network.set_attn_implementation(_varlen.register())
             self.collator.varlen = True
         elif run.device.type == "cuda":
-            self.log.warning("attention is computed one sequence at a time, since %s", no_kernel)
+            self.log.warning(
+                Problem(f"attention is computed one sequence at a time, since {no_kernel}.", code="slow-attention")
+            )
         return result
 
     def find_obstacle(self, run: Run, network: Any) -> str | None:
@@ -211,7 +213,11 @@ class Packing(Plugin):
         padded = sum(max(batch) * len(batch) for batch in batches)
         share = 1 - sum(rows) / padded
         if share < LITTLE_PADDING:
-            self.log.warning("batches have only %.1f%% of padding: there is little to remove", 100 * share)
+            self.log.warning(
+                Problem(
+                    f"batches have only {100 * share:.1f}% of padding: there is little to remove.", code="no-effect"
+                )
+            )
         else:
             self.log.info("removes padding, %.0f%% of the tokens of padded batches", 100 * share)
 

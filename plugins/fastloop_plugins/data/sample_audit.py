@@ -18,7 +18,7 @@ from collections import Counter
 from operator import length_hint
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
+from fastloop import FastloopError, Plugin, PluginError, Problem, hookimpl, option
 from fastloop.runtime.files import check_links, no_follow
 from fastloop_plugins.data._audit_files import AuditFiles, check
 
@@ -81,8 +81,11 @@ class SampleAudit(Plugin):
             self._open(run, files)
             if not self.has_ids:
                 self.log.warning(
-                    "%s shards itself: its samples have no ids to check, and are only counted",
-                    type(dataset).__name__,
+                    Problem(
+                        f"{type(dataset).__name__} shards itself: its samples have no ids to check, and are only "
+                        "counted.",
+                        code="samples-without-ids",
+                    )
                 )
         run.processes.barrier()  # the folder is there
         if run.rank in files.ranks():
@@ -103,8 +106,10 @@ class SampleAudit(Plugin):
         if run.state.epoch_samples and not (self.loaded and files.ranks()):
             self.unrecorded = epoch = run.state.epoch
             self.log.warning(
-                "the beginning of epoch %d is not recorded: it is only checked for repeated samples",
-                epoch,
+                Problem(
+                    f"the beginning of epoch {epoch} is not recorded: it is only checked for repeated samples.",
+                    code="epoch-not-recorded",
+                )
             )
 
     @hookimpl
@@ -182,7 +187,7 @@ class SampleAudit(Plugin):
         if self.on_violation == "error":
             raise AuditError(message, code="samples-differ")
         if run.is_main:
-            logger.warning("%s", message)
+            logger.warning(Problem(f"{message}.", code="samples-differ"))
 
     def _check(self, run: Run, epoch: int, drawn: int, done: bool) -> str:
         """Describe the problems of an epoch of which ``drawn`` samples were drawn; empty if there are none."""

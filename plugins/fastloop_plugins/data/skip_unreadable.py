@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, hookimpl, option
+from fastloop import Plugin, Problem, hookimpl, option
 from fastloop.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class SkipUnreadable(Plugin):
     def check_run(self, run: Run) -> None:
         dataset = run.datasets["train"]
         if run.train_loader.stream is not None:
-            self.log.warning("%s is iterable: its samples cannot be skipped", type(dataset).__name__)
+            self.log.warning(
+                Problem(f"{type(dataset).__name__} is iterable: its samples cannot be skipped.", code="no-effect")
+            )
 
     @hookimpl
     def after_step(self, run: Run) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, Recommendation, hookimpl, option
 from fastloop_plugins._task_traits import recipe_traits
 
 if TYPE_CHECKING:
@@ -54,9 +54,12 @@ class TokenCache(Plugin):
             datasets = yield
         if not tokens.is_used:
             self.log.warning(
-                "the task %r tokenizes nothing that can be cached: the plugin does nothing. It caches the "
-                "token ids of tasks that declare 'token-cache', without model.trust_remote_code.",
-                run.plugins.in_slot("task"),
+                Problem(
+                    f"the task {run.plugins.in_slot('task')!r} tokenizes nothing that can be cached: the "
+                    "plugin does nothing. It caches the token ids of tasks that declare 'token-cache', "
+                    "without model.trust_remote_code.",
+                    code="no-effect",
+                )
             )
         return datasets
 

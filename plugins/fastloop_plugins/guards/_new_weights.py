@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from fastloop import Problem
 from fastloop_plugins.training._patterns import parameters_by_name
 
 if TYPE_CHECKING:
@@ -29,8 +30,10 @@ def report_frozen(run: Run) -> None:
     if len(frozen) > LISTED:
         listed += ", ..."
     logger.warning(
-        "%d weights keep random values, because the pretrained model lacks them, and they are frozen: %s. Train them "
-        "(plugins.lora.modules_to_save, plugins.freeze.match), or load them (model.weights)",
-        len(frozen),
-        listed,
+        Problem(
+            f"{len(frozen)} weights keep random values, because the pretrained model lacks them, and "
+            f"they are frozen: {listed}.",
+            code="random-weights-frozen",
+            remedy=("Train them (plugins.lora.modules_to_save, plugins.freeze.match), or load them (model.weights)."),
+        )
     )

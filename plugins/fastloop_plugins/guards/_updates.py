@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fastloop import Problem
 from fastloop_plugins.guards._parameters import by_module, missing_parameters
 
 log = logging.getLogger("fastloop")
@@ -163,10 +164,12 @@ class UpdateCheck:
         self.samples = []
         if problems:
             log.warning(
-                "trained parameters do not change.%s Look for what replaces or shares weights after the optimizer was "
-                "built, and for an optimizer that skips them. Set requires_grad to False on parameters that are not to "
-                "be trained",
-                problems,
+                Problem(
+                    f"trained parameters do not change.{problems} Look for what replaces or shares weights "
+                    "after the optimizer was built, and for an optimizer that skips them. Set requires_grad "
+                    "to False on parameters that are not to be trained.",
+                    code="weights-unchanged",
+                )
             )
         if problems or not self.pending:
             self.is_done = True

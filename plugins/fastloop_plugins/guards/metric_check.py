@@ -14,7 +14,7 @@ from collections.abc import Generator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, UsageError, hookimpl
+from fastloop import Plugin, Problem, UsageError, hookimpl
 from fastloop.errors import MetricError
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
     except torch.OutOfMemoryError:
         if run.world_size > 1:  # other processes may wait in a collective operation of the model
             raise
-        logger.warning("a batch of %s does not fit into memory: its metrics were not tried", split)
+        logger.warning(
+            Problem(f"a batch of {split} does not fit into memory: its metrics were not tried.", code="out-of-memory")
+        )
         return None
     finally:
         if torch.distributed.is_initialized():  # also with one process, which fsdp shards over, too

@@ -23,7 +23,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import CheckpointError, FastloopError, Plugin, PluginError, hookimpl, option
+from fastloop import CheckpointError, FastloopError, Plugin, PluginError, Problem, hookimpl, option
 from fastloop_plugins.guards._numbers import (
     MIN_WINDOW,
     NotFinite,
@@ -78,7 +78,11 @@ class NanGuard(Plugin):
         skips_on_host = self.action == "skip" and not self.skips_on_device and run.accelerator.scaler is None
         if skips_on_host and run.device.type != "cpu":
             self.log.warning(
-                "this optimizer cannot skip a step on the device: the host waits at each step. Add fused-optimizer."
+                Problem(
+                    "this optimizer cannot skip a step on the device: the host waits at each step.",
+                    code="waits-for-device",
+                    remedy="Add fused-optimizer.",
+                )
             )
 
     def check_other_plugins(self, run: Run) -> None:
@@ -193,7 +197,7 @@ class NanGuard(Plugin):
         if self.action != "skip" or self.limit_is_reached():
             raise NotFinite(message + self.describe_limit(), start)
         self.counts["acted"] += 1
-        logger.warning("%s fastloop skips it.", message)
+        logger.warning(Problem(f"{message} fastloop skips it.", code="not-finite"))
 
     def check_high_loss(self, run: Run, loss: float, max_loss: float) -> None:
         """Count a log point with a high loss, and end the run after ``max_loss_patience`` of them in a row.
@@ -231,7 +235,7 @@ class NanGuard(Plugin):
     def recover(self, run: Run, error: Exception) -> bool | None:
         if not isinstance(error, NotFinite) or self.action != "rollback" or self.limit_is_reached():
             return None
-        logger.warning("%s", error)
+        logger.warning(error.problem)
         counts = self.counts  # the checkpoint has older ones
         if not roll_back(run, skip=error.start):
             return None
@@ -258,7 +262,12 @@ def roll_back(run: Run, skip: StepStart) -> bool:
     left_out = [*run.state.left_out, [skip.epoch, skip.samples]]
     resume.load(run, *newest)
     run.state.left_out = left_out  # the checkpoint does not have the step yet
-    logger.warning("rolled back to step %d: training continues without the step that failed", run.state.step)
+    logger.warning(
+        Problem(
+            f"rolled back to step {run.state.step}: training continues without the step that failed.",
+            code="rolled-back",
+        )
+    )
     return True
 
 
@@ -274,6 +283,6 @@ def newest_checkpoint(run: Run) -> tuple[Path, list[str]] | None:
         try:
             newest = checkpoint.find_newest(run.folder)
         except CheckpointError as error:
-            logger.warning("there is nothing to roll back to: %s", error)
+            logger.warning(Problem(f"there is nothing to roll back to: {error}", code="damaged-checkpoint"))
     by_rank: list[tuple[Path, list[str]] | None] = run.processes.all_gather_object(newest)
     return by_rank[0]

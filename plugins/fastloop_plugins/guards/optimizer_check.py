@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, Strategy, hookimpl
+from fastloop import Plugin, PluginError, Problem, Strategy, hookimpl
 from fastloop.plugins.hook_replacement import replace
 from fastloop_plugins.guards._parameters import LISTED, by_module, missing_parameters, orphaned_parameters
 
@@ -136,17 +136,23 @@ class OptimizerCheck(Plugin):
         author = format_plugins(self.others(run, "build_optimizer"))
         if missing:
             logger.warning(
-                "%s left trained parameters out of the optimizer in build_optimizer, so they will not change: %s. "
-                "If that is intended, set requires_grad to False on them, which also saves their gradients",
-                author,
-                by_module(missing),
+                Problem(
+                    f"{author} left trained parameters out of the optimizer in build_optimizer, so they will "
+                    f"not change: {by_module(missing)}.",
+                    code="parameters-left-out",
+                    remedy=(
+                        "If that is intended, set requires_grad to False on them, which also saves their gradients."
+                    ),
+                )
             )
         if orphans:
             logger.warning(
-                "%s put parameters into the optimizer that the model does not have, of the shapes %s. No checkpoint "
-                "will hold them: register them in the model in before_prepare",
-                author,
-                ", ".join(str(tuple(parameter.shape)) for parameter in orphans[:LISTED]),
+                Problem(
+                    f"{author} put parameters into the optimizer that the model does not have, of the shapes "
+                    f"{', '.join(str(tuple(parameter.shape)) for parameter in orphans[:LISTED])}. No "
+                    "checkpoint will hold them: register them in the model in before_prepare.",
+                    code="foreign-parameters",
+                )
             )
 
     def compare(self, run: Run, hook: str, model: nn.Module, optimizer: Any) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from fastloop import Plugin, hookimpl, option
+from fastloop import Plugin, Problem, hookimpl, option
 from fastloop.runtime.files import no_follow
 from fastloop_plugins.guards._heartbeats import RankHeartbeats
 
@@ -118,7 +118,7 @@ class Watchdog(Plugin):
                 has_warned = False  # progress resumed: warn again the next time
             elif not has_warned:
                 has_warned = True
-                self.log.warning("%s", self.heartbeats.diagnose())
+                self.log.warning(Problem(self.heartbeats.diagnose(), code="no-progress"))
 
     @staticmethod
     def end(run: Run, reason: str) -> None:

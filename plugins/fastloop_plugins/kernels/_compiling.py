@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError
+from fastloop import PluginError, Problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +59,13 @@ def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool, hooks_
                     code="compilation-failed",
                     place="plugin 'compile'",
                 ) from error
-            logger.warning("compile: %s cannot be compiled and runs eagerly: %s", type(module).__name__, plugin.failure)
+            logger.warning(
+                Problem(
+                    f"{type(module).__name__} cannot be compiled and runs eagerly: {plugin.failure}.",
+                    code="compilation-failed",
+                    place="compile",
+                )
+            )
             return eager(*args, **kwargs)
 
     if hooks_outside:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Device, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
+from fastloop import Device, Package, Plugin, PluginError, Problem, SpeedupEstimate, When, hookimpl, option
 from fastloop_plugins.models.wrapped import transformers_model
 
 if TYPE_CHECKING:
@@ -64,7 +64,12 @@ class Attention(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         found = transformers_model(model)
         if found is None:
-            self.log.warning("%s is not a transformers model: its attention stays as it is", type(model).__name__)
+            self.log.warning(
+                Problem(
+                    f"{type(model).__name__} is not a transformers model: its attention stays as it is.",
+                    code="no-effect",
+                )
+            )
             return
         wanted: str = self.implementation
         reason = "the recipe sets it"

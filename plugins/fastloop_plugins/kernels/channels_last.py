@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastloop import Plugin, SpeedupEstimate, hookimpl
+from fastloop import Plugin, Problem, SpeedupEstimate, hookimpl
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +54,8 @@ class ChannelsLast(Plugin):
             weight.data = weight.data.contiguous(memory_format=formats[weight.ndim])
         if not found:
             self.log.warning(
-                "%s has no weight of 4 or 5 dimensions: there is nothing to reorder",
-                type(model).__name__,
+                Problem(
+                    f"{type(model).__name__} has no weight of 4 or 5 dimensions: there is nothing to reorder.",
+                    code="no-effect",
+                )
             )

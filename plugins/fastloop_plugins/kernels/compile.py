@@ -29,6 +29,7 @@ from fastloop import (
     Output,
     Plugin,
     PluginError,
+    Problem,
     Recommendation,
     SpeedupEstimate,
     hookimpl,
@@ -171,15 +172,20 @@ class Compile(Plugin):
         if wanted and run.strategy.gathers_weights:
             self.used_mode = WITHOUT_GRAPHS[self.mode]
             self.log.warning(
-                "mode %s: CUDA graphs need weights that stay in place, and %s gathers them anew in each step: "
-                "none is recorded",
-                self.mode,
-                run.strategy.name,
+                Problem(
+                    f"CUDA graphs need weights that stay in place, and {run.strategy.name} gathers them anew "
+                    "in each step: none is recorded.",
+                    code="no-cuda-graphs",
+                    place=f"mode {self.mode}",
+                )
             )
         elif wanted and (self.backend != "inductor" or run.device.type != "cuda"):
             self.log.warning(
-                "mode %s: CUDA graphs need the inductor backend and a CUDA device: none is recorded",
-                self.mode,
+                Problem(
+                    "CUDA graphs need the inductor backend and a CUDA device: none is recorded.",
+                    code="no-cuda-graphs",
+                    place=f"mode {self.mode}",
+                )
             )
         elif wanted:
             self.records = True
@@ -232,12 +238,18 @@ class Compile(Plugin):
         }
         if skipped := found["cuda_graphs_skipped"]:
             self.log.warning(
-                "%d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why)", skipped
+                Problem(
+                    f"{skipped} graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why).",
+                    code="no-cuda-graphs",
+                )
             )
         if (again := found["recompilations"]) >= self.recompile_limit:
             self.log.warning(
-                "%d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.",
-                again,
+                Problem(
+                    f"{again} recompilations: shapes vary too much.",
+                    code="many-recompilations",
+                    remedy="Raise data.pad_to_multiple_of or set dynamic: true.",
+                )
             )
 
     @hookimpl
@@ -251,7 +263,11 @@ class Compile(Plugin):
         blocks = transformer_blocks(model)
         if not blocks:
             self.log.warning(
-                "regional: %s has no list of repeated blocks: the full model is compiled", type(model).__name__
+                Problem(
+                    f"{type(model).__name__} has no list of repeated blocks: the full model is compiled.",
+                    code="no-blocks",
+                    place="regional",
+                )
             )
         return blocks or [model]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Device, Package, Plugin, hookimpl
+from fastloop import Device, Package, Plugin, Problem, hookimpl
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +37,11 @@ class Liger(Plugin):
         patched: Any = model
         kind = getattr(getattr(model, "config", None), "model_type", None)
         if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-            self.log.warning("there are no kernels for %s: it stays as it is", kind or type(model).__name__)
+            self.log.warning(
+                Problem(
+                    f"there are no kernels for {kind or type(model).__name__}: it stays as it is.", code="no-effect"
+                )
+            )
             return
         fused = type(model).__name__.endswith("ForCausalLM")  # the forward that comes with it is a language model's
         fused = fused and with_loss(model) is None  # else the forward of the task computes the loss

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import Batch, Device, Plugin, PluginError, hookimpl, option
+from fastloop import Batch, Device, Plugin, PluginError, Problem, hookimpl, option
 from fastloop_plugins.data._shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class StepGraph(Plugin):
             problem = f"there are batches of more than {self.shapes} shapes: pad their lengths, or raise shapes"
         if problem and not self.has_warned:
             self.has_warned = True
-            self.log.warning("%s. Their steps are computed without a graph", problem)
+            self.log.warning(Problem(f"{problem}. Their steps are computed without a graph.", code="no-graph"))
         return not problem and self.computed[key] >= WARM_UP
 
     def record(self, run: Run, batches: list[Batch], kind: BatchKind) -> RecordedStep:
@@ -256,8 +256,11 @@ class StepGraph(Plugin):
         steps = self.counts["other_steps"]
         if steps >= MANY_STEPS and not self.counts["recorded"]:
             self.log.warning(
-                "none of %d steps was recorded: their batches have many shapes, or micro-batches of many weights",
-                steps,
+                Problem(
+                    f"none of {steps} steps was recorded: their batches have many shapes, or micro-batches of "
+                    "many weights.",
+                    code="no-graph",
+                )
             )
 
     @hookimpl

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, hookimpl, option
 from fastloop_plugins.models.blocks import transformer_blocks
 
 if TYPE_CHECKING:
@@ -46,8 +46,11 @@ class ActivationCheckpointing(Plugin):
         blocks = [block for block in found if id(block) not in inner][:: self.every]
         if not blocks:
             self.log.warning(
-                "%s has no list of repeated blocks: nothing is recomputed. Set blocks.",
-                type(model).__name__,
+                Problem(
+                    f"{type(model).__name__} has no list of repeated blocks: nothing is recomputed.",
+                    code="no-blocks",
+                    remedy="Set blocks.",
+                )
             )
             return
         stateful = [
@@ -55,12 +58,11 @@ class ActivationCheckpointing(Plugin):
         ]
         if stateful:
             self.log.warning(
-                "%d of %d blocks (%s) have batch or spectral norm, which must not see a "
-                "batch twice: "
-                "they are not recomputed",
-                len(stateful),
-                len(blocks),
-                type(stateful[0]).__name__,
+                Problem(
+                    f"{len(stateful)} of {len(blocks)} blocks ({type(stateful[0]).__name__}) have batch or "
+                    "spectral norm, which must not see a batch twice: they are not recomputed.",
+                    code="not-recomputed",
+                )
             )
         for block in blocks:
             # without a wrapper module, so names of weights stay and hooks on the block fire once

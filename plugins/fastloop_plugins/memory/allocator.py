@@ -17,7 +17,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, Recommendation, SpeedupEstimate, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -106,11 +106,16 @@ class Allocator(Plugin):
             missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
             if missing:
                 self.log.warning(
-                    "freed memory is returned to the system, since Python was started without: %s",
-                    " ".join(missing),
+                    Problem(
+                        f"freed memory is returned to the system, since Python was started without "
+                        f"{' '.join(missing)}.",
+                        code="no-effect",
+                    )
                 )
             elif not wanted:
-                self.log.warning("this system's allocator is not glibc's: it stays as it is")
+                self.log.warning(
+                    Problem("this system's allocator is not glibc's: it stays as it is.", code="no-effect")
+                )
         from fastloop.runtime.platform_support import page_faults
 
         self.before, self.step = page_faults(), run.state.step

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from fastloop import FastloopError, Plugin, UsageError, hookimpl, option
+from fastloop import FastloopError, Plugin, Problem, UsageError, hookimpl, option
 from fastloop.recipe import secrets
 from fastloop.runtime import files, platform_support
 from fastloop_plugins.memory._out_of_memory import free_tensors, is_out_of_memory, write_memory_report
@@ -117,7 +117,7 @@ class AutoMicroBatch(Plugin):
                 code="out-of-memory",
                 place=f"process {run.rank}",
             ) from error
-        self.log.warning("%s", message)
+        self.log.warning(Problem(f"{message}.", code="out-of-memory"))
         self.apply_sizes(run, self.sizes)
         if not split:
             from fastloop.checks import batch_norm  # imports torch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop.export.card import BASE_CONFIG
 from fastloop_plugins.models.hub import quiet
 
@@ -107,7 +107,13 @@ def check_classes(adapter: Adapter, order: LabelOrder, where: str) -> None:
     """
     if adapter.base_config is None:
         listed = ", ".join(f"{index} = {name}" for index, name in enumerate(order.names))
-        logger.warning("%s: %s does not name its classes. They are taken to be %s", where, adapter.folder, listed)
+        logger.warning(
+            Problem(
+                f"{adapter.folder} does not name its classes. They are taken to be {listed}.",
+                code="classes-without-names",
+                place=where,
+            )
+        )
     elif not order.keeps_head:
         raise RecipeError(
             f"the classes of the data are {', '.join(order.names)}, and {adapter.folder} was trained for others, "

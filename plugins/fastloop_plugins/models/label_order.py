@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,5 +138,5 @@ def start_head_fresh(
             parameter._is_hf_initialized = False
     model.init_weights()
     listed = ", ".join(sorted(loaded)[:4]) + ", ..." * (len(loaded) > 4)
-    logger.warning("%s: the head is reinitialized (%s)", differ, listed)
+    logger.warning(Problem(f"{differ}: the head is reinitialized ({listed}).", code="head-reinitialized"))
     return loaded

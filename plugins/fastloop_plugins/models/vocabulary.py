@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop_plugins.models.hub import first_line, quiet
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def fit_padding(model: Any, tokenizer: Any, before: int | None, name: str | None
                     f"{key}.tokenizer=FOLDER."
                 ),
             )
-        logger.warning("%s: %s. The tokenizer's is used, and exported", key, ids)
+        logger.warning(Problem(f"{ids}. The tokenizer's is used, and exported.", code="tokens-differ", place=key))
     _train_row_of_padding(model, tokenizer, is_new=name is None)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -108,14 +108,11 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
             remedy="Correct it, or set model.weights_strict: false.",
         )
     model.load_state_dict(matched, strict=False)
-    log.log(
-        logging.WARNING if notes else logging.INFO,
-        "%s: %d of %d tensors loaded%s",
-        where,
-        len(matched),
-        len(own),
-        notes,
-    )
+    text = f"{len(matched)} of {len(own)} tensors loaded{notes}"
+    if notes:
+        log.warning(Problem(f"{text}.", code="weights-differ", place=where))
+    else:
+        log.info("%s: %s", where, text)
     loaded = {name for name, tensor in own.items() if name in matched or tensor.data_ptr() in tied}
     return {*(own if new is None else new)} - loaded
 

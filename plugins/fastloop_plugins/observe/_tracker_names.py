@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fastloop import Problem
+
 logger = logging.getLogger("fastloop")
 
 Value = bool | int | float | str
@@ -127,11 +129,12 @@ class TrackerNames:
             replaced = self._replace(name, self.rules.values, "param")
             if longest is not None and len(str(value)) > longest:
                 logger.warning(
-                    "plugins.trackers: %s takes at most %s characters as a param. %r has %s, and is cut.",
-                    self.tracker,
-                    longest,
-                    name,
-                    len(str(value)),
+                    Problem(
+                        f"{self.tracker} takes at most {longest} characters as a param. {name!r} has "
+                        f"{len(str(value))}, and is cut.",
+                        code="value-cut",
+                        place="plugins.trackers",
+                    )
                 )
                 value = str(value)[:longest]
             accepted[replaced] = value
@@ -147,10 +150,10 @@ class TrackerNames:
         known[name] = replaced
         if replaced != name:
             logger.warning(
-                "plugins.trackers: %s accepts no %s with the name %r. It is logged as %r.",
-                self.tracker,
-                kind,
-                name,
-                replaced,
+                Problem(
+                    f"{self.tracker} accepts no {kind} with the name {name!r}. It is logged as {replaced!r}.",
+                    code="name-replaced",
+                    place="plugins.trackers",
+                )
             )
         return replaced

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from fastloop import Plugin, __version__, hookimpl
+from fastloop import Plugin, Problem, __version__, hookimpl
 from fastloop.recipe import secrets
 from fastloop.runtime.files import no_follow
 
@@ -173,5 +173,7 @@ class Log(Plugin):
     def warn_once(self, path: Path, error: OSError) -> None:
         """Log the first file that cannot be written."""
         if not self.lost:
-            self.log.warning("%s cannot be written: %s. Lines may be lost", path, error)
+            self.log.warning(
+                Problem(f"{path} cannot be written: {error}. Lines may be lost.", code="file-not-writable")
+            )
         self.lost = True

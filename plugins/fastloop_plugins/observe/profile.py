@@ -14,7 +14,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, hookimpl, option
+from fastloop import Plugin, Problem, hookimpl, option
 from fastloop.runtime.files import write
 
 if TYPE_CHECKING:
@@ -78,7 +78,12 @@ class Profile(Plugin):
     def after_fit(self, run: Run) -> None:
         self.open.close()
         if not self.written:
-            self.log.warning("training ended after %d steps, before any step was recorded: lower wait", run.state.step)
+            self.log.warning(
+                Problem(
+                    f"training ended after {run.state.step} steps, before any step was recorded: lower wait.",
+                    code="nothing-recorded",
+                )
+            )
 
     @hookimpl
     def teardown(self) -> None:

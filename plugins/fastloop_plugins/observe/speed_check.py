@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, hookimpl
+from fastloop import Plugin, PluginError, Problem, hookimpl
 from fastloop_plugins._foreign_load import ForeignLoad
 
 if TYPE_CHECKING:
@@ -82,13 +82,17 @@ class SpeedCheck(Plugin):
         saving, training = run.clock.seconds["save"], run.clock.seconds["train"]
         if run.is_main and not self.saving and saving >= SAVING and saving >= (WORTH - 1) * training:
             self.saving = True
-            background = "" if "async-save" in run.plugins.names() else ", write in the background (--with async-save)"
+            background = ", write in the background (`--with async-save`)"
+            if "async-save" in run.plugins.names():
+                background = ""
             share = saving / (saving + training)
-            message = (
-                "speed-check: saves took %.0f of %.0f seconds (%.0f%%). Save less often (train.save_every)%s, "
-                "or use a faster disk"
+            self.log.warning(
+                Problem(
+                    f"saves took {saving:.0f} of {saving + training:.0f} seconds ({share:.0%}).",
+                    code="slow-saves",
+                    remedy=f"Save less often (train.save_every){background}, or use a faster disk.",
+                )
             )
-            logger.warning(message, saving, saving + training, 100 * share, background)
 
     def count(self, batches: list[Batch]) -> None:
         """Count the tokens of a step."""
@@ -140,7 +144,13 @@ class SpeedCheck(Plugin):
             return
         speedup = profile.seconds / max(profile.seconds - estimate.seconds, 0.1 * profile.seconds)
         if speedup >= WORTH:
-            self.log.warning("%s --with %s, estimated %.1fx (fastloop profile shows more)", estimate.why, name, speedup)
+            self.log.warning(
+                Problem(
+                    f"{estimate.why.rstrip('.')}.",
+                    code="faster-plugin",
+                    remedy=f"`--with {name}`, estimated {speedup:.1f}x. `fastloop profile` shows more.",
+                )
+            )
 
 
 def multiplications(model: nn.Module) -> float:

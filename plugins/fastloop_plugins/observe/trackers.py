@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.recipe import secrets
 from fastloop_plugins.observe._tracker_names import RULES, TrackerNames, Value
@@ -126,7 +126,13 @@ class Trackers(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         where = f"{recipe.where}: plugins.trackers.trackers"
         if not self.trackers:
-            logger.warning("%s: lists no tracker, so nothing is logged. Expected some of: %s", where, ", ".join(RULES))
+            logger.warning(
+                Problem(
+                    f"lists no tracker, so nothing is logged. Expected some of: {', '.join(RULES)}.",
+                    code="nothing-selected",
+                    place=where,
+                )
+            )
         for name in self.trackers:
             if name == "tensorboard":
                 raise PluginError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from fastloop import Device, Dtype, Package, Plugin, hookimpl, option
+from fastloop import Device, Dtype, Package, Plugin, Problem, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,10 +67,15 @@ class TorchaoFp8(Plugin):
         convert_to_float8_training(model, module_filter_fn=suits, config=padded)
         if not converted:
             self.log.warning(
-                "no linear layer has sizes that are multiples of 16, of %d or more: the model stays as it is",
-                self.min_features,
+                Problem(
+                    f"no linear layer has sizes that are multiples of 16, of {self.min_features} or more: the "
+                    "model stays as it is.",
+                    code="no-effect",
+                )
             )
             return
         self.log.info("%d linear layers, %s", len(converted), self.recipe)
         if "compile" not in run.plugins.names():
-            self.log.warning("without the plugin compile, casting to fp8 may take longer than fp8 saves")
+            self.log.warning(
+                Problem("without the plugin compile, casting to fp8 may take longer than fp8 saves.", code="no-speedup")
+            )

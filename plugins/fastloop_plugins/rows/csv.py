@@ -242,7 +242,7 @@ class Delimited(LineFormat):
         others = [other for other in DELIMITERS if other != self.delimiter and raw.count(other) == width - 1 > 0]
         remedy = f"Put quotes around a text that holds a {name} or a line end."
         if self.how.quoting == "none":
-            remedy = f"With data.read.quoting=none, no text can hold a {name} or a line end."
+            remedy = f"Without quotes (data.read.quoting=none), no text can hold a {name} or a line end."
         if self.how.columns is not None and count == 1 and others:
             remedy = f"If the delimiter is a {DELIMITERS[others[0]]}, give data.read.delimiter={_written(others[0])}."
         found = f"found {count} cell{'s' * (count != 1)}, expected {width} ({', '.join(self.header):.200})"

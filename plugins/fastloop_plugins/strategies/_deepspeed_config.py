@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError, no_code
+from fastloop import PluginError, Problem, no_code
 from fastloop.errors import did_you_mean
 from fastloop_plugins.strategies._launcher import Launcher
 
@@ -154,7 +154,11 @@ class Configuration:
             )
         if sharded and "compile" in names:
             logger.warning(
-                "deepspeed: stage 3 gathers weights module by module, and each breaks the graph: compile gains little"
+                Problem(
+                    ("stage 3 gathers weights module by module, and each breaks the graph: compile gains little."),
+                    code="no-speedup",
+                    place="deepspeed",
+                )
             )
         if "ema" in names and (sharded or self.half):
             why = "stage 3 shards the weights" if sharded else "weights in half precision are copies of sharded ones"
@@ -287,7 +291,13 @@ def read(path: Path) -> dict[str, Any]:
         hint = did_you_mean(key, known)
         if hint:
             raise PluginError(f"DeepSpeed has no key {key!r}.", code="unknown-key", place=str(path), remedy=hint)
-        logger.warning("deepspeed: %s: %r is not a key that fastloop knows: passed on unchanged", path, key)
+        logger.warning(
+            Problem(
+                f"{key!r} is not a key that fastloop knows: passed on unchanged.",
+                code="unknown-key",
+                place=f"deepspeed: {path}",
+            )
+        )
     return found
 
 

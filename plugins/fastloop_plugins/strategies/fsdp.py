@@ -24,7 +24,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Device, PluginError, When, hookimpl, option
+from fastloop import Device, PluginError, Problem, When, hookimpl, option
 from fastloop_plugins.models.blocks import transformer_blocks
 from fastloop_plugins.strategies._fsdp_gradients import fill_gradients, held_back
 from fastloop_plugins.strategies._fsdp_meshes import Meshes, make_meshes
@@ -177,7 +177,11 @@ class FSDP(DividingStrategy):
         blocks = [block for block in blocks if block is not model]
         if not blocks:
             self.log.warning(
-                "%s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__
+                Problem(
+                    f"{type(model).__name__} has no list of repeated blocks: it is gathered all at once.",
+                    code="no-blocks",
+                    remedy="Set blocks.",
+                )
             )
         return blocks
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop import RecipeError, option
+from fastloop import Problem, RecipeError, option
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.batches import ColumnSequences, join_ids
 from fastloop_plugins.text.column_data import ColumnData
@@ -140,7 +140,11 @@ def warn_about_targets(datasets: Mapping[str, PairSequences], tokenizer: Any, ma
             parts.append(finding.describe(split, len(dataset), max_length))
     if parts:
         logger.warning(
-            "data: %s. No generated text can equal such a target: exact_match counts it as wrong", "; ".join(parts)
+            Problem(
+                (f"{'; '.join(parts)}. No generated text can equal such a target: exact_match counts it as wrong."),
+                code="unwritable-targets",
+                place="data",
+            )
         )
 
 

@@ -93,8 +93,8 @@ class ImageClassification(ClassifierOptions):
         if recipe.inference is None:
             self.labels = self.model.order(self.data.classes)
             if run.is_main:
-                for line in find_repeated_images(splits, self.data.classes):
-                    logger.warning("%s", line)
+                for problem in find_repeated_images(splits, self.data.classes):
+                    logger.warning(problem)
                 check_images(splits.values(), self.model.processor.shorter_side, run.settings.skip_unreadable)
         plain, named = Transform(self.model.processor), recipe.inference is not None and recipe.inference.chunk > 0
         datasets = {}

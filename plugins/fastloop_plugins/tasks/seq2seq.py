@@ -147,8 +147,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         name = self.data.name_part(split)
         self._checked[name] = dataset
         if cut := dataset.cut[0]:
-            message = describe_cut(name, cut, len(dataset), "inputs", self.data.options.max_length)
-            logger.warning("%s", message)
+            logger.warning(describe_cut(name, cut, len(dataset), "inputs", self.data.options.max_length))
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:

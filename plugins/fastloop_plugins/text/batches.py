@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop import Batch
+from fastloop import Batch, Problem
 from fastloop_plugins import _cache
 from fastloop_plugins._mapped import RandomReads, cumsum, flat, mapping_of, spans, zeros
 
@@ -209,7 +209,7 @@ class ColumnSequences(Sequences):
         """
         for what, count, (option, size) in zip(columns, self.cut, sizes, strict=True):
             if count:
-                logger.warning("%s", describe_cut(split, count, len(self), what, size, option))
+                logger.warning(describe_cut(split, count, len(self), what, size, option))
 
 
 @dataclass(kw_only=True)
@@ -236,9 +236,13 @@ class Ragged:
     reads_all: bool = False
 
 
-def describe_cut(split: str, count: int, total: int, what: str, size: int, option: str = "max_length") -> str:
-    """The message for texts that are longer than the option of ``data`` allows: ``size`` tokens."""
-    return f"data: {split}: {count} of {total} {what} are cut at {size} tokens (data.{option}): {count / total:.1%}"
+def describe_cut(split: str, count: int, total: int, what: str, size: int, option: str = "max_length") -> Problem:
+    """The warning about texts that are longer than the option of ``data`` allows: ``size`` tokens."""
+    return Problem(
+        f"{count} of {total} {what} are cut at {size} tokens (data.{option}): {count / total:.1%}.",
+        code="texts-cut",
+        place=f"data: {split}",
+    )
 
 
 def padded(rows: Sequence[NDArray[Any]], width: int, fill: int, left: bool = False) -> Tensor:

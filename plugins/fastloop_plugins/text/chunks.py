@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop import Problem
 from fastloop.errors import RecipeError
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.paths import find_files
@@ -65,7 +66,9 @@ class EmptyTexts:
     def warn(self, what: str) -> None:
         """Log how many there are."""
         if self.empty:
-            logger.warning("data: predict: %d of %d %s are empty", self.empty, self.total, what)
+            logger.warning(
+                Problem(f"{self.empty} of {self.total} {what} are empty.", code="empty-texts", place="data: predict")
+            )
 
 
 def text_chunks(
@@ -111,7 +114,7 @@ def token_chunks(
         ids, lengths = flat(encoded if begin is None else map(begin, encoded))
         if facts["cut"] and not has_warned:
             logger.warning(
-                "%s", describe_cut("predict, first rows", facts["cut"], len(texts), "texts", data.options.max_length)
+                describe_cut("predict, first rows", facts["cut"], len(texts), "texts", data.options.max_length)
             )
             has_warned = True
         yield Sequences(ids, lengths, typed=bool(types))

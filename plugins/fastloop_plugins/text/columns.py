@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastloop import Problem
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.split_rows import BlankTexts
@@ -45,7 +45,7 @@ def refuse_empty(role: str, parts: Sequence[Table]) -> RecipeError:
 
 def check_texts(
     blank: Mapping[str, BlankTexts], total: int, parts: Sequence[Table], keys: Mapping[str, str]
-) -> list[tuple[int, str]]:
+) -> list[Problem]:
     """Check the texts of a split. Returns a warning for each column with blank texts.
 
     Args:
@@ -56,16 +56,18 @@ def check_texts(
     Raises:
         RecipeError: All texts of a column are blank.
     """
-    where, messages = ", ".join(part.where for part in parts), []
+    where = ", ".join(part.where for part in parts)
+    problems = []
     for (name, key), of_column in zip(keys.items(), blank.values(), strict=True):
         if of_column.count == total:
             raise RecipeError(
                 f"all {total} texts in column {name!r} are empty (data.{key}).", code="empty-column", place=where
             )
         if of_column.count:
-            place = f"the first in {name_of_row(parts, of_column.first)}: column {name!r} (data.{key})"
-            messages.append((logging.WARNING, f"{where}: {of_column.count} of {total} texts are empty, {place}"))
-    return messages
+            first = f"the first in {name_of_row(parts, of_column.first)}: column {name!r} (data.{key})"
+            text = f"{of_column.count} of {total} texts are empty, {first}."
+            problems.append(Problem(text, code="empty-texts", place=where))
+    return problems
 
 
 def name_of_row(parts: Sequence[Table], row: int) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop.recipe.references import check_reference, import_object
@@ -99,7 +99,7 @@ class TextData(StreamedData):
         self.several = isinstance(self.options.label, list)
         self.label_type = self.options.label_type or ("classes" if self.several else "class")
         self.classes: list[str] = []  # in inference: set before ``load``, from the model
-        self.messages: list[tuple[int, str]] = []  # level and message
+        self.messages: list[str | Problem] = []  # lines for the log, and warnings
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
         check_label_options(self, labelled)
         self.files: dict[str, list[Path]] = {}
@@ -229,12 +229,11 @@ class TextData(StreamedData):
         notes[NOTES:] = [f"data: and {len(notes) - NOTES} more lines such as these, of other files"] * (
             len(notes) > NOTES
         )
-        self.messages += [(logging.INFO, note) for note in notes]
+        self.messages += notes
         if self.options.label is not None:
             labels = read_labels(used, self)
-            self.messages += [(logging.INFO, note) for note in labels.notes] + [
-                (logging.WARNING, line) for line in labels.warnings
-            ]
+            self.messages += labels.notes
+            self.messages += [Problem(line, code="doubtful-labels") for line in labels.warnings]
             self.classes = labels.classes
             for role in rows:
                 rows[role].labels = labels.ids[role]
@@ -255,7 +254,7 @@ class TextData(StreamedData):
         else:
             rows, suffix = divide(rows, fraction, classes, self.limit, self.where)
         if self.inference is None and self.stream is None:
-            self.messages += [(logging.WARNING, line) for line in find_repeats(rows, self)]
+            self.messages += find_repeats(rows, self)
             if self.sources:
                 rows["train"] = mix_sources(rows["train"], self)
         if "train" in rows and rows["train"].labels is not None and self.stream is None:
@@ -264,7 +263,7 @@ class TextData(StreamedData):
         sizes = {role: f"{role} {len(split)}" for role, split in rows.items()} | (
             self.stream.size() if self.stream else {}
         )
-        self.messages.append((logging.INFO, f"data: {', '.join(sizes.values())}{suffix}"))
+        self.messages.append(f"data: {', '.join(sizes.values())}{suffix}")
         self.log_messages()
         return rows
 
@@ -366,8 +365,11 @@ class TextData(StreamedData):
 
     def log_messages(self) -> None:
         """Log the findings about the data; the last message has its sizes."""
-        for level, line in self.messages:
-            logger.log(level, "%s", line)
+        for message in self.messages:
+            if isinstance(message, Problem):
+                logger.warning(message)
+            else:
+                logger.info("%s", message)
 
     def identity(self, folder: Path | None = None) -> str:
         """A hash of the files that ``load`` reads, and of all options that affect its result.
@@ -487,8 +489,7 @@ class TextData(StreamedData):
             for start, (block,) in in_blocks([part.column("label", name)]):
                 good[start : start + len(block)] &= np.array([is_readable(value, self) for value in block], np.bool_)
         if count := part.unreadable + int((~good).sum()):
-            self.messages.append(
-                (logging.WARNING, f"{part.where}: {count} {self.unit} cannot be read, and are skipped")
-            )
+            text = f"{count} {self.unit} cannot be read, and are skipped."
+            self.messages.append(Problem(text, code="rows-unreadable", place=part.where))
             self.unreadable += count
         return part.keep(flatnonzero(good))

@@ -6,13 +6,13 @@ missing: null, NaN, or an empty text.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastloop import Problem
 from fastloop.errors import RecipeError
 from fastloop_plugins._mapped import GrowingArray, flatnonzero, spans, zeros
 from fastloop_plugins.rows.column import in_blocks
@@ -68,7 +68,7 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
             line = (
                 f"data: {role}: {counts.total()} of {rows} rows are left out by their label (data.label_map): {listed}"
             )
-            data.messages.append((logging.INFO, line))
+            data.messages.append(line)
         total += counts
     if data.inference is None and (unknown := unwanted - total.keys()):
         name = min(unknown)
@@ -99,7 +99,7 @@ def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -
         return
     listed = ", ".join(f"{condition} {count}" for condition, count in zip(data.drop.conditions, counts, strict=True))
     line = f"data: {role}: {sum(counts)} of {sum(counts) + kept} {data.unit} are left out (data.drop): {listed}"
-    data.messages.append((logging.INFO, line))
+    data.messages.append(line)
 
 
 def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
@@ -122,7 +122,10 @@ def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
     before, after = len(first), int(chosen.sum())
     line = f"data: train: {before - after} of {before} {data.unit} repeat the texts of an earlier one and are left out"
     line += " (data.deduplicate)" + f"; {others} with another label" * (others > 0)
-    data.messages.append((logging.WARNING if others else logging.INFO, line))
+    if others:
+        data.messages.append(Problem(f"{line}.", code="repeated-rows"))
+    else:
+        data.messages.append(line)
     return kept
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fastloop import Problem
+
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
@@ -202,7 +204,11 @@ def warn_about_forbidden(
             example = f"{example[:SHOWN]}..."
         option = f"{task}.{own[name]}" if name in own else f"{task}.generation.{name}"
         logger.warning(
-            "data: the model cannot generate %s: its generation has %s=%s, and they %s, such as %r. Set %s to another "
-            "value, or to null",
-            " and ".join(shares), name, getattr(config, name), rule.finding, example, option,
-        )  # fmt: skip
+            Problem(
+                f"the model cannot generate {' and '.join(shares)}: its generation has "
+                f"{name}={getattr(config, name)}, and they {rule.finding}, such as {example!r}.",
+                code="forbidden-targets",
+                place="data",
+                remedy=f"Set {option} to another value, or to null.",
+            )
+        )

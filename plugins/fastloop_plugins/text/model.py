@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import RecipeError, no_code, option
+from fastloop import Problem, RecipeError, no_code, option
 from fastloop.options import parse
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
@@ -152,7 +152,13 @@ class TextModel:
         source = self.options.name or self.options.tokenizer
         if self.options.trust_remote_code:
             no_code.refuse(f"{self.where}.trust_remote_code", f"it runs the Python code that ships with {source}")
-            logger.warning("model.trust_remote_code: runs the Python code that ships with %s", source)
+            logger.warning(
+                Problem(
+                    f"runs the Python code that ships with {source}.",
+                    code="runs-remote-code",
+                    place="model.trust_remote_code",
+                )
+            )
         kernel = self.options.attn_implementation or ""
         # transformers downloads a kernel for names such as "owner/kernel", and for flash_attention_2 if the package
         # kernels is installed

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop_plugins.models.checks import agree
 from fastloop_plugins.text.next_token_loss import IGNORED
 
@@ -108,7 +108,13 @@ def report_padding(run: Run, model: nn.Module, change: float) -> None:
             place=f"{run.recipe.where}: plugins.length-bucketing",
             remedy=f"Remove length-bucketing, or {ALIKE}.",
         )
-    logger.warning("%s. Results depend on the texts that share a batch. To avoid it, %s", effect, ALIKE)
+    logger.warning(
+        Problem(
+            f"{effect}. Results depend on the texts that share a batch.",
+            code="padding-dependent",
+            remedy=f"To avoid it, {ALIKE}.",
+        )
+    )
 
 
 def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop import Problem
 from fastloop_plugins._mapped import GrowingArray, concatenate, spans, zeros
 from fastloop_plugins.text.chat.rows import describe_chat
 
@@ -91,7 +92,7 @@ class Wording:
     remove: str
 
 
-def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
+def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[Problem]:
     """Compare the rows of ``train`` with each other and with those of the other splits. Returns warnings, at most two.
 
     Lines and paragraphs of a language model are parts of a text, and may repeat. In regression, equal texts may have
@@ -110,7 +111,7 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
     return describe_repeats(samples, wording)
 
 
-def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) -> list[str]:
+def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) -> list[Problem]:
     """Compare the samples of ``train`` with each other and with those of the other splits.
 
     Returns:
@@ -139,7 +140,8 @@ def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) ->
     def show(chosen: NDArray[np.bool_]) -> str:
         return wording.show(*place(int(chosen.argmax())))
 
-    found, lines = [], []
+    found = []
+    problems = []
     if count := int(repeated.sum()):
         found.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train repeat an earlier one")
     for number, role in enumerate(roles):
@@ -148,7 +150,8 @@ def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) ->
     if found:
         too_high = f"Metrics of {wording.samples} that the model trains on are too high: remove these {wording.samples}"
         remedy = too_high if shared.any() else wording.remove
-        lines.append(f"data: {'; '.join(found)}, such as {show(shared if shared.any() else repeated)}. {remedy}")
+        text = f"{'; '.join(found)}, such as {show(shared if shared.any() else repeated)}."
+        problems.append(Problem(text, code="repeated-rows", place="data", remedy=f"{remedy}."))
     if others.any() and wording.name_label is not None:
         count, same = len(np.unique(marks[others])), np.flatnonzero(is_new & (marks == marks[others.argmax()]))
         names = []
@@ -157,11 +160,15 @@ def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) ->
             assert own_labels is not None  # equal samples have different labels, so there are some
             names.append(wording.name_label(own_labels[row]))
         where = f"such as {show(others)}: {' and '.join(names)}"
-        lines.append(
-            f"data: {wording.contents} with more than one label: {count}, {where}. Correct or remove these "
-            f"{wording.samples}"
+        problems.append(
+            Problem(
+                f"{wording.contents} with more than one label: {count}, {where}.",
+                code="several-labels",
+                place="data",
+                remedy=f"Correct or remove these {wording.samples}.",
+            )
         )
-    return lines
+    return problems
 
 
 def _name(label: Any, classes: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,7 +144,7 @@ def mix_sources(rows: Rows, data: TextData) -> Rows:
         before = round(end)
         chosen += [*[ids] * times, take(ids, draw(len(ids), rest))]
         lines.append(f"data.sources[{number}] {len(ids)}, {times * len(ids) + rest} an epoch")
-    data.messages.append((logging.INFO, f"data: train: rows of each source: {'; '.join(lines)}"))
+    data.messages.append(f"data: train: rows of each source: {'; '.join(lines)}")
     every = concatenate(chosen)
     every.sort()
     return rows.keep(every)

@@ -8,6 +8,7 @@ sections with files and a pretrained tokenizer have one: the result of a functio
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop import RecipeError, __version__
+from fastloop import Problem, RecipeError, __version__
 from fastloop_plugins import _cache
 from fastloop_plugins._mapped import convert, flatnonzero, spans
 from fastloop_plugins.text.batches import describe_cut
@@ -184,9 +185,9 @@ def read(
         cut = split.facts.get("cut")
         if cut:
             of = data.name_part(name)
-            of_rows = len(flat_ids[1])
-            data.messages.append((logging.WARNING, describe_cut(of, cut, of_rows, "texts", data.options.max_length)))
-            logger.warning("%s", data.messages[-1][1])
+            problem = describe_cut(of, cut, len(flat_ids[1]), "texts", data.options.max_length)
+            data.messages.append(problem)
+            logger.warning(problem)
         if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
             _warn_about_unknown(name, flat_ids[0], model.tokenizer.unk_token_id, data)
         kind = np.int64 if data.label_type == "class" else np.float32
@@ -220,9 +221,10 @@ def _text_rows(model: TextModel, encoder: Encoder | None, rows: Rows) -> Sequenc
 def _warn_about_unknown(split: str, ids: NDArray[np.int32], unknown: int, data: TextData) -> None:
     count = sum(int((ids[span] == unknown).sum()) for span in spans(len(ids)))
     if count:
-        line = f"data: {split}: {count} characters are not in the training texts, and become the unknown token"
-        data.messages.append((logging.WARNING, line))
-        logger.warning("%s", line)
+        text = f"{count} characters are not in the training texts, and become the unknown token."
+        problem = Problem(text, code="unknown-characters", place=f"data: {split}")
+        data.messages.append(problem)
+        logger.warning(problem)
 
 
 def encode(
@@ -332,7 +334,9 @@ def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: di
         facts = {
             "splits": described,
             "classes": data.classes,
-            "messages": data.messages,
+            "messages": [
+                message if isinstance(message, str) else dataclasses.asdict(message) for message in data.messages
+            ],
             "unreadable": data.unreadable,
         }
         (made / "data.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -368,9 +372,12 @@ def _read_entry(
             if labels is not None and len(labels) != total:
                 raise ValueError(f"{name}: {len(labels)} labels of {total} texts")
             found[name] = Split(ids, lengths, labels, typed, int(characters), (), str(content), needed)
-        data.classes, data.messages, data.unreadable = saved["classes"], saved["messages"], saved["unreadable"]
+        data.classes, data.unreadable = saved["classes"], saved["unreadable"]
+        data.messages = [message if isinstance(message, str) else Problem(**message) for message in saved["messages"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
-        logger.warning("data: %s is damaged (%s): the data is read again", entry, error)
+        logger.warning(
+            Problem(f"{entry} is damaged ({error}): the data is read again.", code="damaged-cache", place="data")
+        )
         shutil.rmtree(entry, ignore_errors=True)
         return None
     data.log_messages()

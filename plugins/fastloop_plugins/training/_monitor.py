@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fastloop import UsageError
+from fastloop import Problem, UsageError
 from fastloop.errors import did_you_mean
 from fastloop.metric_modes import metric_modes, unknown_mode
 
@@ -67,7 +67,11 @@ class Monitor:
         value = metrics.get(self.name, math.nan)
         if not math.isfinite(value):
             found = metrics.get(self.name, "missing")
-            logger.warning("%s: the evaluation's %s is %s, which is ignored", self.plugin, self.name, found)
+            logger.warning(
+                Problem(
+                    f"the evaluation's {self.name} is {found}, which is ignored.", code="not-finite", place=self.plugin
+                )
+            )
         return value
 
     def better(self, new: float, old: float | None, by: float = 0.0) -> bool:

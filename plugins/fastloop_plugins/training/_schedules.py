@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError, UsageError
+from fastloop import Problem, RecipeError, UsageError
 from fastloop.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -146,10 +146,11 @@ def warmup_steps(warmup: int | float, total: int | None, where: str) -> int | fl
         return math.ceil(warmup * (total or 0))
     if total is not None and warmup >= total:
         logger.warning(
-            "%s: plugins.lr-scheduler.warmup: found %g steps, and the run has %d: the learning rate does not reach its "
-            "peak. Use fewer steps, or a share of the run such as 0.1.",
-            where,
-            warmup,
-            total,
+            Problem(
+                (f"found {warmup:g} steps, and the run has {total}: the learning rate does not reach its peak."),
+                code="too-few-steps",
+                place=f"{where}: plugins.lr-scheduler.warmup",
+                remedy="Use fewer steps, or a share of the run such as 0.1.",
+            )
         )
     return warmup

@@ -23,7 +23,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +112,9 @@ class EMA(Plugin):
         from fastloop_plugins.training._batch_statistics import estimated
 
         if not self.updates:
-            self.log.warning("training ended before the first update: the trained weights are used")
+            self.log.warning(
+                Problem("training ended before the first update: the trained weights are used.", code="never-updated")
+            )
             return
         self.exchange()
         self.final = True  # from here on, the model has the averaged weights

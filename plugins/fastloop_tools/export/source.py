@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastloop import Problem
 from fastloop.cli.startup import started_from
 from fastloop.errors import CheckpointError, UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
@@ -90,7 +91,7 @@ def find_checkpoint(run: Path, name: str) -> Path:
     if name == "last":
         found, warnings = checkpoint.find_newest(run)
         for warning in warnings:
-            log.warning("%s", warning)
+            log.warning(Problem(f"{warning}.", code="damaged-checkpoint"))
         return found
     folders = sorted(path for path in (run / "checkpoints").glob("[!.]*") if path.is_dir())
     chosen = [path for path in folders if (path.name.startswith("best-") if name == "best" else path.name == name)]

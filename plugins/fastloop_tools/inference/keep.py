@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop import Problem
 from fastloop.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -91,10 +92,12 @@ class KeptColumns:
             later = [name for name in file.names if name not in first_names]
         if ALL in self.listed and later:
             log.warning(
-                "--keep all: %s: the first %d rows lack the columns %s, which are not kept. Write every key in each.",
-                self.path,
-                FIRST_ROWS,
-                ", ".join(later),
+                Problem(
+                    f"the first {FIRST_ROWS} rows lack the columns {', '.join(later)}, which are not kept.",
+                    code="columns-left-out",
+                    place=f"--keep all: {self.path}",
+                    remedy="Write every key in each.",
+                )
             )
 
     def _choose(self, names: Sequence[str]) -> list[KeptColumn]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from fastloop import Problem
 from fastloop.cli import startup
 from fastloop.cli.startup import reduced_gc, start_run, started_from
 from fastloop.errors import UsageError
@@ -164,7 +165,7 @@ def open_inference(
             f"the task {task.name if task else 'none'!r} reads no files (data.files).",
             code="unsupported-task",
             place=f"--file {file}",
-            remedy="Use --split.",
+            remedy="Use `--split NAME`.",
         )
     if names := [name for name in resolved.plugins.names() if name in resolved.recipe.selected]:
         log.info("auto: selects %s (--without auto: none)", ", ".join(names))
@@ -184,5 +185,5 @@ def select(recipe: Recipe) -> ResolvedRecipe:
         if recipe.plugins.get("auto") != SELECTION:
             raise
         resolved = startup.resolve_early(dataclasses.replace(recipe, plugins=recipe.plugins | {"auto": False}))
-        log.warning("auto: selects nothing: %s", error)
+        log.warning(Problem(f"selects nothing: {error}", code="nothing-selected", place="auto"))
         return resolved

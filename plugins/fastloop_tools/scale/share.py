@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError, RecipeError
+from fastloop import PluginError, Problem, RecipeError
 from fastloop.memory_estimates import Weight
 from fastloop_plugins.models.blocks import transformer_blocks
 from fastloop_tools.scale.activations import PASSES, Activations, extrapolate, micro_step, state_bytes
@@ -149,10 +149,12 @@ def measure(
         raise RecipeError(explain(reason), code="unsupported-model", place=run.recipe.where) from reason
     for cast, reason in errors.items():
         logger.warning(
-            "%s: no rows of strategies that keep weights in %s: %s",
-            run.recipe.where,
-            fake.precision if cast else "fp32",
-            str(reason).splitlines()[0],
+            Problem(
+                f"no rows of strategies that keep weights in {fake.precision if cast else 'fp32'}: "
+                f"{str(reason).splitlines()[0]}.",
+                code="not-measured",
+                place=run.recipe.where,
+            )
         )
     if fake.precision == "no":  # the dtype of autocast is that of the weights
         for (checkpointing, _), activations in list(measured.items()):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fastloop import Run, UsageError
+from fastloop import Problem, Run, UsageError
 from fastloop.checks.hook_results import REMEDIES
 
 if TYPE_CHECKING:
@@ -110,7 +110,11 @@ class UserOptimizer:
         if run.settings.optimizer:
             names = ", ".join(f"{name}={value!r}" for name, value in run.settings.optimizer.items())
             log.warning(
-                "optimizer: plugins set its arguments %s, which has no effect: build the optimizer with them", names
+                Problem(
+                    f"plugins set its arguments {names}, which has no effect: build the optimizer with them.",
+                    code="option-without-effect",
+                    place="optimizer",
+                )
             )
         _record(run.recipe.train, optimizer)
         return optimizer

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from fastloop import Plugin, PluginCrash, Run, UsageError, lifecycle
+from fastloop import Plugin, PluginCrash, Problem, Run, UsageError, lifecycle
 from fastloop.cli.messages import show_messages
 from fastloop.distributed import signals
 from fastloop.errors import UserCodeError
@@ -124,7 +124,9 @@ class Fits:
                 if run.saver.last_saved_step == run.state.step
                 else f"(newest checkpoint: {run.saver.last_saved_step})"
             )
-            log.warning("stopped %s at step %d: call fit() again to continue", saved, run.state.step)
+            log.warning(
+                Problem(f"stopped {saved} at step {run.state.step}: call fit() again to continue.", code="interrupted")
+            )
             signals.stop_now(signal.Signals[run.interrupted], None)
         self._completed = True
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
-from fastloop import Batch, Output, Plugin, Run, UsageError, hookimpl
+from fastloop import Batch, Output, Plugin, Problem, Run, UsageError, hookimpl
 from fastloop_plugins.tasks.heads.collate import DefaultCollator, TargetCounter
 from fastloop_plugins.tasks.heads.forward import forward, outputs
 from fastloop_plugins.tasks.heads.losses import check_mean
@@ -153,9 +153,11 @@ class TrainerTask(Plugin):
         if self.loss is not None and not self.has_warned and isinstance(batch, Mapping):
             self.has_warned = True
             log.warning(
-                "loss= is not used: batches are mappings, and %s returns its own loss. Leave loss out, or let the "
-                "collator return (inputs, targets)",
-                type(self.model).__name__,
+                Problem(
+                    (f"loss= is not used: batches are mappings, and {type(self.model).__name__} returns its own loss."),
+                    code="loss-not-used",
+                    remedy="Leave loss out, or let the collator return (inputs, targets).",
+                )
             )
         return output
 

@@ -16,10 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastloop import Plugin, RecipeError, Trainer, hookimpl
-from fastloop.testing import expect_problem, tiny_data
+from fastloop.testing import assert_problem, expect_problem, find_problems, tiny_data
 from fastloop_plugins.memory.auto_micro_batch import AutoMicroBatch
-
-MESSAGE = "batch norm uses only the samples of its own micro-batch, so results depend on "
 
 
 def normed() -> nn.Module:
@@ -28,7 +26,7 @@ def normed() -> nn.Module:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "batch norm" in record.getMessage()]
+    return [str(problem) for problem in find_problems(caplog, "batch-dependent")]
 
 
 def test_micro_batches_change_batch_norm_and_a_warning_names_the_cause(tiny_run, caplog):
@@ -36,7 +34,7 @@ def test_micro_batches_change_batch_norm_and_a_warning_names_the_cause(tiny_run,
     whole = tiny_run([], model=normed(), max_steps=3)
     assert warnings(caplog) == []
     parts = tiny_run([], model=normed(), max_steps=3, micro_batch_size=2)
-    assert warnings(caplog) == [MESSAGE + "train.micro_batch_size"]
+    assert_problem(caplog, "batch-dependent train.micro_batch_size")
     assert parts.losses[1:] != pytest.approx(whole.losses[1:], rel=1e-3)
 
 
@@ -75,14 +73,14 @@ class FailsOnce(Plugin):
 def test_the_warning_names_the_plugin_that_splits_steps(tiny_run, caplog):
     caplog.set_level(logging.WARNING, "fastloop")
     tiny_run([Halves()], model=normed(), max_steps=3)
-    assert warnings(caplog) == [MESSAGE + "plugin 'halves', which splits steps"]
+    assert_problem(caplog, "batch-dependent micro-batch 'halves'")
 
 
 @pytest.mark.slow
 def test_micro_batches_that_are_halved_in_training_have_the_warning_too(tiny_run, caplog):
     caplog.set_level(logging.WARNING, "fastloop")
     tiny_run([AutoMicroBatch(snapshot=False), FailsOnce()], model=normed(), max_steps=3)
-    assert warnings(caplog) == [MESSAGE + "train.micro_batch_size"]
+    assert_problem(caplog, "batch-dependent train.micro_batch_size")
 
 
 # -- one sample alone --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl, option
+from fastloop import Plugin, Problem, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.toolkit import ForeignLoad, cores, processors
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class CpuAffinity(Plugin):
         quota = max(1, len(share) * cores() // len(pinned))
         torch.set_num_threads(self.count or quota)
         if not self.denormals and not torch.set_flush_denormal(True):
-            self.log.warning("this processor cannot flush denormal numbers to zero")
+            self.log.warning(Problem("this processor cannot flush denormal numbers to zero.", code="no-effect"))
         self.log.info("%d threads on cores %s", torch.get_num_threads(), ", ".join(map(str, share)))
 
     @hookimpl

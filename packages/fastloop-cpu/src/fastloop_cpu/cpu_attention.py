@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
+from fastloop import Plugin, Problem, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins.toolkit import model_type, transformers_model
 
 if TYPE_CHECKING:
@@ -73,8 +73,10 @@ class CpuAttention(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         reason = self.reason_against(run, model)
         if reason is not None:
-            level = logging.INFO if self.name in run.recipe.selected else logging.WARNING  # else the user asked for it
-            logger.log(level, "cpu-attention: %s: attention stays as it is", reason)
+            if self.name in run.recipe.selected:
+                self.log.info("%s: attention stays as it is", reason)
+            else:  # the user asked for it
+                self.log.warning(Problem(f"{reason}: attention stays as it is.", code="no-effect"))
             return
         from fastloop_cpu._cpu_attention import use
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
+from fastloop import Plugin, Problem, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins.toolkit import BERT_LIKE, model_type, transformers_model
 
 if TYPE_CHECKING:
@@ -62,8 +62,10 @@ class CpuLayers(Plugin):
         if reason is None and not use(model):
             reason = f"{type(model).__name__} has no layers that the kernels compute"
         if reason is not None:
-            level = logging.INFO if self.name in run.recipe.selected else logging.WARNING  # else the user asked for it
-            logger.log(level, "cpu-layers: %s: the layers stay as they are", reason)
+            if self.name in run.recipe.selected:
+                self.log.info("%s: the layers stay as they are", reason)
+            else:  # the user asked for it
+                self.log.warning(Problem(f"{reason}: the layers stay as they are.", code="no-effect"))
 
     @staticmethod
     def reason_against(run: Run, model: nn.Module) -> str | None:

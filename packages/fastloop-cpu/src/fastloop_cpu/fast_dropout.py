@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
+from fastloop import Plugin, Problem, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins.toolkit import model_type, recipe_traits
 
 if TYPE_CHECKING:
@@ -68,7 +68,12 @@ class FastDropout(Plugin):
         from fastloop_cpu._fast_dropout import BLOCKED, use
 
         if run.device.type != "cpu":
-            self.log.warning("this run is on %s, where dropout is cheap: the plugin does nothing", run.device.type)
+            self.log.warning(
+                Problem(
+                    f"this run is on {run.device.type}, where dropout is cheap: the plugin does nothing.",
+                    code="no-effect",
+                )
+            )
             return
         found = [module for module in model.modules() if type(module) is nn.Dropout]
         for module in found:
@@ -77,7 +82,9 @@ class FastDropout(Plugin):
         usual = getattr(config, "_attn_implementation", None) in ("sdpa", "eager", BLOCKED)
         attention = usual and use(model, NAME, drops=True)
         if not found and not attention:
-            self.log.warning("%s has no dropout: there is nothing to replace", type(model).__name__)
+            self.log.warning(
+                Problem(f"{type(model).__name__} has no dropout: there is nothing to replace.", code="no-effect")
+            )
 
 
 def drop(module: nn.Dropout, torchs: Any, tensor: Tensor) -> Tensor:

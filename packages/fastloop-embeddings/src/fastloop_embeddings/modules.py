@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 
 if TYPE_CHECKING:
     from fastloop_embeddings.embedding import Embedding
@@ -166,10 +166,13 @@ def find_folder(recipe: Any, model: Any, download: bool) -> Path | None:
             file_exists(model.name, "modules.json", revision=model.revision)
         except Exception as error:  # libraries of the hub raise errors of many types without a network
             logger.warning(
-                "model.name: the cache of %s has no modules.json, and the hub cannot be asked for it (%s). If the "
-                "model is one of Sentence Transformers, its pooling, Dense and prompts are not used",
-                model.name,
-                type(error).__name__,
+                Problem(
+                    f"the cache of {model.name} has no modules.json, and the hub cannot be asked for it "
+                    f"({type(error).__name__}). If the model is one of Sentence Transformers, its pooling, "
+                    "Dense and prompts are not used.",
+                    code="hub-offline",
+                    place="model.name",
+                )
             )
     return folder
 

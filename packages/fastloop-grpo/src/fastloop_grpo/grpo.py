@@ -16,7 +16,7 @@ from hashlib import blake2b
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Batch, Output, RecipeError, hookimpl, option
+from fastloop import Batch, Output, Problem, RecipeError, hookimpl, option
 from fastloop_plugins.text import (
     Completion,
     ModelOptions,
@@ -164,8 +164,15 @@ class GRPO(TextTask):
             )
         count = len(dataset.left_out)
         if count:
-            text = "data: %s: %d prompts are left out: not 1 to %d tokens (data.max_length). The first is row %d"
-            self.log.warning(text, split, count, size, dataset.left_out[0] + 1)
+            first = dataset.left_out[0] + 1
+            self.log.warning(
+                Problem(
+                    f"{count} prompts are left out, which have no token or more than {size} (data.max_length). The "
+                    f"first is row {first}.",
+                    code="rows-left-out",
+                    place=f"data: {split}",
+                )
+            )
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from fastloop import PluginError
+from fastloop import PluginError, Problem
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
@@ -210,7 +210,13 @@ class TrainerEvents:
     def ignore(self, request: str, instead: str) -> None:
         """Log once that a request has no effect."""
         if request not in self.ignored:
-            logger.warning("transformers-callbacks: a callback set control.%s, which is ignored: %s", request, instead)
+            logger.warning(
+                Problem(
+                    f"a callback set control.{request}, which is ignored: {instead}.",
+                    code="request-ignored",
+                    place="transformers-callbacks",
+                )
+            )
             self.ignored.add(request)
 
     def saved(self) -> dict[str, Any]:
@@ -230,6 +236,12 @@ class TrainerEvents:
             if isinstance(callback, ExportableState) and states.get(cls.__name__):
                 self.handler.callbacks[index] = cls.from_state(states[cls.__name__].pop(0))
         for name in sorted(name for name, values in states.items() if values):
-            logger.warning("transformers-callbacks: the checkpoint has a state of %s, which is not listed", name)
+            logger.warning(
+                Problem(
+                    f"the checkpoint has a state of {name}, which is not listed.",
+                    code="callback-not-listed",
+                    place="transformers-callbacks",
+                )
+            )
         vars(self.state).update({name: value for name, value in saved.items() if name != "callbacks"})
         self.state.log_history = list(self.state.log_history)

@@ -25,7 +25,7 @@ import logging
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Output, Recipe, Run
@@ -73,7 +73,13 @@ class TransformersCallbacks(Plugin):
             self.found = find_callbacks(self.callbacks, recipe, f"{key}.callbacks")
         check_arguments(self.arguments, recipe, f"{key}.arguments")
         if not self.found:
-            logger.warning("%s: %s.callbacks lists no callback, so the plugin does nothing", recipe.where, key)
+            logger.warning(
+                Problem(
+                    f"{key}.callbacks lists no callback, so the plugin does nothing.",
+                    code="no-effect",
+                    place=recipe.where,
+                )
+            )
 
     @hookimpl
     def check_run(self, run: Run) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import Output, RecipeError, hookimpl
+from fastloop import Output, Problem, RecipeError, hookimpl
 from fastloop_plugins.text import Ragged, TextTask, template_text
 
 from fastloop_preference import rows
@@ -86,8 +86,8 @@ class PreferenceTask(TextTask):
             )
         for what, found in dataset.findings.items():
             if len(found):
-                text = "data: %s: %d rows %s. The first is row %d of the split"
-                logger.warning(text, split, len(found), what, found[0] + 1)
+                text = f"{len(found)} rows {what}. The first is row {found[0] + 1} of the split."
+                logger.warning(Problem(text, code="rows-left-out", place=f"data: {split}"))
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Plugin, RecipeError, UsageError, option
+from fastloop import Plugin, Problem, RecipeError, UsageError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 
@@ -104,8 +104,11 @@ class ClassLoss:
         if given == "balanced":
             if labels is None:
                 logger.warning(
-                    "%s: this loss has no class weights: balanced counts the training split, which is not read here",
-                    self.where,
+                    Problem(
+                        ("this loss has no class weights: balanced counts the training split, which is not read here."),
+                        code="no-class-weights",
+                        place=self.where,
+                    )
                 )
                 return
             counts = torch.bincount(torch.as_tensor(labels()), minlength=len(names or ()))

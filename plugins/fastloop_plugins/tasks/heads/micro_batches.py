@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastloop import Problem
 from fastloop.runtime.random_states import preserve_random_states
 
 if TYPE_CHECKING:
@@ -68,14 +69,17 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     if abs(whole - mean) <= TOLERANCE * abs(whole):
         return
     logger.warning(
-        "%s: the loss of a micro-batch is not the mean over its samples: found %.4g for %d samples, and %.4g as the "
-        "mean of its halves. So results depend on train.micro_batch_size and the number of processes. Return the mean "
-        "of each sample's loss, or let the collator return a fastloop.Batch with the number of counted targets as "
-        "loss_weight.",
-        run.recipe.where,
-        whole,
-        batch.samples,
-        mean,
+        Problem(
+            f"the loss of a micro-batch is not the mean over its samples: found {whole:.4g} for "
+            f"{batch.samples} samples, and {mean:.4g} as the mean of its halves. So results depend on "
+            "train.micro_batch_size and the number of processes.",
+            code="loss-not-a-mean",
+            place=run.recipe.where,
+            remedy=(
+                "Return the mean of each sample's loss, or let the collator return a fastloop.Batch with "
+                "the number of counted targets as loss_weight."
+            ),
+        )
     )
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from torch import Generator, Tensor
 from torch.utils.data import Dataset, default_collate
 
-from fastloop import Batch, RecipeError
+from fastloop import Batch, Problem, RecipeError
 from fastloop_plugins.models.hub import first_line
 from fastloop_plugins.tasks.image.data import MAX_PIXELS
 
@@ -86,10 +86,13 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
     if dark:
         others = f" So have {len(dark) - 1} more of the {len(tried)} images that were tried." if len(dark) > 1 else ""
         logger.warning(
-            "%s: its values are at most 4095 of 65535, as of 12 bits a channel in a file for 16 bits: the model sees "
-            "nearly black images.%s Multiply the values by 16, or convert the images to 8 bits",
-            dark[0],
-            others,
+            Problem(
+                "its values are at most 4095 of 65535, as of 12 bits a channel in a file for 16 bits: "
+                f"the model sees nearly black images.{others}.",
+                code="dark-images",
+                place=str(dark[0]),
+                remedy="Multiply the values by 16, or convert the images to 8 bits.",
+            )
         )
 
 

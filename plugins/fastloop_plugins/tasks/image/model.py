@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError, option
+from fastloop import Problem, RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.hub import (
@@ -175,7 +175,11 @@ class ImageModel:
             if trained:
                 shown = ", ".join(f"{name}={old}" for name, old in trained.items())
                 logger.warning(
-                    "data.%s: the model was trained with %s, which is used instead of %s", key.name, shown, value
+                    Problem(
+                        f"the model was trained with {shown}, which is used instead of {value}.",
+                        code="option-replaced",
+                        place=f"data.{key.name}",
+                    )
                 )
 
     def _exported_processor(self) -> ImageProcessor | None:

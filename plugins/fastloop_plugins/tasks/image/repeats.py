@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fastloop import Problem
 from fastloop_plugins.rows.split_rows import hash_rows
 from fastloop_plugins.text.repeats import ComparedSamples, Wording, describe_repeats
 
@@ -23,7 +24,7 @@ READ_BYTES = 2**30
 """Bytes of files to read at most: about two seconds on one CPU core."""
 
 
-def find_repeated_images(splits: Mapping[str, ImageFiles], classes: Sequence[str]) -> list[str]:
+def find_repeated_images(splits: Mapping[str, ImageFiles], classes: Sequence[str]) -> list[Problem]:
     """Compare the files of ``train`` with each other and with those of the other splits, by their contents. Returns
     warnings, at most two.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop.errors import DataError
 from fastloop_plugins._mapped import GrowingArray, cumsum, flat, row_spans, spans, zeros
 from fastloop_plugins.tasks.tags.words import encode_rows
@@ -173,12 +173,20 @@ class TaggedSentences(Sequences):
         """Log how many of ``total`` sentences are long, and how many words are cut."""
         if self.long:
             logger.warning(
-                "data: %s: %d of %d sentences do not fit into data.max_length. They are divided between words, and the "
-                "model reads each part by itself. Every word keeps its tag", name, self.long, total,
-            )  # fmt: skip
+                Problem(
+                    f"{self.long} of {total} sentences do not fit into data.max_length. They are divided "
+                    "between words, and the model reads each part by itself. Every word keeps its tag.",
+                    code="sentences-divided",
+                    place=f"data: {name}",
+                )
+            )
         if self.cut:
             logger.warning(
-                "data: %s: %d words do not fit into data.max_length: only their first tokens are read", name, self.cut
+                Problem(
+                    f"{self.cut} words do not fit into data.max_length: only their first tokens are read.",
+                    code="words-cut",
+                    place=f"data: {name}",
+                )
             )
 
 

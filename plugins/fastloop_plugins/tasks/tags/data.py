@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastloop import RecipeError, option
+from fastloop import Problem, RecipeError, option
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import FileLayout
@@ -221,12 +220,10 @@ class TagTextData(TextData):
                 counts += np.bincount(np.array(ids, np.int64), minlength=len(counts))
         total = sum(map(len, parts))
         if rows.count < total:
-            line = f"{where}: {total - rows.count} of {total} sentences have no words, and are skipped"
-            self.messages.append((logging.WARNING, line))
+            text = f"{total - rows.count} of {total} sentences have no words, and are skipped."
+            self.messages.append(Problem(text, code="empty-texts", place=where))
         if role == "train" and self.inference is None and self.stream is None:
-            self.messages.append(
-                (logging.INFO, f"data: words of each tag in train: {describe_counts(counts, self.classes)}")
-            )
+            self.messages.append(f"data: words of each tag in train: {describe_counts(counts, self.classes)}")
         return rows.finish()
 
     def _number_tags(self, part: Table, start: int, block: Sequence[list[Any]], role: str) -> dict[str, list[Any]]:

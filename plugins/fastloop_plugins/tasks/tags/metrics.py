@@ -29,7 +29,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop_plugins.tasks.heads.metrics import collect, make_metrics
 from fastloop_plugins.tasks.tags.batches import IGNORED
 
@@ -164,7 +164,7 @@ def check_scheme(classes: Sequence[str], name: str, split: Split, scheme: Scheme
         return
     sentences = [[classes[tag] for tag in tags] for tags in tags_of(split.ids, split.lengths[:CHECKED])]
     if message := describe_misfit(sentences, scheme, key):
-        logger.warning("data: %s: %s", name, message)
+        logger.warning(Problem(f"{message}.", code="wrong-scheme", place=f"data: {name}"))
 
 
 def tags_of(numbers: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[list[int]]:
@@ -278,9 +278,11 @@ def tag_metrics(
         )
     else:
         logger.warning(
-            "%s: the tag %r has no prefix B-, I-, E- or S-: entities are not scored. Other prefixes: set scheme",
-            where,
-            tag,
+            Problem(
+                f"the tag {tag!r} has no prefix B-, I-, E- or S-: entities are not scored. Other prefixes: set scheme.",
+                code="no-entities",
+                place=where,
+            )
         )
     known = {"num_classes": len(names), "task": "multiclass", "ignore_index": IGNORED}
     where = f"{where}.metrics"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import RecipeError, option
+from fastloop import Problem, RecipeError, option
 from fastloop_plugins.rows.drop import drop_line, with_drop_line
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.paths import find_files, format_of
@@ -288,16 +288,18 @@ class LanguageTextData(TextData):
         without_loss = None if self.options.train_on == "all" else unknown_roles(split, roles, names)
         for warning in (unread_keys(split, keys, names), without_loss):
             if warning is not None:
-                self.messages.append((logging.WARNING, warning))
+                self.messages.append(warning)
         if nulls and (
             self.options.name is not None or any(format_of(path)[0] == ".parquet" for path in self.every_file())
         ):
-            line = (
-                f"data: {split}: {nulls} of {total} rows have null in their tools or in the arguments of a call. "
-                "Parquet stores null for each key that only another row has, and the template writes it. Store the "
-                "tools and arguments as JSON text"
+            problem = Problem(
+                f"{nulls} of {total} rows have null in their tools or in the arguments of a call. Parquet stores null "
+                "for each key that only another row has, and the template writes it.",
+                code="null-arguments",
+                place=f"data: {split}",
+                remedy="Store the tools and arguments as JSON text.",
             )
-            self.messages.append((logging.WARNING, line))
+            self.messages.append(problem)
 
 
 class ChatFindings:

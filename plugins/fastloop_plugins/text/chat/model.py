@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError, option
+from fastloop import Problem, RecipeError, option
 from fastloop_plugins.models.vocabulary import embeddings, resize
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
@@ -120,8 +120,11 @@ class ChatModel(DecoderModel):
             return
         if unknown := [mark for mark in self.marks if mark not in self.tokenizer.get_vocab()]:
             logger.warning(
-                "data.chat_template: the tokenizer has no token %s, so each is split into several",
-                ", ".join(unknown),
+                Problem(
+                    f"the tokenizer has no token {', '.join(unknown)}, so each is split into several.",
+                    code="missing-token",
+                    place="data.chat_template",
+                )
             )
 
     def finish_tokenizer(self, texts: Iterable[Any], types: bool = False) -> None:
@@ -170,16 +173,23 @@ class ChatModel(DecoderModel):
         self.tokenizer.chat_template = with_end(original, variable)
         if answer_end(self.tokenizer).tokens:
             logger.warning(
-                "data.chat_template: the template writes no special token after an answer, so generation would not "
-                "stop. Each answer now ends with %r, in training and in the template that is exported",
-                getattr(self.tokenizer, variable),
+                Problem(
+                    "the template writes no special token after an answer, so generation would not stop. "
+                    f"Each answer now ends with {getattr(self.tokenizer, variable)!r}, in training and in the "
+                    "template that is exported.",
+                    code="no-end-token",
+                    place="data.chat_template",
+                )
             )
         else:
             self.tokenizer.chat_template = original
             logger.warning(
-                "data.chat_template: the template writes no special token after an answer, so generation does not "
-                "stop. Write one there, such as {{ %s }}",
-                variable,
+                Problem(
+                    "the template writes no special token after an answer, so generation does not stop.",
+                    code="no-end-token",
+                    place="data.chat_template",
+                    remedy=f"Write one there, such as {{{{ {variable} }}}}.",
+                )
             )
 
     def _warn_about_untrained_end(self, ends: list[int]) -> None:
@@ -191,9 +201,13 @@ class ChatModel(DecoderModel):
         trained = {token for token, has_loss in zip(ids, mask, strict=True) if has_loss}
         if trained and not trained.intersection(ends) and self.recipe.data.get("train_on") != "all":
             logger.warning(
-                "data.chat_template: the end of an answer, %s, is outside of {%% generation %%}: it has no loss, so "
-                "the model does not learn to stop. Write it before {%% endgeneration %%}",
-                name_tokens(self.tokenizer, ends),
+                Problem(
+                    f"the end of an answer, {name_tokens(self.tokenizer, ends)}, is outside of {{% generation %}}: "
+                    "it has no loss, so the model does not learn to stop.",
+                    code="end-without-loss",
+                    place="data.chat_template",
+                    remedy="Write it before {% endgeneration %}.",
+                )
             )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop import Batch, RecipeError
+from fastloop import Batch, Problem, RecipeError
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.table import RowError
@@ -66,7 +66,7 @@ def chat_chunks(
                 bad(index, str(error))
         yield Sequences(*flat(prompts))
     if warning := unread_keys("predict", keys, renderer.names()):
-        logger.warning("%s", warning)
+        logger.warning(warning)
     empty.warn("messages to answer")
     cut.warn("Their system message stays, and their oldest turns are left out")
 
@@ -121,10 +121,13 @@ class CutPrompts:
         """Log how many prompts are cut."""
         if self.cut:
             logger.warning(
-                "data: predict: %d of %d prompts have more than %d tokens, the positions of the model less "
-                "max_new_tokens, and are cut. %s",
-                self.cut, self.total, self.room, how,
-            )  # fmt: skip
+                Problem(
+                    f"{self.cut} of {self.total} prompts have more than {self.room} tokens, the positions of "
+                    f"the model less max_new_tokens, and are cut. {how}.",
+                    code="texts-cut",
+                    place="data: predict",
+                )
+            )
 
     @staticmethod
     def _beginning(chat: Chat, system: int, ids: list[int], renderer: ChatRenderer) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fastloop import Problem
 from fastloop_plugins.rows.roles import ROLES, SENDERS
 from fastloop_plugins.rows.table import Bad, RowError, problem_of_text, show
 
@@ -129,7 +130,7 @@ def other_keys(chat: Chat) -> Iterator[str]:
         yield TOOLS
 
 
-def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> str | None:
+def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> Problem | None:
     """A warning about keys that have no effect; None if all have one.
 
     Args:
@@ -141,10 +142,12 @@ def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> 
         for key, count in keys.items()
         if key not in names and not (key in REASONING and {*REASONING} & {*names})
     ]
-    return (
-        f"data: {split}: keys that the chat template does not read, so they have no effect: {', '.join(unread)}"
-        if unread
-        else None
+    if not unread:
+        return None
+    return Problem(
+        f"keys that the chat template does not read, so they have no effect: {', '.join(unread)}.",
+        code="unread-keys",
+        place=f"data: {split}",
     )
 
 
@@ -155,7 +158,7 @@ def other_roles(chat: Chat) -> Iterator[str]:
             yield message["role"]
 
 
-def unknown_roles(split: str, roles: Mapping[str, int], names: Collection[str]) -> str | None:
+def unknown_roles(split: str, roles: Mapping[str, int], names: Collection[str]) -> Problem | None:
     """A warning about roles that neither ``ROLES`` nor the template has; None if there are none.
 
     Args:
@@ -165,9 +168,11 @@ def unknown_roles(split: str, roles: Mapping[str, int], names: Collection[str]) 
     unknown = [f"{role} ({count})" for role, count in roles.items() if role not in names]
     if not unknown:
         return None
-    return (
-        f"data: {split}: roles that the chat template does not name, so their messages are no answers and have no "
-        f"loss: {', '.join(unknown)}"
+    return Problem(
+        "roles that the chat template does not name, so their messages are no answers and have no loss: "
+        f"{', '.join(unknown)}.",
+        code="unknown-roles",
+        place=f"data: {split}",
     )
 
 

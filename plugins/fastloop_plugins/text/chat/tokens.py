@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop import Problem
 from fastloop_plugins._mapped import GrowingArray, flat, spans
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chat.rows import Chat, text_of
@@ -104,11 +105,18 @@ def _encode_completion(
 def _warn_about_merged(count: int, total: int, prompt: str, completion: str) -> None:
     """Log how many prompts are tokenized apart from their completions, and the first of them."""
     logger.warning(
-        "data: %d of %d prompts end inside a token of prompt and completion together, such as %r before %r. They are "
-        "tokenized apart, so that predictions continue the tokens of training. If the prompts end with a space, begin "
-        "the completions with it instead: its tokens are then those of usual text",
-        count, total, prompt[-20:], completion[:20],
-    )  # fmt: skip
+        Problem(
+            f"{count} of {total} prompts end inside a token of prompt and completion together, such "
+            f"as {prompt[-20:]!r} before {completion[:20]!r}. They are tokenized apart, so that "
+            "predictions continue the tokens of training.",
+            code="token-across-parts",
+            place="data",
+            remedy=(
+                "If the prompts end with a space, begin the completions with it instead: its tokens are "
+                "then those of usual text."
+            ),
+        )
+    )
 
 
 def describe_special_tokens(tokenizer: Any, form: str) -> str:
@@ -177,11 +185,19 @@ class MaskedSequences(Sequences):
         total = len(self) + self.dropped
         if self.cut:
             logger.warning(
-                "data: %s: %d of %d rows are cut at %d tokens (data.max_length)", split, self.cut, total, max_length
+                Problem(
+                    f"{self.cut} of {total} rows are cut at {max_length} tokens (data.max_length).",
+                    code="texts-cut",
+                    place=f"data: {split}",
+                )
             )
         if self.dropped:
             logger.warning(
-                "data: %s: %d of %d rows have no token with a loss, and are dropped", split, self.dropped, total
+                Problem(
+                    f"{self.dropped} of {total} rows have no token with a loss, and are dropped.",
+                    code="rows-left-out",
+                    place=f"data: {split}",
+                )
             )
 
     def rows_with(self, token: int) -> NDArray[np.int64]:
@@ -266,10 +282,13 @@ def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer
             example = example or tokenizer.decode(targets[targets >= 0])
     if parts:
         logger.warning(
-            "data: %s have unknown tokens with a loss, such as %r. The tokenizer cannot write these answers, so the "
-            "model learns the unknown token",
-            "; ".join(parts), example,
-        )  # fmt: skip
+            Problem(
+                f"{'; '.join(parts)} have unknown tokens with a loss, such as {example!r}. The tokenizer "
+                "cannot write these answers, so the model learns the unknown token.",
+                code="unknown-tokens",
+                place="data",
+            )
+        )
 
 
 def block_sequences(ids: NDArray[np.int32], size: int) -> Sequences:
@@ -331,10 +350,14 @@ def warn_about_long_rows(data: LanguageTextData, tokenizer: Any, texts: Sequence
     lengths = [len(ids) for ids in encode_rows(tokenizer, probed, data.encoding_arguments())]
     if long := sum(length > size for length in lengths):
         logger.warning(
-            "data: %d of %d rows have more than %d tokens (data.max_length), and are cut there: a streamed row is one "
-            "sample. To train on all of a text, divide it into several rows",
-            long, len(lengths), size,
-        )  # fmt: skip
+            Problem(
+                f"{long} of {len(lengths)} rows have more than {size} tokens (data.max_length), and are "
+                "cut there: a streamed row is one sample.",
+                code="texts-cut",
+                place="data",
+                remedy="To train on all of a text, divide it into several rows.",
+            )
+        )
 
 
 class Documents:

@@ -12,6 +12,7 @@ import pytest
 from image_helpers import make_run, write_image, write_images
 from PIL import Image
 
+from fastloop.testing import assert_problem
 from fastloop_plugins.tasks.image import repeats
 from fastloop_plugins.tasks.image.batches import check_images, read_image
 from fastloop_plugins.tasks.image.data import ImageFiles
@@ -75,25 +76,22 @@ def test_images_of_equal_size_are_no_repeats():
 def test_an_image_of_validation_in_train_is_reported():
     splits = two_splits()
     shutil.copy("train/dog/1.png", "validation/dog/3.png")
-    (line,) = find_repeated_images(splits, CLASSES)
-    assert "1 of 2 images of validation are in train" in line
-    assert "validation/dog/3.png" in line
+    (problem,) = find_repeated_images(splits, CLASSES)
+    assert_problem(problem, "repeated-rows 1 2 validation train validation/dog/3.png")
 
 
 def test_an_image_that_repeats_in_train_is_reported():
     splits = two_splits()
     shutil.copy("train/cat/1.png", "train/cat/2.png")
-    (line,) = find_repeated_images(splits, CLASSES)
-    assert "1 of 3 images of train repeat an earlier one" in line
-    assert "train/cat/2.png" in line
+    (problem,) = find_repeated_images(splits, CLASSES)
+    assert_problem(problem, "repeated-rows 1 3 train train/cat/2.png")
 
 
 def test_an_image_in_the_folders_of_two_classes_is_reported():
     splits = two_splits()
     shutil.copy("train/cat/1.png", "train/dog/1.png")
-    (line,) = find_repeated_images(splits, CLASSES)
-    assert "more than one label: 1" in line
-    assert "train/dog/1.png: 'cat' and 'dog'" in line
+    (problem,) = find_repeated_images(splits, CLASSES)
+    assert_problem(problem, "several-labels 1 train/dog/1.png 'cat' 'dog'")
 
 
 def test_a_bounded_number_of_bytes_is_read(monkeypatch, caplog):

@@ -22,6 +22,7 @@ from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
+from fastloop.distributed.at_exit import group_at_exit
 from fastloop.distributed.buffers import SharedBuffers
 from fastloop.distributed.groups import take_every
 from fastloop.distributed.signals import Stopped
@@ -59,6 +60,7 @@ def open_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Pat
     with close_after(run):
         yield run
     run.processes.barrier()  # launchers end the other processes when one exits with a code other than 0
+    group_at_exit.is_idle = True
 
 
 def build(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path | None = None) -> Run:

@@ -2,6 +2,7 @@
 
 ranks, rendezvous, groups      # who they are, where they meet, and who shares the samples of a step
 accelerator, processes         # how they are connected, and their collective operations
+at_exit                        # the end of their connection in a script
 buffers, tensors               # tensors that they share, or that are sharded over them
 compared_facts                 # facts that they compare in the first steps, so that a wrong setup is an error
 signals                        # signals that stop them, and exit codes

@@ -5,6 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from fastloop.distributed.at_exit import group_at_exit
 from fastloop.distributed.groups import check_groups
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.ranks import check_variables, world_size
@@ -58,10 +61,14 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
     if settings.process_timeout is not None:
         timeout = timedelta(seconds=settings.process_timeout)
         connection["timeout"] = timeout
-    if world_size() > 1:
+    connects = world_size() > 1
+    is_connected = connects and torch.distributed.is_initialized()
+    if connects:
         connection |= store_arguments()
     # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
     PartialState(cpu=device == "cpu", **connection)
+    if connects:
+        group_at_exit.begin(is_made=not is_connected)
     handlers = []
     for handler in (settings.ddp_handler, settings.scaler_handler, settings.init_handler):
         if handler is not None:

@@ -48,20 +48,23 @@ class Calls:
         once."""
         seen = set()
         for call in self.tensors:
-            for most, share in ((None, 1), (1, 1), (2, 2)):
-                cut = {name: self._cut(name, tensor, most, share) for name, tensor in call.items()}
+            for cut in (call, self._cut(call, rows=1), self._cut(call, rows=2, halves_tokens=True)):
                 shapes = tuple(tensor.shape for tensor in cut.values())
                 if shapes not in seen:
                     seen.add(shapes)
                     yield cut
 
-    def _cut(self, name: str, tensor: Tensor, most: int | None, share: int) -> Tensor:
-        for axis, size in self.axes[name].items():
-            if size == "batch":
-                tensor = tensor[:most]
-            elif size.endswith("sequence"):
-                tensor = tensor.narrow(axis, 0, max(1, tensor.shape[axis] // share))
-        return tensor
+    def _cut(self, call: dict[str, Tensor], rows: int, halves_tokens: bool = False) -> dict[str, Tensor]:
+        """The first rows of a pass, and maybe the first half of their tokens."""
+        cut = {}
+        for name, tensor in call.items():
+            for axis, size in self.axes[name].items():
+                if size == "batch":
+                    tensor = tensor[:rows]
+                elif size.endswith("sequence") and halves_tokens:
+                    tensor = tensor.narrow(axis, 0, max(1, tensor.shape[axis] // 2))
+            cut[name] = tensor
+        return cut
 
 
 @contextmanager
@@ -81,11 +84,10 @@ def open_exported(recipe: Recipe, names: Iterable[str] = ("test", "validation", 
 
     inference = recipe.inference
     assert inference is not None
-    task = {
-        name: options
-        for name, options in recipe.plugins.items()
-        if options is False or load_listed(recipe, name).slot == "task"
-    }
+    task = {}
+    for name, options in recipe.plugins.items():
+        if options is False or load_listed(recipe, name).slot == "task":
+            task[name] = options
     recipe = dataclasses.replace(recipe, plugins=task, train=dataclasses.replace(recipe.train, device="cpu"))
     splits = [dataclasses.replace(inference, split=split) for split in names]
     text = dataclasses.replace(inference, split="predict", source=[""], chunk=1)
@@ -97,7 +99,8 @@ def open_exported(recipe: Recipe, names: Iterable[str] = ("test", "validation", 
                 run = stack.enter_context(open_inference(dataclasses.replace(recipe, inference=tried), extra))
                 break
             except UsageError as error:
-                problem = problem if tried is text else error  # the error of the training split, which every recipe has
+                if tried is not text:
+                    problem = error  # in the end that of the training split, which every recipe has
         else:
             assert problem is not None
             raise problem
@@ -129,14 +132,17 @@ def _calls(run: Run, split: str) -> Iterator[dict[str, Any]]:
     from fastloop.evaluation_results import evaluating
 
     model = run.unwrap_model()
-    signature, found = inspect.signature(model.forward), list[dict[str, Any]]()
+    signature = inspect.signature(model.forward)
+    calls: list[dict[str, Any]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bound = signature.bind(*args, **kwargs).arguments
-        rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
-        others = bound.pop(rest, {})
-        others.pop("targets", None)  # of the loss that `causal-lm` adds to the forward
-        found.append({**bound, **others})
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                others = dict(arguments.pop(name, {}))
+                others.pop("targets", None)  # of the loss that `causal-lm` adds to the forward
+                arguments |= others
+        calls.append(arguments)
 
     handle = model.register_forward_pre_hook(keep, with_kwargs=True)
     try:
@@ -145,7 +151,7 @@ def _calls(run: Run, split: str) -> Iterator[dict[str, Any]]:
                 run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
     finally:
         handle.remove()
-    yield from found
+    yield from calls
 
 
 def _synthetic(model: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
@@ -188,7 +194,9 @@ def _describe(model: nn.Module, calls: list[dict[str, Any]], synthetic: bool) ->
             call["decoder_input_ids"] = prepare(labels=call["labels"])
         if "labels" in call and ("labels" not in taken or taken["labels"].default is not inspect.Parameter.empty):
             del call["labels"]  # a model needs no labels to predict
-    tensors = [{name: value for name, value in call.items() if isinstance(value, Tensor)} for call in calls]
+    tensors = []
+    for call in calls:
+        tensors.append({name: value for name, value in call.items() if isinstance(value, Tensor)})
     constants = {name: value for name, value in calls[0].items() if name not in tensors[0] and value is not None}
     if "use_cache" in taken:
         constants["use_cache"] = False
@@ -201,11 +209,13 @@ def _describe(model: nn.Module, calls: list[dict[str, Any]], synthetic: bool) ->
             )
     axes: dict[str, dict[int, str]] = {}
     for name, first in tensors[0].items():
-        same = [call[name].shape for call in tensors if name in call]
-        changing = {axis for axis in range(first.dim()) if len({shape[axis] for shape in same}) > 1}
-        axes[name] = {
-            axis: "batch" if axis == 0 else f"{name}_{axis}" for axis in sorted(changing | set(range(first.dim())[:1]))
-        }
+        shapes = [call[name].shape for call in tensors if name in call]
+        axes[name] = {}
+        for axis in range(first.dim()):
+            if axis == 0:
+                axes[name][axis] = "batch"
+            elif len({shape[axis] for shape in shapes}) > 1:
+                axes[name][axis] = f"{name}_{axis}"
         if name.removeprefix("decoder_") in TOKENS and first.dim() == 2:
             axes[name][1] = "decoder_sequence" if name.startswith("decoder_") else "sequence"
     return Calls([call for call in tensors if call.keys() == axes.keys()], constants, axes, synthetic)

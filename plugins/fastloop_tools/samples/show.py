@@ -41,25 +41,34 @@ def show(samples: Sequence[Sample]) -> None:
                 text.append(f"  {visible(name)} ({count(content)}):\n    ")
                 text.append(show_tokens(content, coloured)).append("\n")
         console.print(text, soft_wrap=True, highlight=False)
-    if any(target is not None for token in tokens_of(samples) for target in token[1:]):
+    if has_loss(samples):
         console.print(f"Tokens with a loss are {'green' if coloured else 'in brackets'}.", highlight=False)
 
 
 def show_tokens(tokens: Sequence[tuple[str, str | None]], coloured: bool) -> Text:
-    """Tokens for a terminal, with a dot between two. A label follows its token after a slash."""
-    found, was_trained = Text(), False
+    """Tokens for a terminal, with a dot between two. A label follows its token after a slash.
+
+    Without colours, ``What·is·[42·.]`` has a loss at the last two tokens.
+    """
+    shown = Text()
+    was_trained = False
     for index, (token, target) in enumerate(tokens):
-        trained, shown = target is not None, visible(token)
-        if not coloured and was_trained and not trained:
-            found.append("]")
+        is_trained = target is not None
+        if not coloured and was_trained and not is_trained:
+            shown.append("]")
         if index:
-            broken = tokens[index - 1][0].endswith("\n")
-            found.append("\n    " if broken else BETWEEN, style="dim" if coloured else "")
-        if not coloured and trained and not was_trained:
-            found.append("[")
-        found.append(shown + (f"/{visible(target)}" if target else ""), style="black on green" * (coloured and trained))
-        was_trained = trained
-    return found.append("]" * (was_trained and not coloured))
+            line_ended = tokens[index - 1][0].endswith("\n")
+            shown.append("\n    " if line_ended else BETWEEN, style="dim" if coloured else "")
+        if not coloured and is_trained and not was_trained:
+            shown.append("[")
+        text = visible(token)
+        if target:
+            text += f"/{visible(target)}"
+        shown.append(text, style="black on green" if coloured and is_trained else "")
+        was_trained = is_trained
+    if was_trained and not coloured:
+        shown.append("]")
+    return shown
 
 
 def count(tokens: Sequence[tuple[str, str | None]]) -> str:
@@ -68,14 +77,20 @@ def count(tokens: Sequence[tuple[str, str | None]]) -> str:
     return f"{len(tokens)}, {trained} with a loss" if trained else f"{len(tokens)}"
 
 
-def tokens_of(samples: Sequence[Sample]) -> list[tuple[str, str | None]]:
-    """All tokens."""
-    return [token for sample in samples for _, content in sample if not isinstance(content, str) for token in content]
+def has_loss(samples: Sequence[Sample]) -> bool:
+    """Whether any token has a loss."""
+    for sample in samples:
+        for _, content in sample:
+            if not isinstance(content, str) and any(target is not None for _, target in content):
+                return True
+    return False
 
 
 def shorten(text: str) -> str:
     """The start of a long text, and the number of characters that follow."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n... and {len(text) - LONGEST} more characters"
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]}\n... and {len(text) - LONGEST} more characters"
 
 
 def page(samples: Sequence[Sample], title: str) -> str:
@@ -84,9 +99,13 @@ def page(samples: Sequence[Sample], title: str) -> str:
     for number, sample in enumerate(samples, 1):
         parts.append(f"<h2>sample {number}</h2>\n<dl>")
         for name, content in sample:
-            more = "" if isinstance(content, str) else f" ({count(content)})"
-            shown = escape(shorten(content)) if isinstance(content, str) else "".join(map(token_html, content))
-            parts.append(f"<dt>{escape(name)}{more}</dt>\n<dd><pre>{shown}</pre></dd>")
+            head = escape(name)
+            if isinstance(content, str):
+                shown = escape(shorten(content))
+            else:
+                head += f" ({count(content)})"
+                shown = "".join(token_html(token) for token in content)
+            parts.append(f"<dt>{head}</dt>\n<dd><pre>{shown}</pre></dd>")
         parts.append("</dl>")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -101,5 +120,9 @@ def page(samples: Sequence[Sample], title: str) -> str:
 def token_html(token: tuple[str, str | None]) -> str:
     """A token. Line ends are shown, and break the line."""
     text, target = token
-    shown = escape(visible(text)) + (f"<small>/{escape(target)}</small>" if target else "")
-    return f'<span class="token{" loss" * (target is not None)}">{shown}</span>' + "\n" * text.endswith("\n")
+    shown = escape(visible(text))
+    if target:
+        shown += f"<small>/{escape(target)}</small>"
+    classes = "token" if target is None else "token loss"
+    line_end = "\n" if text.endswith("\n") else ""
+    return f'<span class="{classes}">{shown}</span>{line_end}'

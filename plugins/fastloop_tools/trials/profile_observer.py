@@ -45,8 +45,11 @@ class ProfileObserver(StepMeter):
         self.longest: list[Any] = []  # numbers on the device, read after the window
         self.real = 0
         self.reserved: list[int] = []
-        self.reading, self.ended = 0.0, 0.0
-        self.begun, self.last, self.recording = False, 0, ExitStack()
+        self.reading = 0.0  # seconds of this thread between steps
+        self.ended = 0.0  # when the last step ended, in seconds of this thread
+        self.begun = False  # the profiler
+        self.last = 0  # step of the profiler
+        self.recording = ExitStack()
         self.profile: StepProfile | None = None
 
     @hookimpl
@@ -74,26 +77,28 @@ class ProfileObserver(StepMeter):
 
     def _start_window(self, run: Run) -> None:
         super()._start_window(run)
-        self.first = (self.padded, len(self.longest), self.real, page_faults())
-        self.reading, self.ended = 0.0, thread_time()
+        self.counts_before = (self.padded, len(self.longest), self.real, page_faults())
+        self.reading = 0.0
+        self.ended = thread_time()
 
     def _end_window(self, run: Run) -> None:
         """Save the results of the timed window, and start the profiler."""
         self.timed = super().result(run)
         faults = page_faults()
-        padded, longest, real, before = self.first
+        padded, longest, real, faults_before = self.counts_before
         steps = self.timed["steps"]
         self.timed |= {
             "padded": (self.padded - padded) / steps,
             "longest": sum(map(int, self.longest[longest:])) / steps,
             "real": (self.real - real) / steps,
-            "page_faults": (faults - before) / steps,
+            "page_faults": (faults - faults_before) / steps,
             "reading": self.reading / steps,
         }
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self.begun, self.last = True, run.state.step + self.spec.profile_steps
+        self.begun = True
+        self.last = run.state.step + self.spec.profile_steps
         self.profiler: Any = torch.profiler.profile(
             activities=kinds, record_shapes=True, with_flops=True, acc_events=True
         )
@@ -125,23 +130,24 @@ class ProfileObserver(StepMeter):
         self.recording.close()
         if not self.timed:
             return  # training was too short; ``result`` raises the error
-        steps, timeline = self.spec.profile_steps, self._export(run.device)
+        steps = self.spec.profile_steps
+        timeline = self._export(run.device)
         window = self.timed["seconds_a_step"] * steps
         host = build_host_timeline(self.profiler.events()).scale(window)
-        averages = [
-            event
-            for event in self.profiler.key_averages()
-            if OPERATION.match(event.key) and event.device_type == DeviceType.CPU
-        ]
-        regions, operations, between = host.regions, host.operations, host.between_operations
-        if timeline is not None:
-            regions, operations = timeline.regions(window), dict(timeline.operations)
+        averages = []
+        for event in self.profiler.key_averages():
+            if OPERATION.match(event.key) and event.device_type == DeviceType.CPU:
+                averages.append(event)
+        if timeline is None:
+            regions = host.regions
+            operations = host.operations
+            between = host.between_operations
+            work = host.work
+        else:  # the device has the time
+            regions = timeline.regions(window)
+            operations = dict(timeline.operations)
             between = {name: regions[name] for name in ("data", LAUNCH) if name in regions}
-        work = regions if timeline is not None else host.work
-        regions, operations, between, hooks, work = (
-            {name: value / steps for name, value in part.items() if value}
-            for part in (regions, operations, between, host.hooks, work)
-        )
+            work = regions
         self.profile = StepProfile(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
@@ -152,10 +158,10 @@ class ProfileObserver(StepMeter):
             samples=self.timed["samples"] / self.timed["steps"],
             tokens=self.timed["tokens"] / self.timed["steps"],
             **{key: self.timed[key] for key in ("steps", "padded", "longest", "real", "reading", "page_faults")},
-            regions=regions,
-            hooks=hooks,
-            operations=operations,
-            between_operations=between,
+            regions=a_step(regions, steps),
+            hooks=a_step(host.hooks, steps),
+            operations=a_step(operations, steps),
+            between_operations=a_step(between, steps),
             counts={event.key: event.count / steps for event in averages},
             flops=sum(event.flops or 0 for event in averages) / steps,
             peaks=peaks(run.device, ("fp32", "bf16") if run.device.type == "cpu" else tuple(DTYPES)),
@@ -166,8 +172,13 @@ class ProfileObserver(StepMeter):
             layers=depth(run.unwrap_model()),
             graph_breaks=graph_breaks(),
             recompiles=recompiles(),
-            ranks=run.processes.all_gather_object(work),
+            ranks=run.processes.all_gather_object(a_step(work, steps)),
         )
+
+
+def a_step(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
+    """Seconds of a window of steps as those of one step, without zeros."""
+    return {name: value / steps for name, value in seconds.items() if value}
 
 
 def depth(model: nn.Module) -> int:
@@ -177,22 +188,26 @@ def depth(model: nn.Module) -> int:
 
 def graph_breaks() -> list[dict[str, Any]]:
     """Where compilation broke the graph, with the line of the user's code."""
-    return _counted(
-        (f"{cut.user_stack[-1].filename}:{cut.user_stack[-1].lineno}" if cut.user_stack else "?", str(cut.reason))
-        for cut in torch._dynamo.utils.graph_break_reasons
-    )
+    places = []
+    for cut in torch._dynamo.utils.graph_break_reasons:
+        where = "?"
+        if cut.user_stack:
+            where = f"{cut.user_stack[-1].filename}:{cut.user_stack[-1].lineno}"
+        places.append((where, str(cut.reason)))
+    return _counted(places)
 
 
 def recompiles() -> list[dict[str, Any]]:
     """Functions that were compiled again, and the reason."""
-    return _counted(
-        (f"{metric.co_filename}:{metric.co_firstlineno}", metric.recompile_reason.partition(": ")[2])
-        for metric in torch._dynamo.utils.get_compilation_metrics()
-        if metric.recompile_reason
-    )
+    places = []
+    for metric in torch._dynamo.utils.get_compilation_metrics():
+        if metric.recompile_reason:
+            reason = metric.recompile_reason.partition(": ")[2]
+            places.append((f"{metric.co_filename}:{metric.co_firstlineno}", reason))
+    return _counted(places)
 
 
-def _counted(found: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+def _counted(places: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
     """Count pairs of place and reason, with only the first line of each reason."""
-    counts = Counter((where, reason.strip().partition("\n")[0]) for where, reason in found)
+    counts = Counter((where, reason.strip().partition("\n")[0]) for where, reason in places)
     return [{"where": where, "reason": reason, "count": count} for (where, reason), count in counts.items()]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import random
+import sys
 import threading
 
 import numpy as np
@@ -49,6 +51,26 @@ def test_columns_share_the_places_of_their_rows():
     twice = keep_rows(keep_rows(first, np.array([0, 2])), np.array([1]))
     assert [list(column_) for column_ in twice.values()] == [["c"], [2]]
     assert twice["text"].ids is twice["label"].ids
+
+
+def check_rows(values: Column, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(300):
+        row = chance.randrange(len(values))
+        assert values[row] == f"row {row}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks processes")
+def test_forked_processes_read_a_column_at_the_same_time(monkeypatch):
+    monkeypatch.setattr(column, "IN_MEMORY", 100)
+    values = Column(f"row {number}" for number in range(5000))
+    context = multiprocessing.get_context("fork")
+    readers = [context.Process(target=check_rows, args=(values, seed)) for seed in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert [reader.exitcode for reader in readers] == [0, 0, 0, 0]
 
 
 def test_values_that_cannot_be_pickled_stay_as_they_are():

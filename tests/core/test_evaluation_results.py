@@ -140,7 +140,7 @@ def test_the_error_of_a_metric_names_the_split(method):
     collection = MetricCollection({"good": Updates(), "bad": Fails(method)}, prefix="my_")
     found, (output, *_) = EvaluationResults(collection, "r.yaml", "test"), classified()
     found.add(output, 8, 8)
-    with pytest.raises(MetricError, match=rf"^r\.yaml: a metric failed for test: ValueError: no {method}$") as raised:
+    with expect_problem(f"metric-failed r.yaml ValueError no {method}", MetricError) as raised:
         found.read()
     assert raised.value.output is output
     assert isinstance(raised.value.__cause__, ValueError)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fastloop import Plugin, PluginCrash, PluginError, hookimpl
-from fastloop.testing import VECTORS, start, tiny_data, tiny_model, train
+from fastloop.testing import VECTORS, expect_problem, start, tiny_data, tiny_model, train
 
 
 def plugin(plugin_name: str, **hooks: Any) -> Plugin:
@@ -231,7 +231,7 @@ def test_write_summary_fires_after_a_stop_and_after_a_failure(tiny_run, tmp_path
 
     order: list[str] = []
     hooks = {name: (lambda self, name=name: order.append(name)) for name in ("write_summary", "teardown")}
-    with pytest.raises(PluginCrash, match="on purpose"):
+    with expect_problem("plugin-crashed on purpose", PluginCrash):
         tiny_run(
             [plugin("fails", after_step=fail), plugin("order", **hooks), summaries(seen)], output=tmp_path / "failed"
         )
@@ -245,7 +245,7 @@ def test_write_summary_does_not_fire_if_the_run_cannot_be_built(tiny_run):
         raise ValueError("on purpose")
 
     seen: list[dict[str, Any]] = []
-    with pytest.raises(PluginCrash, match="on purpose"):
+    with expect_problem("plugin-crashed on purpose", PluginCrash):
         tiny_run([summaries(seen), plugin("fails", check_run=fail)])
     assert seen == []
 
@@ -259,5 +259,5 @@ def test_a_wrapper_without_one_yield_is_named(yields, problem, tiny_run):
         return result
 
     wrapper = plugin("twice", evaluate=hookimpl(wrapper=True)(evaluate))
-    with pytest.raises(PluginError, match=f"plugin 'twice': evaluate is a wrapper, and {problem}"):
+    with expect_problem(f"invalid-wrapper 'twice' {problem}", PluginError):
         tiny_run([wrapper], data=tiny_data(8), epochs=1)

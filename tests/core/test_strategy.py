@@ -15,6 +15,7 @@ from fastloop.cli.plugins import listing
 from fastloop.plugins.installed import entry_points
 from fastloop.plugins.manager import PluginSet
 from fastloop.strategy import METHODS
+from fastloop.testing import expect_problem
 
 
 def test_a_run_without_a_strategy_has_the_default(tiny_run):
@@ -59,7 +60,7 @@ class Fails(Strategy):
 
 @pytest.mark.parametrize("method", ["prepare", "backward", "optimizer_state"])
 def test_an_error_names_the_strategy_and_its_method(tiny_run, method):
-    with pytest.raises(PluginCrash, match=rf"plugin 'fails' \(.*\) failed in {method}: KeyError: 'broken'"):
+    with expect_problem(f"plugin-crashed 'fails' KeyError 'broken' {method}", PluginCrash):
         tiny_run([Fails(method)])
 
 
@@ -91,7 +92,7 @@ def test_a_hook_that_a_strategys_method_calls_is_named(tiny_run):
         def backward(self, run: Any, loss: Any) -> None:
             super().backward(run, loss)
 
-    with pytest.raises(PluginCrash, match=r"plugin 'breaks' .* failed in before_step"):
+    with expect_problem("plugin-crashed 'breaks' before_step", PluginCrash):
         tiny_run([Calls(), Breaks()])
 
 
@@ -104,10 +105,7 @@ def test_prepare_must_return_a_model_and_an_optimizer(tiny_run, result):
             return result
 
     found = type(result).__name__
-    with pytest.raises(
-        PluginError,
-        match=f"recipe: plugin 'wrong': prepare returned a {found}, expected a tuple of the model and the opt",
-    ):
+    with expect_problem(f"wrong-result 'wrong' {found}", PluginError):
         tiny_run([Wrong()])
 
 

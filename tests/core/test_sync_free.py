@@ -25,7 +25,7 @@ from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.runtime.host_copies import HostCopy
 from fastloop.scalars import Scalars
-from fastloop.testing import LANGUAGE, TEXTS, write_texts
+from fastloop.testing import LANGUAGE, TEXTS, expect_problem, write_texts
 from fastloop_plugins.data._read_ahead import ReadAheadLoader
 from fastloop_plugins.guards._numbers import loss_and_norm, read
 
@@ -279,7 +279,7 @@ class Fails(Plugin):
 
 def test_a_failed_run_logs_the_pending_log_point_first(emulated):
     lines = Lines()
-    with pytest.raises(PluginCrash, match="broken"):
+    with expect_problem("plugin-crashed broken", PluginCrash):
         emulated(TEXTS, objects=(lines, Fails()), log_every=2)
     assert [line[:2] for line in lines.lines] == [("train", 2)]
     assert lines.lines[0][2]["train/loss"] == pytest.approx(sum(map(float, lines.losses[:2])) / 2)
@@ -293,7 +293,7 @@ def test_a_problem_with_the_pending_log_point_does_not_hide_the_error_of_a_run(e
         def log_scalars(self) -> None:
             raise RuntimeError("full")
 
-    with pytest.raises(PluginCrash, match="broken"):
+    with expect_problem("plugin-crashed broken", PluginCrash):
         emulated(TEXTS, objects=(Refuses(), Fails()), log_every=2)
     assert "the values of step 2 are not logged" in caplog.text
 

@@ -138,7 +138,7 @@ def test_its_error_does_not_replace_that_of_the_run(tiny_run, caplog):
             raise OSError("no space")
 
     fails, other = Fails("after_step", raising(ValueError("broken"))), Other()
-    with pytest.raises(PluginCrash, match="failed in after_step: ValueError: broken"):
+    with expect_problem("plugin-crashed after_step ValueError broken", PluginCrash):
         tiny_run([fails, other], output="out")
     assert other.fired[-1] == "teardown"
     assert "plugin 'fails' (test_teardown) failed in teardown: OSError: no space" in caplog.text

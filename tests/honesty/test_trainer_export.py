@@ -23,7 +23,7 @@ from transformers import (
 
 from fastloop import Trainer, UsageError
 from fastloop.lifecycle import build
-from fastloop.testing import tiny_data
+from fastloop.testing import expect_problem, tiny_data
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 WORDS = ["[PAD]", "[UNK]", "good", "bad", "film"]
@@ -143,7 +143,7 @@ def test_any_model_with_save_pretrained_is_written_by_it():
 
 
 def test_a_processing_class_that_cannot_be_saved_is_refused():
-    with pytest.raises(UsageError, match=r"^processing_class: dict has no save_pretrained"):
+    with expect_problem("wrong-type processing_class save_pretrained", UsageError):
         fit(nn.Linear(8, 3), tiny_data(16), processing_class={}, batch_size=4)
 
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from fastloop import Trainer
 from fastloop.errors import DataError
+from fastloop.testing import expect_problem
 
 LENGTHS = [3, 7, 5, 5, 2, 9, 4, 4]
 CONFIG: dict[str, Any] = {
@@ -91,9 +92,7 @@ def test_without_a_tokenizer_the_error_names_the_field_and_the_remedy(workers):
 
 
 def test_a_tokenizer_without_a_padding_token_is_named():
-    with pytest.raises(
-        DataError, match=r"processing_class: the tokenizer has no padding token\. Set one: tokenizer\.pad_token = "
-    ):
+    with expect_problem("no-padding-token processing_class tokenizer.pad_token", DataError):
         train(
             DistilBertForSequenceClassification,
             token_lists(),

@@ -12,6 +12,7 @@ from fastloop.errors import PluginError
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe, make_recipe
 from fastloop.runtime.hardware import Machine
+from fastloop.testing import expect_problem
 from fastloop_plugins._selection import dependents
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 from fastloop_plugins.data.device_prefetch import DevicePrefetch
@@ -224,7 +225,7 @@ def test_reasons_name_auto_and_resolving_twice_keeps_them():
 def test_an_error_of_the_recipe_is_reported_once(caplog):
     with (
         caplog.at_level(logging.INFO, "fastloop"),
-        pytest.raises(PluginError, match="'deepspeed' and 'fsdp' fill the slot"),
+        expect_problem("slot-filled-twice 'deepspeed' 'fsdp'", PluginError),
     ):
         select(CPU, "auto", "deepspeed", "fsdp")
     assert not caplog.messages

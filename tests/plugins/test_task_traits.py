@@ -20,6 +20,7 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime.hardware import Machine, this_machine
+from fastloop.testing import expect_problem
 from fastloop_plugins._task_traits import recipe_traits
 
 CPU = Machine("cpu", "AVX512", ("fp32", "bf16"), ("bf16",))
@@ -139,7 +140,7 @@ class Misspelled(Plugin):
 
 
 def test_an_unknown_trait_is_an_error():
-    with pytest.raises(PluginError, match=r"the task 'misspelled' declares 'paded', .*Did you mean 'padded'\?"):
+    with expect_problem("invalid-declaration 'misspelled' 'paded' 'padded'", PluginError):
         recipe_traits(recipe(f"{__file__}:Misspelled"))
 
 

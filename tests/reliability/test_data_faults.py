@@ -24,7 +24,7 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
-from fastloop.testing import tiny_data
+from fastloop.testing import expect_problem, tiny_data
 
 TIMES = times(3)
 WORKERS: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}}
@@ -129,7 +129,7 @@ class Stuck(Rows):
 @pytest.mark.slow
 def test_a_worker_that_hangs_ends_with_its_run(tiny_run):
     """a worker that hangs in native code: an error after the timeout"""
-    with pytest.raises(DataError, match=r"no batch in 1 seconds: a worker that reads data hangs"):
+    with expect_problem("worker-hangs 1", DataError):
         tiny_run([{"dataloader-workers": {"num_workers": 1, "timeout": 1.0}}], data=Stuck())
     for worker in multiprocessing.active_children():
         worker.join(60)
@@ -139,7 +139,7 @@ def test_a_worker_that_hangs_ends_with_its_run(tiny_run):
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
 def test_raising_row_stops_run_with_its_error(tiny_run, plugins):
     """a corrupt row: the run stops with the dataset's error"""
-    with pytest.raises(DataError, match="reading a batch failed: ValueError: row 17 is spoilt"):
+    with expect_problem("reading-failed ValueError row 17 is spoilt", DataError):
         tiny_run(plugins, data=Rows((17,)))
 
 
@@ -194,9 +194,9 @@ def test_skipping_resumes_at_its_position(tiny_run, tmp_path):
 
 def test_leaving_out_is_bounded(tiny_run):
     """too many corrupt rows for plugins.skip-unreadable.limit: the run ends with an error"""
-    with pytest.raises(DataError, match=r"samples could not be read; plugins.skip-unreadable.limit is 5"):
+    with expect_problem("sample-unreadable plugins.skip-unreadable.limit 5", DataError):
         tiny_run([{"skip-unreadable": {"limit": 5}}], data=Rows(tuple(range(0, 67, 3))))
-    with pytest.raises(DataError, match=r"none of 100 samples from \d+ on can be read: ValueError: row \d+ is spoilt"):
+    with expect_problem("sample-unreadable 100 ValueError row", DataError):
         tiny_run([SKIP], data=Rows(tuple(range(67))))
 
 
@@ -264,7 +264,7 @@ def test_a_truncated_parquet_is_refused_wherever_it_is_cut(record_property):
     content = Path("whole.parquet").read_bytes()
     for cut in random.Random(0).sample(range(len(content)), TIMES):
         Path("cut.parquet").write_bytes(content[:cut])
-        with pytest.raises(RecipeError, match=r"cut.parquet: cannot be read as .parquet"):
+        with expect_problem("file-unreadable cut.parquet", RecipeError):
             text_run(train="cut.parquet")
     record_property("faults", TIMES)
 
@@ -393,7 +393,7 @@ def test_a_parquet_whose_text_is_not_utf8_is_refused():
         use_dictionary=False,
     )
     Path("train.parquet").write_bytes(Path("train.parquet").read_bytes().replace(b"no cafe", b"no caf\xe9"))
-    with pytest.raises(RecipeError, match=r"^train.parquet: the column 'text', which data.text names, is not UTF-8"):
+    with expect_problem("wrong-encoding train.parquet 'text' data.text 8", RecipeError):
         text_run(train="train.parquet")
 
 
@@ -434,10 +434,7 @@ def test_dataset_of_another_size_is_rejected_or_logged_at_resume(tiny_run, tmp_p
     """rows added since the checkpoint: --resume shows the change, and continues if the recipe permits it"""
     folder = tmp_path / "run"
     tiny_run([], data=Rows(), max_steps=5, output=folder)
-    with pytest.raises(
-        CheckpointError,
-        match=r"was saved with other data \(train: 67 samples, now 60 samples\).*train.on_data_change=warn",
-    ):
+    with expect_problem("data-changed 67 60 train.on_data_change=warn", CheckpointError):
         tiny_run([], data=Rows(size=60), output=folder, resume=True)
     ran = tiny_run([], data=Rows(size=60), output=folder, resume=True, on_data_change="warn")
     assert ran.summary["status"] == "completed"
@@ -471,5 +468,5 @@ def test_file_with_one_changed_word_is_detected(change):
     assert summary["status"] == "completed"
     checkpoint = next(Path("run/checkpoints").glob("step-*"))
     jsonl("train.jsonl", [*rows[:8], rows[8] | change, *rows[9:]])
-    with pytest.raises(CheckpointError, match="was saved with other data"):
+    with expect_problem("data-changed", CheckpointError):
         text_run(train="train.jsonl", resume=checkpoint)

@@ -28,7 +28,7 @@ from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.checkpoint import MANIFEST, find_newest, read, verify, write
 from fastloop.checkpoint.lock import Lock
 from fastloop.errors import CheckpointError, SaveError
-from fastloop.testing import tiny_model
+from fastloop.testing import expect_problem, tiny_model
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_full_disk_keeps_previous_checkpoint(disk):
         fill(disk / "filler")
         with (disk / "filler").open("r+b") as file:
             file.truncate(max(file.seek(0, os.SEEK_END) - room, 0))
-        with pytest.raises(SaveError, match=r"step-00000002 was not saved: .*No space left on device"):
+        with expect_problem("save-failed 00000002", SaveError):
             save(2, run)
         assert sorted(path.name for path in Path(run, "checkpoints").iterdir()) == ["step-00000001"]
         assert whole(run) == 1
@@ -255,10 +255,7 @@ def test_full_disk_stops_run_with_on_failure_stop(disk, tiny_run):
     """a full disk, on_save_error=stop: the run fails, and later resumes to the same numbers"""
     arguments: dict[str, Any] = {"save_every": 4, "on_save_error": "stop"}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
-    with pytest.raises(
-        SaveError,
-        match=r"step-00000008 was not saved: .*No space left on device.* Free disk space, then continue with --resume",
-    ):
+    with expect_problem("save-failed 00000008 --resume", SaveError):
         tiny_run(["checkpoint-best", Fills(disk, 6, 99)], output=disk / "run", model=tiny_model(), **arguments)
     assert steps(str(disk / "run")) == [4]
     (disk / "filler").unlink()
@@ -496,7 +493,7 @@ def test_the_lock_of_a_live_run_is_not_to_be_removed(has_locks, monkeypatch):
         Lock(Path("run"), "recipe.yaml")
         signal.pause()
     until(lambda: Path("run/.lock").exists() and Path("run/.lock").read_text())
-    with pytest.raises(RecipeError, match=f"run is in use by process {child} on") as refused:
+    with expect_problem(f"folder-in-use {child}", RecipeError) as refused:
         Lock(Path("run"), "recipe.yaml")
     assert ".lock" not in str(refused.value)
     os.kill(child, signal.SIGKILL)
@@ -592,7 +589,7 @@ def test_killed_while_saving_in_the_background_and_resumed(record_property):
 
 def test_a_failure_in_the_background_stops_the_run_when_that_is_chosen(disk, tiny_run):
     """a full disk while the background thread writes: the run fails at the step's end"""
-    with pytest.raises(SaveError, match="step-00000004 was not saved"):
+    with expect_problem("save-failed 00000004", SaveError):
         tiny_run(["async-save", Fills(disk, 3, 99)], output=disk / "run", save_every=4, on_save_error="stop")
 
 
@@ -615,5 +612,5 @@ def test_background_failure_found_at_next_save_is_reported(tiny_run):
     """a background save that fails while the next one waits for it: each failure is counted, the first one stops the
     run"""
     assert tiny_run([FailsLate()], epochs=1, save_every=4).summary["save_errors"] == 3  # after 4, 8 and 9 steps
-    with pytest.raises(SaveError, match="step-00000004 was not saved"):
+    with expect_problem("save-failed 00000004", SaveError):
         tiny_run([FailsLate()], epochs=1, save_every=4, on_save_error="stop")

@@ -16,6 +16,7 @@ from inference_runs import write_recipe
 from fastloop import Plugin, UsageError, hookimpl
 from fastloop.cli import main
 from fastloop.runtime import files
+from fastloop.testing import expect_problem
 
 SECRET = "the victim's own text\n"
 RESUME = ("train", "recipe.yaml", "--resume")
@@ -196,7 +197,7 @@ def test_a_run_that_resumes_elsewhere_copies_nothing_through_links(place, tiny_r
     (tmp_path / "victim/rank-0.jsonl").write_text(SECRET)
     (tmp_path / "victim/text").write_text(SECRET)
     link(place, "." if place == "sample-audit" else "text")(tmp_path / "victim")
-    with pytest.raises(UsageError, match=f"run/{place} is a link that leads out"):
+    with expect_problem(f"unsafe-link {place}", UsageError):
         tiny_run(["sample-audit"], output=tmp_path / "other", resume=tmp_path / "run")
     assert not list(tmp_path.glob("other/sample-audit/*"))
 
@@ -223,7 +224,7 @@ def test_a_link_that_is_planted_later_is_not_followed(place, tiny_run, tmp_path)
 
         plugins.append("nan-guard")
         data = [(torch.full((8,), torch.nan), 0)] * 32
-    with pytest.raises(UsageError, match=f"{place} is a link"):
+    with expect_problem(f"unsafe-link {place}", UsageError):
         tiny_run(plugins, data=data, output=tmp_path / "run")
     assert not (tmp_path / "victim").exists()
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastloop import PluginError, RecipeError
+from fastloop.testing import expect_problem
 from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_plugins.strategies.tensor_parallel import TensorParallel
 from fastloop_tools.scale.estimate import estimate
@@ -125,11 +126,11 @@ def test_the_groups_of_a_mesh_divide_the_batch_as_in_a_run(tmp_path, monkeypatch
     assert (found.micro_batch_size, found.micro_steps, rows["fsdp x tensor 2"].samples) == (1, 1, 1)
     assert [name for name, row in rows.items() if row.listed] == ["fsdp x tensor 2"]
     assert not rows.keys() & {"ddp", "fsdp"}
-    with pytest.raises(RecipeError, match=r"batch_size: 3 is not a multiple of the 2 processes"):
+    with expect_problem("not-divisible batch_size 3 2", RecipeError):
         estimate(tiny("decoder", mesh, batch_size=3), 4)
-    with pytest.raises(PluginError, match=r"plugin 'fsdp' needs groups of 2 processes, and 3 are not a multiple of 2"):
+    with expect_problem("not-divisible 'fsdp' 2 3", PluginError):
         estimate(tiny("decoder", mesh, batch_size=3), 3)
-    with pytest.raises(RecipeError, match=r"batch_size: 2 is not a multiple of the 4 processes"):
+    with expect_problem("not-divisible batch_size 2 4", RecipeError):
         estimate(tiny("decoder", "ddp", batch_size=2), 4)
 
 
@@ -138,9 +139,7 @@ def test_a_model_that_the_processes_cannot_divide_has_no_row(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     write_rows(("A", "B"))
     assert "tensor-parallel" not in {row.name for row in estimate(tiny("decoder", "ddp"), 4).variants}
-    with pytest.raises(
-        PluginError, match=r"plugins\.tensor-parallel: num_key_value_heads of the model is 2, not a multiple of the 4"
-    ):
+    with expect_problem("not-divisible plugins.tensor-parallel num_key_value_heads 2 4", PluginError):
         estimate(tiny("decoder", "tensor-parallel"), 4)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fastloop import PluginError, RecipeError, Trainer, UsageError
 from fastloop.recipe import anchored, load_recipe
-from fastloop.testing import tiny_data, tiny_model
+from fastloop.testing import expect_problem, tiny_data, tiny_model
 from fastloop_tools.plan.code_files import code_files
 from recording_plugins import ScriptedScore
 from torch import nn
@@ -314,7 +314,7 @@ def test_a_stop_ends_the_run_after_its_step(event, tiny_run):
 
 def test_requests_without_a_counterpart_are_errors_or_warnings(tiny_run, caplog):
     asks = {"event": "on_step_end", "step": 3}
-    with pytest.raises(PluginError, match=r"set control\.should_epoch_stop in on_step_end.*should_training_stop"):
+    with expect_problem("unsupported-callback control.should_epoch_stop on_step_end should_training_stop", PluginError):
         tiny_run([listed({f"{HERE}:Ask": {**asks, "flags": ["should_epoch_stop"]}})])
     tiny_run([listed({f"{HERE}:Ask": {**asks, "flags": ["should_log"]}})])
     assert caplog.text.count("set control.should_log, which is ignored: the run logs every train.log_every") == 1
@@ -334,7 +334,7 @@ def test_an_evaluation_without_a_split_is_refused(tmp_path):
         plugins=[entry],
         output=tmp_path / "r",
     )
-    with pytest.raises(UsageError, match=r"should_evaluate in on_step_end, and the run has no validation split"):
+    with expect_problem("unknown-split should_evaluate on_step_end", UsageError):
         trainer.fit()
 
 

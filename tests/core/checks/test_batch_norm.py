@@ -109,7 +109,7 @@ def test_a_sample_that_batch_norm_would_get_alone_is_refused_before_training(tin
 
 
 def test_a_refusal_proposes_to_drop_the_last_step(tiny_run):
-    with pytest.raises(RecipeError, match=r"train\.batch_size: 65 samples .* leave 1 .* Set train\.drop_last: true"):
+    with expect_problem("single-sample train.batch_size 65 1 train.drop_last", RecipeError):
         tiny_run([], model=normed(), data=tiny_data(65))
     dropped = tiny_run([], model=normed(), data=tiny_data(65), drop_last=True, epochs=2)
     assert len(dropped.losses) == 16
@@ -150,7 +150,7 @@ def of_stream(**settings: Any) -> dict[str, Any]:
 
 
 def test_a_sample_alone_in_a_stream_is_an_error_that_proposes_to_drop_the_last_step():
-    with pytest.raises(RecipeError, match=r"step 9 .* train\.drop_last: true"):
+    with expect_problem("single-sample 9 train.drop_last", RecipeError):
         of_stream()
     summary = of_stream(drop_last=True)
     assert (summary["steps"], summary["samples"], summary["epochs"]) == (16, 128, 2)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch.utils.data import Dataset
 
 from fastloop.data.datasets import Filler
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import DataError
+from fastloop.testing import expect_problem
 from fastloop_plugins.data._skipping_reader import FILLER_ATTEMPTS, SkippingReader
 
 
@@ -52,5 +52,5 @@ def test_the_next_readable_sample_fills_a_micro_batch_without_one():
 
 
 def test_without_a_filler_the_run_ends():
-    with pytest.raises(DataError, match=rf"none of {FILLER_ATTEMPTS} samples from 4 on can be read: ValueError: row 4"):
+    with expect_problem(f"sample-unreadable 4 ValueError row {FILLER_ATTEMPTS}", DataError):
         read(4, rows=Rows(*range(300)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fastloop import FastloopError
+from fastloop.testing import expect_problem
 
 
 def scripted(values):
@@ -32,7 +32,7 @@ def test_it_stops_after_the_third_log_point_in_a_row_above_the_threshold(tiny_ru
 
 def test_it_fails_with_action_error(tiny_run):
     guard = {"nan-guard": {"max_loss": 5.0, "max_loss_action": "error", "action": "skip"}}
-    with pytest.raises(FastloopError, match=f"plugins.nan-guard.max_loss: step 7: {FOUND}"):
+    with expect_problem(f"not-finite plugins.nan-guard.max_loss 7 {FOUND}", FastloopError):
         tiny_run([guard], loss=scripted(HIGH), log_every=1)
 
 

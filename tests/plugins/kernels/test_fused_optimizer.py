@@ -13,6 +13,7 @@ from torch import nn
 from fastloop import PluginError
 from fastloop.recipe import make_recipe
 from fastloop.runtime.hardware import Machine, this_machine
+from fastloop.testing import expect_problem
 from fastloop_plugins.kernels import fused_optimizer
 from fastloop_plugins.kernels.fused_optimizer import FUSED, FUSED_ON_SHARDS, FusedOptimizer, has_fused_kernel
 
@@ -52,9 +53,7 @@ def test_a_weight_may_get_its_first_gradient_late(tiny_run):
     sgd = {"name": "SGD", "momentum": 0.9, "nesterov": True}
     plain, ours = (tiny_run(plugins, model=LateLayer(), optimizer=sgd) for plugins in ([], [FusedOptimizer()]))
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
-    with pytest.raises(
-        PluginError, match=r"2 weights get their first gradient in step 3, .* with dampening. Set .*: foreach"
-    ):
+    with expect_problem("unsupported-optimizer 2 3", PluginError):
         tiny_run([FusedOptimizer()], model=LateLayer(), optimizer={"name": "SGD", "momentum": 0.9, "dampening": 0.1})
 
 
@@ -125,9 +124,7 @@ def test_8_bits_promise_less_and_need_an_extra(tiny_run):
 
 def test_an_optimizer_that_has_no_8_bits_is_refused_with_those_that_have():
     recipe = make_recipe({"train": {"optimizer": "NAdam"}})
-    with pytest.raises(
-        PluginError, match=r"NAdam has no 8bit implementation\. Set train\.optimizer to one of: AdamW, Adam, SGD"
-    ):
+    with expect_problem("unsupported-optimizer train.optimizer AdamW", PluginError):
         FusedOptimizer(implementation="8bit").check_recipe(recipe)
 
 

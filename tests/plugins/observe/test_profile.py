@@ -14,6 +14,7 @@ import torch
 from fastloop import Plugin, hookimpl
 from fastloop.errors import PluginCrash
 from fastloop.runtime import regions
+from fastloop.testing import expect_problem
 from fastloop_plugins.observe.profile import Profile
 
 
@@ -90,7 +91,7 @@ def test_a_failing_run_ends_the_profiler(tiny_run):
         def after_step(self) -> None:
             raise RuntimeError("planted")
 
-    with pytest.raises(PluginCrash, match="planted"):
+    with expect_problem("plugin-crashed planted", PluginCrash):
         tiny_run([Profile(wait=0, warmup=1, active=5), Fails()])
     assert not torch.autograd.profiler._is_profiler_enabled
     tiny_run([Profile(wait=0, warmup=1, active=1)])

@@ -16,6 +16,7 @@ from fastloop import PluginError
 from fastloop.cli import launch
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime import hardware
+from fastloop.testing import expect_problem
 from fastloop_plugins.strategies.deepspeed import DeepSpeed
 from fastloop_plugins.strategies.fsdp import FSDP
 
@@ -101,7 +102,7 @@ def test_a_json_file_of_the_launcher_is_read(monkeypatch):
     assert checked(monkeypatch, "deepspeed", {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}).plugins["deepspeed"] == {
         "config": "ds.json"
     }
-    with pytest.raises(PluginError, match=r"zero_optimization.stage: is 1, and plugins.deepspeed.stage is 2"):
+    with expect_problem("conflicting-values zero_optimization.stage 1 plugins.deepspeed.stage 2", PluginError):
         checked(monkeypatch, "deepspeed", {}, stage=2)
 
 

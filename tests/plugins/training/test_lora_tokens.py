@@ -15,6 +15,7 @@ from text_helpers import make_run, train_whole_and_cut
 from training_runs import execute
 
 from fastloop import PluginError
+from fastloop.testing import expect_problem
 from fastloop_plugins.training.lora import LoRA
 
 pytest.importorskip("peft")
@@ -75,7 +76,7 @@ def test_an_embedding_that_is_trained_in_full_needs_no_rows():
 
 def test_an_adapter_alone_with_new_rows_is_refused():
     task, data = pretrain("own head")
-    with pytest.raises(PluginError, match=r"plugins\.lora\.merge"):
+    with expect_problem("conflicting-values plugins.lora.merge", PluginError):
         make_run(task, MODEL, data, [LoRA(r=2, target_modules=["q_proj"], merge=False)])
 
 

@@ -21,6 +21,7 @@ from text_helpers import TINY, TINY_GPT, make_run
 
 from fastloop.errors import DataError, RecipeError, UsageError
 from fastloop.run import Run
+from fastloop.testing import expect_problem
 
 ROWS = 150
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
@@ -120,7 +121,7 @@ def test_tags_beyond_the_first_rows_are_known(monkeypatch):
     table[140]["tags"][0] = "RARE"
     write_lines("b.jsonl", table[90:])
     assert sorted(stream("tags").model.config.id2label.values()) == ["NUMBER", "O", "RARE"]
-    with pytest.raises(RecipeError, match=r"b.jsonl, row 51: found the tag 'RARE' .* never occurs in data.tag_names"):
+    with expect_problem("unknown-label b.jsonl 51 'RARE' data.tag_names", RecipeError):
         stream("tags", tag_names=["O", "NUMBER"])
 
 

@@ -149,7 +149,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> A
         raise RuntimeError(
             f"{func} has inputs on the device and on the host: {[tuple(tensor.shape) for tensor in elsewhere]}"
         )
-    if wrapped and (READS in func.tags or (SHAPES in func.tags and _shape_from_values(func, args))):
+    if wrapped and (READS in func.tags or (SHAPES in func.tags and shape_from_values(func, args))):
         waits.append(_place(func))
     sends = bool(copies and to_host and wrapped and (kwargs.get("non_blocking") or args[2:] == (True,)))
     if copies and to_host and wrapped and not sends:
@@ -179,7 +179,9 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> A
     return tree_map(wrap, result)
 
 
-def _shape_from_values(func: Any, args: Any) -> bool:
+def shape_from_values(func: Any, args: Any) -> bool:
+    """Whether the shape of the result of an operation with the tag ``SHAPES`` follows from values: indexing does only
+    with a mask."""
     return func is not aten.index.Tensor or any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from emulated_device import READS, SHAPES, shape_from_values
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-READS, SHAPES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class OperationRecorder:
@@ -51,7 +50,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if READS in func.tags or SHAPES in func.tags:
+        if READS in func.tags or (SHAPES in func.tags and shape_from_values(func, args)):
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         given = set()
         for tensor in tensors_of((args, kwargs)):

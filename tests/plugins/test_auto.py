@@ -70,6 +70,12 @@ def test_default_numerics_keep_the_batches():
     assert chosen["amp"] == {"dtype": "bf16"}
 
 
+def test_no_parts_of_a_step_are_recorded_where_whole_steps_are():
+    chosen = select(H100, "auto", "step-graph")
+    assert chosen["compile"] == {}
+    assert "step-graph" not in select(H100, "auto"), "no figures show yet that it pays"
+
+
 @pytest.mark.parametrize(
     ("data", "mode"),
     [

@@ -1,4 +1,19 @@
-"""Record the operations of a training step as a CUDA graph, and find out when a graph no longer fits."""
+"""Record the operations of a training step as a CUDA graph, and find out when a graph no longer fits.
+
+The parts of a step, as torch 2.11 and 2.13 record them:
+
+* Forward and loss: kernels on the recording stream. Autocast casts weights inside, because its cache ends with the
+  outermost autocast block.
+* Dropout: ``capture_begin`` registers CUDA's default generator. A replay reads the generator's seed and offset, and
+  advances the offset by as much as the step without a graph does.
+* Backward: autograd's thread launches on the stream of the forward. Gradients are None at the start of a step, so that
+  backward writes them before anything reads them, and they need no zeros. They lie in the memory of the graphs.
+* ``clip_grad_norm_``: ``_foreach_norm``, ``stack``, ``vector_norm``, ``clamp``, ``_foreach_mul_``. No number is read,
+  as long as ``error_if_nonfinite`` is False.
+* Fused Adam and AdamW: ``_foreach_add_`` of the numbers of steps, which a fused optimizer has on the device, and
+  ``_fused_adam_`` with the learning rate as a tensor. ``step`` refuses to be recorded without ``capturable``.
+* ``zero_grad``: sets None, without an operation.
+"""
 
 from __future__ import annotations
 

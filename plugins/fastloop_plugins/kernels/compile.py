@@ -93,6 +93,8 @@ class Compile(Plugin):
         take less than compiling."""
         if machine.device != "cuda" or recipe.inference is not None:
             return None
+        if recipe.plugins.get("step-graph", False) is not False:
+            return Recommendation(why="fused kernels; step-graph records whole steps")
         if gathers_weights(recipe):
             return Recommendation(why="fused kernels; no CUDA graphs, since weights are gathered anew in each step")
         grouped = any(recipe.plugins.get(name, False) is not False for name in ("length-bucketing", "packing"))

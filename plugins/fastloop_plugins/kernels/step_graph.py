@@ -53,7 +53,6 @@ class StepGraph(Plugin):
 
     name = "step-graph"
     numerics = "reassociated"
-    requires = ("fused-optimizer",)
     conflicts = {
         "activation-checkpointing": "it reads the state of the random numbers on the host in each step.",
         "deepspeed": "it gathers weights anew in each step, and a graph needs them in one place.",
@@ -89,6 +88,13 @@ class StepGraph(Plugin):
                 place=f"{recipe.where}: plugins.{self.name}",
                 found=f"train.optimizer {recipe.train.optimizer_name}",
                 expected="Adam or AdamW, whose fused kernel reads the learning rate on the device",
+            )
+        if "fused-optimizer" not in plugins.names() and not recipe.train.optimizer_arguments.get("fused"):
+            raise PluginError(
+                "the optimizer is not fused, and only a fused one reads the learning rate on the device.",
+                code="unsupported-optimizer",
+                place=f"{recipe.where}: plugins.{self.name}",
+                remedy="List fused-optimizer, too.",
             )
         compiling = recipe.plugins.get("compile")
         if isinstance(compiling, dict) and compiling.get("mode") in RECORDS:

@@ -196,7 +196,12 @@ class Losses(Plugin):
 
 @pytest.mark.parametrize(
     ("task", "plugins"),
-    [(TEXTS, ()), (TEXTS, ("packing",)), (LANGUAGE, ("packing",)), (VECTORS, ())],
+    [
+        pytest.param(TEXTS, (), marks=pytest.mark.slow),
+        (TEXTS, ("packing",)),
+        pytest.param(LANGUAGE, ("packing",), marks=pytest.mark.slow),
+        (VECTORS, ()),
+    ],
     ids=["padded texts", "packed texts", "packed language", "tuples"],
 )
 def test_a_training_batch_takes_one_copy_and_trains_to_the_same_bits(task, plugins, monkeypatch):

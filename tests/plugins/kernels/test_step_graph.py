@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,14 @@ import torch
 from operation_recorder import OperationRecorder
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from training_runs import execute
+from varlen_helpers import kernels_on_cpu
 
 from fastloop import Output, Plugin, PluginError, Trainer, hookimpl
-from fastloop.testing import expect_problem, tiny_data, tiny_model
+from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
+from fastloop.recipe import make_recipe
+from fastloop.testing import LANGUAGE, TEXTS, expect_problem, tiny_data, tiny_model, write_texts
 from fastloop.testing.runs import STOPS_AT, InterruptAtStep
 from fastloop_plugins.kernels.step_graph import WARM_UP, StepGraph
 
@@ -171,6 +177,58 @@ class Boxed:
     """A value that a graph cannot compare."""
 
 
+class Watches(Plugin):
+    """Keeps the loss of each step."""
+
+    name = "watches"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    @hookimpl
+    def after_step(self, loss: Tensor) -> None:
+        self.losses.append(loss.item())
+
+
+@pytest.mark.parametrize(
+    ("task", "plugins"),
+    [
+        (TEXTS, [{"amp": {"dtype": "bf16"}}, "packing", "cls-last-layer"]),
+        pytest.param(TEXTS, [{"amp": {"dtype": "bf16"}}], marks=pytest.mark.slow),
+        pytest.param(LANGUAGE, ["neftune", {"lora": {"r": 2}}], marks=pytest.mark.slow),
+    ],
+    ids=["packed texts in bf16", "padded texts in bf16", "language model with LoRA"],
+)
+def test_steps_of_transformers_are_recorded_and_equal_to_the_bit(task, plugins, monkeypatch):
+    """The stand-in refuses to read a number: so no step of these models does."""
+    write_texts(Path())
+    with kernels_on_cpu(monkeypatch):
+        recorded, direct = (trained(task, plugins, plugin) for plugin in (Recorded(), Direct()))
+    assert recorded[:2] == direct[:2]
+    assert recorded[2]["recorded"] >= 1
+    assert recorded[2]["replayed_steps"] >= 9
+    assert direct[2]["replayed_steps"] == 0
+
+
+def trained(task: Any, plugins: list[Any], plugin: Plugin) -> tuple[list[float], dict[str, float], dict[str, int]]:
+    """Losses, validation metrics, and numbers of steps."""
+    watches = Watches()
+    settings = {"epochs": 4, "batch_size": 8, "lr": 1e-3, "max_grad_norm": 1.0, "device": "cpu"}
+    data = task["data"] | {"padding": "max_length", "pad_to_multiple_of": 128}
+    recipe = make_recipe(
+        {
+            **task,
+            "data": data,
+            "train": settings,
+            "plugins": [*plugins, "fused-optimizer", SCHEDULE, {"progress": False}],
+            "output": type(plugin).__name__,
+        }
+    )
+    summary = execute(build(resolve(recipe, objects=[plugin, watches])))
+    return watches.losses, summary["validation"], summary["step_graph"]
+
+
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
 def test_steps_of_several_micro_batches_are_equal_to_the_bit(tiny_run, max_grad_norm):
     settings = {"micro_batch_size": 4, "max_grad_norm": max_grad_norm}
@@ -295,10 +353,10 @@ def test_a_step_that_a_graph_cannot_hold_is_refused(tiny_run, model, reason):
     assert reason in str(raised.value)
 
 
-class Watches(Plugin):
+class Acts(Plugin):
     """Acts within each step."""
 
-    name = "watches"
+    name = "acts"
 
     @hookimpl
     def after_backward(self) -> None:
@@ -319,7 +377,7 @@ class Wraps(Plugin):
     ("plugins", "arguments", "code", "names"),
     [
         (["nan-guard"], {}, "excluded-plugin", "nan-guard"),
-        ([Watches()], {}, "excluded-plugin", "watches"),
+        ([Acts()], {}, "excluded-plugin", "acts"),
         ([Wraps()], {}, "excluded-plugin", "wraps"),
         ([], {"optimizer": "SGD"}, "unsupported-optimizer", "SGD"),
         ([{"compile": {"mode": "reduce-overhead"}}], {}, "conflicting-values", "compile.mode"),
@@ -331,9 +389,17 @@ def test_what_needs_the_host_within_a_step_is_refused_by_name(tiny_run, plugins,
         train(tiny_run, Recorded(), plugins, **arguments)
 
 
-def test_an_optimizer_that_is_not_fused_is_refused(tiny_run):
-    with expect_problem("unsupported-optimizer step-graph fused", PluginError):
-        tiny_run([{"fused-optimizer": {"implementation": "foreach"}}, Recorded()], optimizer="AdamW", device="cpu")
+@pytest.mark.parametrize(
+    "plugins", [[], [{"fused-optimizer": {"implementation": "foreach"}}]], ids=["plain", "foreach"]
+)
+def test_an_optimizer_that_is_not_fused_is_refused(tiny_run, plugins):
+    with expect_problem("unsupported-optimizer step-graph fused-optimizer", PluginError):
+        tiny_run([*plugins, Recorded()], optimizer="AdamW", device="cpu")
+
+
+def test_an_optimizer_that_the_recipe_makes_fused_is_recorded(tiny_run):
+    result = tiny_run([Recorded()], optimizer={"name": "AdamW", "fused": True}, device="cpu")
+    assert result.summary["step_graph"]["replayed_steps"] > 0
 
 
 def test_a_cpu_is_refused(tiny_run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -15,14 +16,16 @@ from typing import Any
 
 import forked
 import pytest
+import rich
 import yaml
+from rich.console import Console
 
 from fastloop.errors import UsageError
 from fastloop.testing import expect_problem
 from fastloop_tools.report.read import read
 from fastloop_tools.shared.command_lines import command_line
 from fastloop_tools.sweep.grid import parse, split_values
-from fastloop_tools.trials.record import Record, compare
+from fastloop_tools.trials.record import Record, compare, results_table
 from fastloop_tools.trials.runs import TrialRun
 from fastloop_tools.trials.statistics import mean_interval
 
@@ -159,6 +162,21 @@ def test_the_table_of_a_sweep_has_the_direction_of_its_metric(tmp_path, capsys, 
     words = " ".join(capsys.readouterr().out.split())
     assert shown in words
     assert ("better" in words) is (mode is not None)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("width", [300, 80, 60, 20])
+def test_a_table_shows_every_cell_on_any_terminal_and_in_a_file(monkeypatch, tmp_path, width, terminal):
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, force_terminal=terminal, color_system=None)
+    monkeypatch.setattr(rich, "get_console", lambda: console)
+    record = Record(tmp_path, {}, points({"5e-4": [0.5, 0.25], "1e-3": [2.0, 3.0]}), "loss", "min")
+    record.show()
+    table = results_table(record.contents())
+    shown_words = set(shown.getvalue().split())
+    assert shown_words >= set(" ".join(table.columns).split())
+    for name, cells in table.rows:
+        assert shown_words >= {name, *" ".join(cell.text for cell in cells).split()}
 
 
 def test_a_resumed_sweep_knows_its_points_in_another_spelling(tmp_path):

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastloop.recipe import secrets
+
+
+NARROWEST = 24
+"""Characters that the wrapping column of a table keeps on a narrow terminal: about the length of ``train.lr=1e-3``, twice."""
+
+LONGEST_LINE = 10_000
+"""Characters of a table's row in a file at most: more than any row has."""
 
 
 class Cell(NamedTuple):
@@ -46,16 +54,37 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | 
         wraps: The number of the column that wraps, -1 for the last one.
     """
     import rich
+    from rich.console import Console
     from rich.markup import escape
+    from rich.measure import Measurement
     from rich.table import Table
 
+    console = rich.get_console()
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for number, name in enumerate(head):
         wide = number == wraps % len(head)
-        table.add_column(name, justify="left" if wide or number == 0 else "right", no_wrap=not wide, overflow="fold")
+        widest = max((len(row[number]) for row in rows), default=0)
+        table.add_column(
+            fold_head(name, widest) if console.is_terminal else name,
+            justify="left" if wide or number == 0 else "right",
+            no_wrap=not wide,
+            overflow="fold",
+            min_width=min(widest, NARROWEST) if wide else widest,
+        )
     for row in rows:
         table.add_row(*map(escape, row))
-    rich.print(table)
+    needed = Measurement.get(console, console.options.update(max_width=LONGEST_LINE), table)
+    # a file or a pipe has no width, and a row that no terminal holds is better on two of its lines than cut
+    width = needed.minimum if console.is_terminal else needed.maximum
+    if width > console.width:
+        console = Console(file=console.file, width=width)
+    console.print(table)
+
+
+def fold_head(name: str, width: int) -> str:
+    """Break the head of a column between words, so that it is not wider than its cells, if they have ``width``."""
+    longest_word = max(map(len, name.split()), default=0)
+    return textwrap.fill(name, max(width, longest_word, 1))
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from fastloop.recipe import secrets
 
-
 NARROWEST = 24
-"""Characters that the wrapping column of a table keeps on a narrow terminal: about the length of ``train.lr=1e-3``, twice."""
+"""Characters that the wrapping column of a table keeps on a narrow terminal: two of ``train.lr=1e-3``."""
 
 LONGEST_LINE = 10_000
 """Characters of a table's row in a file at most: more than any row has."""

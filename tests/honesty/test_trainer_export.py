@@ -157,6 +157,19 @@ def test_labels_under_another_name_are_found_at_the_first_batch(tokenizer):
     assert fit(bert(), DataLoader(Reviews(tokenizer, "labels"), batch_size=4, collate_fn=stacked)).run.state.step == 3
 
 
+@pytest.mark.parametrize("label", ["labels", "label", "label_ids"])
+def test_a_processing_class_names_labels_as_the_collator_of_transformers_does(tokenizer, label, tmp_path):
+    data = Reviews(tokenizer, label)
+    padded = DataLoader(data, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))
+    losses = []
+    for given in ({"train_loader": data, "batch_size": 4}, {"train_loader": padded}):
+        trainer = Trainer(
+            bert(), **given, processing_class=tokenizer, plugins=QUIET, epochs=1, output=tmp_path / str(len(losses))
+        )
+        losses.append(trainer.validate(given["train_loader"])["loss"])
+    assert losses[0] == losses[1]
+
+
 class Strict(nn.Module):
     """Takes what it names, and nothing else."""
 

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from recording_plugins import WeightRecorder
 from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+from transformers import TrainerCallback
 
 from fastloop import Trainer, UsageError
 from fastloop.testing import expect_problem
 from fastloop_tools.trainer.arguments import INSTEAD
+from fastloop_tools.trainer.function_metric import FunctionMetric
 
 DATA = [(torch.zeros(2), 0)]
 
@@ -41,6 +46,62 @@ def test_a_typing_error_is_compared_with_all_arguments(name, meant):
         make(**{name: None})
 
 
-def test_a_function_as_metric_is_refused_with_its_name():
-    with expect_problem("wrong-type metrics['f1']", UsageError):
-        make(metrics={"f1": lambda predictions, targets: 0.0}, batch_size=1)
+def test_all_wrong_arguments_are_named_at_once():
+    with expect_problem("unknown-argument learning_rate num_train_epochs epoch lr epochs", UsageError):
+        make(learning_rate=1e-3, num_train_epochs=2, epoch=1, batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [
+        (lambda predictions, targets: 0.0, "metrics function"),
+        ({"f1": MulticlassAccuracy}, "metrics['f1'] MulticlassAccuracy"),
+        ({"f1": "accuracy"}, "metrics['f1'] str"),
+    ],
+)
+def test_a_wrong_metric_is_refused_with_its_name(metrics, named):
+    with expect_problem(f"wrong-type {named}", UsageError):
+        make(metrics=metrics, batch_size=1)
+
+
+class Callback(TrainerCallback):
+    """A callback of transformers."""
+
+
+@pytest.mark.parametrize(
+    ("plugin", "named"),
+    [
+        (Callback(), "plugins[1] Callback TransformersCallbacks"),
+        (WeightRecorder, "plugins[1] WeightRecorder()"),
+        (3, "plugins[1] int"),
+    ],
+)
+def test_a_wrong_plugin_is_refused_with_its_place(plugin, named):
+    with expect_problem(f"wrong-type {named}", UsageError):
+        make(plugins=["log", plugin], batch_size=1)
+
+
+def test_functions_of_arrays_measure_the_whole_split(tmp_path):
+    inputs, targets = torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.arange(10) % 3
+    shapes = []
+
+    def accuracy(predictions: Any, truth: Any) -> float:
+        shapes.append((predictions.shape, truth.shape))
+        return (predictions.argmax(-1) == truth).mean()
+
+    data = TensorDataset(inputs, targets)
+    loss = nn.functional.cross_entropy
+    metrics = {"ours": accuracy, "theirs": MulticlassAccuracy(num_classes=3, average="micro")}
+    trainer = Trainer(
+        nn.Linear(3, 3), data, data, loss=loss, metrics=metrics, batch_size=4, epochs=1, output=tmp_path / "run"
+    )
+    values = trainer.fit()["validation"]
+    assert values["ours"] == pytest.approx(values["theirs"], abs=1e-6)
+    assert shapes[-1] == ((10, 3), (10,))
+    assert trainer.validate()["ours"] == values["ours"]
+
+
+def test_arrays_of_a_metric_in_bfloat16_are_float32():
+    metric = FunctionMetric(lambda predictions, targets: float(predictions.dtype == "float32"))
+    metric.update(torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2))
+    assert metric.compute() == 1.0

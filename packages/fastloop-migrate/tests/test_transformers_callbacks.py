@@ -17,8 +17,10 @@ from fastloop.testing import expect_problem, tiny_data, tiny_model
 from fastloop_tools.plan.code_files import code_files
 from recording_plugins import ScriptedScore
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer_callback import ExportableState
+
+from fastloop_migrate import TransformersCallbacks
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 SPEEDS = re.compile(r".*(_runtime|_per_second|total_flos|memory_bytes)|epoch")
@@ -266,6 +268,15 @@ def test_early_stopping_callback_stops_as_the_plugin_does(tiny_run, patience, ep
     )
     assert result.summary["epochs"] == plugin.summary["epochs"] == epochs
     assert result.summary["reason"] == "transformers-callbacks: EarlyStoppingCallback in on_evaluate"
+
+
+@pytest.mark.filterwarnings("ignore:.*load_best_model_at_end")
+def test_objects_of_callbacks_run_in_trainer(tiny_run):
+    counts, stop = Counts(), EarlyStoppingCallback(2)
+    plugin = TransformersCallbacks(counts, stop, arguments={"metric_for_best_model": "score"})
+    result = tiny_run([plugin, ScriptedScore(0.5, 0.6, 0.55, 0.4, 0.3)], epochs=6)
+    assert result.summary["epochs"] == 4
+    assert counts.count == 4 * 9
 
 
 def test_early_stopping_callback_resumes_its_patience(tiny_run):

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastloop import UsageError
+from fastloop import Plugin, UsageError
 from fastloop.errors import did_you_mean
 from fastloop.recipe import Train
 
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
 INSTEAD = {
     "args": "Give the training settings as arguments of Trainer, such as epochs=3 and batch_size=16.",
-    "callbacks": "Give plugins=[...]: a class with hooks, or transformers-callbacks for callbacks of transformers.",
-    "compute_metrics": 'Give metrics={"NAME": metric} with metrics of torchmetrics.',
+    "callbacks": (
+        "Give plugins=[...] with an object of a class with hooks. For callbacks of transformers, that is "
+        "TransformersCallbacks(callback, ...) of the package fastloop-migrate."
+    ),
+    "compute_metrics": (
+        'Give metrics={"NAME": function}, where function(predictions, targets) computes a number from numpy arrays, '
+        "or metrics of torchmetrics."
+    ),
     "criterion": "Give loss=function(predictions, targets).",
     "data_collator": "Give a DataLoader with this collate_fn as train_loader.",
     "dataloader_num_workers": "Give a DataLoader with num_workers as train_loader.",
@@ -55,44 +64,87 @@ INSTEAD = {
 
 
 def check_arguments(given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise an error for the first argument that is neither one of ``Trainer`` nor a key of ``train``.
+    """Raise an error for the arguments that are neither those of ``Trainer`` nor keys of ``train``.
 
     Args:
         given: Names of the keyword arguments that ``Trainer`` does not declare.
         known: Names of those that it declares.
 
     Raises:
-        UsageError: Names what serves instead, or the nearest name.
+        UsageError: Names what serves instead of each, or the nearest name.
     """
     keys = [field.name for field in dataclasses.fields(Train)]
+    problems = []
     for name in given:
         if name in keys:
             continue
         instead = INSTEAD.get(name)
         if instead is None:
             instead = did_you_mean(name, [*known, *keys]).strip()
-        raise UsageError(f"there is no argument {name!r}. {instead}", code="unknown-argument", place="Trainer")
+        problems.append(f"there is no argument {name!r}. {instead}")
+    if problems:
+        text = problems[0] if len(problems) == 1 else "\n  ".join(["several arguments are wrong.", *problems])
+        raise UsageError(text, code="unknown-argument", place="Trainer")
 
 
-def check_metrics(metrics: Mapping[str, Any] | None) -> None:
-    """Raise an error for a metric that torchmetrics cannot update, such as a function of arrays.
+def check_plugins(plugins: Iterable[Any]) -> None:
+    """Raise an error for a plugin that is neither named nor an object.
 
     Raises:
-        UsageError: Names the metric, and a class that computes a function of all predictions.
+        UsageError: Names its place, and how to give a class or a callback of transformers.
+    """
+    for number, plugin in enumerate(plugins):
+        if isinstance(plugin, str | Mapping | Plugin):
+            continue
+        if isinstance(plugin, type) and issubclass(plugin, Plugin):
+            found, remedy = f"the class {plugin.__name__}", f"Give an object of it: {plugin.__name__}()."
+        else:
+            found = f"an object of {type(plugin).__name__}"
+            remedy = (
+                "A callback of transformers is run by a plugin of the package fastloop-migrate: from fastloop_migrate "
+                "import TransformersCallbacks; plugins=[TransformersCallbacks(callback)]."
+            )
+        raise UsageError(
+            code="wrong-type",
+            place=f"Trainer: plugins[{number}]",
+            found=found,
+            expected="a name, one {name: {option: value}}, or an object of a subclass of fastloop.Plugin",
+            remedy=remedy,
+        )
+
+
+def as_metrics(metrics: Any) -> dict[str, Metric] | None:
+    """The metrics of ``Trainer``, with functions of arrays as metrics of torchmetrics.
+
+    Raises:
+        UsageError: ``metrics`` is no mapping of names, or one of its values is neither a metric nor a function.
     """
     from torchmetrics import Metric
 
-    for name, metric in (metrics or {}).items():
-        if not isinstance(metric, Metric):
+    from fastloop_tools.trainer.function_metric import FunctionMetric
+
+    if metrics is None:
+        return None
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            code="wrong-type",
+            place="Trainer: metrics",
+            found=type(metrics).__name__,
+            expected="{NAME: metric}",
+            remedy='Give each a name: metrics={"f1": function}, where function(predictions, targets) returns a number.',
+        )
+    made: dict[str, Metric] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Metric):
+            made[name] = metric
+        elif callable(metric) and not isinstance(metric, type):
+            made[name] = FunctionMetric(metric)
+        else:
             raise UsageError(
                 code="wrong-type",
                 place=f"Trainer: metrics[{name!r}]",
-                found=str(type(metric).__name__),
-                expected=(
-                    "a metric of torchmetrics, such as torchmetrics.classification.MulticlassF1Score(num_classes=3)"
-                ),
-                remedy=(
-                    "For a function of your own, write a subclass of torchmetrics.Metric with update(predictions, "
-                    "targets) and compute()."
-                ),
+                found=f"the class {metric.__name__}" if isinstance(metric, type) else type(metric).__name__,
+                expected="a metric of torchmetrics, or a function(predictions, targets) of numpy arrays",
+                remedy="Give an object, such as torchmetrics.classification.MulticlassF1Score(num_classes=3).",
             )
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -102,7 +103,13 @@ class TrainerTask(Plugin):
                 "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let "
                 "the dataset pad them."
             )
-            collate = DefaultCollator(tokenizer, remedy, run.settings.pad_to_multiple_of)
+            names = inspect.signature(self.model.forward).parameters
+            collate = DefaultCollator(
+                tokenizer,
+                remedy,
+                run.settings.pad_to_multiple_of,
+                names_labels=tokenizer is not None and "labels" in names and not {"label", "label_ids"} & names.keys(),
+            )
         return TargetCounter(collate, self.loss, self.model)
 
     @hookimpl

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,7 +26,7 @@ from fastloop.runtime.files import apply_umask
 from fastloop.runtime.main_module import stop_in_spawned_process
 from fastloop_tools.inference.chunks import predict_dataset
 from fastloop_tools.trainer import runs
-from fastloop_tools.trainer.arguments import check_arguments, check_metrics
+from fastloop_tools.trainer.arguments import as_metrics, check_arguments, check_plugins
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.task import TrainerTask
 from fastloop_tools.trainer.user_loader import read_loader
@@ -52,7 +52,8 @@ class Trainer:
         plugins: Names, files or one-key mappings as in a recipe, or plugin objects. ``{"progress": False}`` disables a
             default plugin.
         loss: ``loss(predictions, targets)``, such as ``torch.nn.functional.cross_entropy``.
-        metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``.
+        metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``; or a function of the predictions
+            and targets of the whole split, as numpy arrays, that returns a number.
         optimizer: A torch optimizer of the model's parameters, or a function of the model that returns one. A class, or
             a ``functools.partial`` of one, gets the trained parameters. Plugins that replace parameters (``lora``,
             ``fsdp``) need a function. A name or a mapping is ``train.optimizer`` of a recipe, which ``lr`` and
@@ -61,7 +62,8 @@ class Trainer:
             step.
         processing_class: A tokenizer, image processor or the like, saved beside the exported model by its
             ``save_pretrained``. A tokenizer also pads token ids of different lengths, if there is no collator:
-            (samples, longest) int64, with an attention mask.
+            (samples, longest) int64, with an attention mask. If the model reads ``labels``, a column ``label`` or
+            ``label_ids`` gets this name, as in transformers.
         pad_to_multiple_of: The collator pads lengths to a multiple of this many tokens. Plugins that count tokens need
             to know.
         output: The run folder.
@@ -85,7 +87,7 @@ class Trainer:
         *,
         plugins: Sequence[str | dict[str, Any] | Plugin] = (),
         loss: Callable[[Any, Any], Tensor] | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | Callable[[Any, Any], SupportsFloat]] | None = None,
         optimizer: str | Mapping[str, Any] | Optimizer | Callable[..., Optimizer] | None = None,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         processing_class: Any = None,
@@ -97,7 +99,7 @@ class Trainer:
         stop_in_spawned_process()
         runs.show_log()
         check_arguments(train, inspect.signature(Trainer).parameters)
-        check_metrics(metrics)
+        check_plugins(plugins)
         given = {
             "train": ("train_loader", train_loader),
             "validation": ("eval_loader", eval_loader),
@@ -122,7 +124,7 @@ class Trainer:
         data = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
         recipe = make_recipe({"data": data, "train": train, "plugins": named, "output": str(output)})
         self._train = recipe.train  # as given: the task writes the settings of the user's optimizer into that of a run
-        self.task = TrainerTask(model, splits, loss, metrics, processing_class, own)
+        self.task = TrainerTask(model, splits, loss, as_metrics(metrics), processing_class, own)
         self.resolved: ResolvedRecipe = resolve(recipe, objects=[*self._objects, self.task])
         self.resume: Path | None = Path(output) if resume is True else Path(resume) if resume else None
         self._fits = runs.Fits(self.task, self.resume)

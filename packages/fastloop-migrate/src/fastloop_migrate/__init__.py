@@ -6,3 +6,7 @@ convert, data, preference # converts keys of training, of data and of preference
 transformers_callbacks    # the plugin
 _trainer_arguments, _trainer_events   # the arguments and events that its callbacks expect
 """
+
+from fastloop_migrate.transformers_callbacks import TransformersCallbacks
+
+__all__ = ["TransformersCallbacks"]

@@ -8,6 +8,9 @@
             - my_callbacks.py:Mine
           arguments: {metric_for_best_model: accuracy}
 
+In Python, pass the objects: ``Trainer(..., plugins=[TransformersCallbacks(Mine(), EarlyStoppingCallback(2))])``, by
+``from fastloop_migrate import TransformersCallbacks``.
+
 A callback receives ``TrainingArguments`` made from the recipe, a ``TrainerState``, and a ``TrainerControl`` whose
 ``should_training_stop``, ``should_save`` and ``should_evaluate`` work. ``should_log`` is ignored with a warning, and
 ``should_epoch_stop`` is an error. ``arguments`` does not change the run. The events have the order of the HF Trainer,
@@ -30,6 +33,7 @@ from fastloop import Plugin, PluginError, Problem, hookimpl, option
 if TYPE_CHECKING:
     from fastloop import Output, Recipe, Run
     from torch import Tensor
+    from transformers import TrainerCallback
 
     from fastloop_migrate._trainer_events import TrainerEvents
 
@@ -56,8 +60,9 @@ class TransformersCallbacks(Plugin):
     events: TrainerEvents
     """The callbacks, once the run is built."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *objects: TrainerCallback, **options: Any) -> None:
         super().__init__(**options)
+        self.objects = objects
         self.training = self.in_epoch = False
         self.passes, self.steps = 0, 0  # micro-batches of the current step, and steps of this process
         self.loss: Tensor | float = 0.0
@@ -72,7 +77,7 @@ class TransformersCallbacks(Plugin):
 
             self.found = find_callbacks(self.callbacks, recipe, f"{key}.callbacks")
         check_arguments(self.arguments, recipe, f"{key}.arguments")
-        if not self.found:
+        if not self.found and not self.objects:
             logger.warning(
                 Problem(
                     f"{key}.callbacks lists no callback, so the plugin does nothing.",
@@ -86,7 +91,7 @@ class TransformersCallbacks(Plugin):
         from fastloop_migrate._trainer_arguments import training_arguments
         from fastloop_migrate._trainer_events import TrainerEvents
 
-        callbacks = []
+        callbacks = list(self.objects)
         for cls, arguments in self.found:
             try:
                 callbacks.append(cls(**arguments))

@@ -35,10 +35,13 @@ class DefaultCollator:
         tokenizer: A tokenizer of transformers; None: samples must have equal shapes.
         remedy: How the user can make samples equal, for messages.
         multiple: The length of padded samples is a multiple of this.
+        names_labels: Whether a column ``label`` or ``label_ids`` becomes ``labels``, as in transformers'
+            ``DataCollatorWithPadding``.
     """
 
-    def __init__(self, tokenizer: Any, remedy: str, multiple: int | None = None) -> None:
+    def __init__(self, tokenizer: Any, remedy: str, multiple: int | None = None, *, names_labels: bool = False) -> None:
         self.tokenizer, self.remedy, self.multiple = tokenizer, remedy, multiple
+        self.names_labels = names_labels
 
     def __call__(self, samples: list[Any]) -> Any:
         rows = samples
@@ -48,13 +51,19 @@ class DefaultCollator:
             if self.tokenizer is not None and _find_difference(rows):
                 rows = self._pad(rows)
         try:
-            return default_collate(rows)
+            batch = default_collate(rows)
         except RuntimeError:
             if (found := _find_difference(rows)) is None:
                 raise
             raise DataError(
                 f"the samples of a batch have {found}, expected one shape.", code="wrong-shape", remedy=self.remedy
             ) from None
+        if self.names_labels and isinstance(batch, dict) and "labels" not in batch:
+            for name in ("label", "label_ids"):
+                if name in batch:
+                    batch["labels"] = batch.pop(name)
+                    break
+        return batch
 
     def _pad(self, rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Rows of equal length: the tokenizer pads its own inputs, and labels get -100."""

@@ -5,6 +5,7 @@ runs                      # its runs: training, evaluation and prediction on one
 task                      # the plugin of these runs: the user's model, data, loss and metrics
 user_loader, batch_list   # a loader, or a list of batches, of the user
 optimizers                # an optimizer and a scheduler of the user
+function_metric           # a metric that is a function of the user
 """
 
 import sys

@@ -1,10 +1,11 @@
 """Checkpoints: the format, the run folder, saving and resuming.
 
-store, form               # the files of a checkpoint, and the form of a state that was read
+store                     # the files of a checkpoint: written, verified, and removed when newer ones follow
+form                      # the form of a state that was read
 folder, lock              # the run folder, and its lock
 run_summary               # ``summary.json``
 resume                    # the state of a run, saved and restored
-saver                     # the pending save
+saver                     # the pending save, and failed ones
 build_record              # the settings of a run, which a resume compares
 """
 

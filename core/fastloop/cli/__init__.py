@@ -3,7 +3,7 @@
 One file a command: ``train``, ``plugins``, ``recipes``, ``schema``, ``doctor``; ``fastloop_tools`` has the others.
 The files around them::
 
-    commands, arguments   # the list of all commands, and the arguments that several have
+    commands, arguments   # the list of all commands, and the arguments that several of them have
     launch                # starts the processes of ``--nproc``
     startup, ending       # the start of a process until its run is open, and its end
     messages, streams     # the log, errors and their exit codes, and the standard streams

@@ -19,7 +19,7 @@ from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import DataOptions
 from fastloop_plugins.text.samples import show_tokens
 from fastloop_plugins.text.special_tokens import end_of
-from fastloop_plugins.text.task import AnyModel
+from fastloop_plugins.text.task import AutoClassModel
 from fastloop_plugins.text.tokens import encode_marked
 from fastloop_plugins.text.written_targets import DIFFERENCES, Finding, TargetWriter, TextDifference, unpack_text
 
@@ -160,7 +160,7 @@ def pair_samples(model: Seq2SeqModel, split: Split, dataset: ColumnSequences) ->
         ]
 
 
-class Seq2SeqModel(AnyModel):
+class Seq2SeqModel(AutoClassModel):
     """The ``model`` section, for encoder-decoder models.
 
     A model from scratch starts each target with the padding token, as T5 does, and ends it with the tokenizer's end

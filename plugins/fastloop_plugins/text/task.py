@@ -1,4 +1,7 @@
-"""Base class of tasks on texts. It does everything that such tasks share, and a task of one file is the rest."""
+"""Base class of tasks on texts: reading, tokenizing, caching, streaming, padding, predicting and exporting.
+
+A task adds its columns and its loss. The order of samples is not here: plugins in ``fastloop_plugins.data`` set it.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ PROBLEM_TYPES = {
 """``data.label_type`` -> transformers' name of a classifier's problem."""
 
 
-class AnyModel(TextModel):
+class AutoClassModel(TextModel):
     """The ``model`` section of a ``TextTask``.
 
     Args:
@@ -270,7 +273,7 @@ class TextTask(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         classify = not self.auto_class.endswith("ForCausalLM")  # else a trained tokenizer has an end token
-        self.data, self.text_model = ColumnData(recipe, self), AnyModel(recipe, self.auto_class, classify)
+        self.data, self.text_model = ColumnData(recipe, self), AutoClassModel(recipe, self.auto_class, classify)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from fastloop.runtime.files import read_json_object
 from fastloop_tools.shared.command_lines import command_line
 from fastloop_tools.sweep import grid, space
 from fastloop_tools.trials.record import Record
-from fastloop_tools.trials.runs import TrialRun, Trials, stop
+from fastloop_tools.trials.runs import SweepSettings, TrialRun, stop
 
 
 def sweep_grid(
@@ -58,21 +58,21 @@ def sweep_grid(
     if folds is not None:
         points = with_folds(points, folds)
         added = [*added, "folds"]
-    trials = Trials(recipe, points.fixed, added, left_out, monitor, nproc)
-    runs = list_runs(points, trials, seeds, folds)
+    settings = SweepSettings(recipe, points.fixed, added, left_out, monitor, nproc)
+    runs = list_runs(points, settings, seeds, folds)
     for run in runs:  # a value that is wrong ends the sweep before the first run
-        trials.load(run.overrides)
+        settings.load(run.overrides)
     show_messages()
-    origin = {"recipe": str(trials.base.source), "base": trials.base.to_dict()}
-    record = Record(trials.folder, origin, runs, monitor, trials.known_mode(mode))
+    origin = {"recipe": str(settings.base.source), "base": settings.base.to_dict()}
+    record = Record(settings.folder, origin, runs, monitor, settings.known_mode(mode))
     record.start(resume, again)
     with signals.on_signals(signals.stop_now):
-        train_runs(runs, trials, record, again)
+        train_runs(runs, settings, record, again)
     record.show()
     failed = [run for run in runs if run.status == "failed"]
     for run in failed:
         typer.echo(f"failed: {run.name}: {run.reason}")
-    typer.echo(f"written to {record.file}; curves: fastloop report {trials.folder}")
+    typer.echo(f"written to {record.file}; curves: fastloop report {settings.folder}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -109,7 +109,7 @@ def with_folds(points: grid.Grid, folds: int) -> grid.Grid:
     return grid.Grid(points.axes, [*points.fixed, f"plugins.folds.of={folds}"])
 
 
-def list_runs(points: grid.Grid, trials: Trials, seeds: int | None, folds: int | None) -> list[TrialRun]:
+def list_runs(points: grid.Grid, settings: SweepSettings, seeds: int | None, folds: int | None) -> list[TrialRun]:
     """The runs of the sweep, in the order in which they are trained.
 
     With 3 seeds and ``train.seed`` 123, each point is trained with 123, 124 and 125.
@@ -117,7 +117,7 @@ def list_runs(points: grid.Grid, trials: Trials, seeds: int | None, folds: int |
     Raises:
         UsageError: There is one run only, or the seed is set twice.
     """
-    first_seed = trials.base.train.seed
+    first_seed = settings.base.train.seed
     if not points.axes and seeds is None and folds is None:
         raise UsageError(
             "there is nothing to sweep.",
@@ -139,7 +139,7 @@ def list_runs(points: grid.Grid, trials: Trials, seeds: int | None, folds: int |
     return points.runs(seed_numbers, fold_numbers)
 
 
-def train_runs(runs: list[TrialRun], trials: Trials, record: Record, again: str) -> None:
+def train_runs(runs: list[TrialRun], settings: SweepSettings, record: Record, again: str) -> None:
     """Train the runs that are not finished, one after another, and record the result of each.
 
     Args:
@@ -155,12 +155,12 @@ def train_runs(runs: list[TrialRun], trials: Trials, record: Record, again: str)
             run.status = "running"
             run.reason = None
             record.write()
-            code = trials.train(run)
+            code = settings.train(run)
             record.write()
             if run.status == "stopped":
                 typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Continue it with: {again}")
                 raise stop(code)
-        trials.check_metric(run)
+        settings.check_metric(run)
         if record.mode is None and run.status == "finished":  # the first finished run knows it
-            record.mode = trials.read_mode(read_json_object(trials.folder / run.name / "summary.json"))
+            record.mode = settings.read_mode(read_json_object(settings.folder / run.name / "summary.json"))
             record.write()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastloop import MetricMode
     from fastloop_tools.sweep.space import Axis
     from fastloop_tools.sweep.study import TrialRow
-    from fastloop_tools.trials.runs import Trials
+    from fastloop_tools.trials.runs import SweepSettings
 
 
 def search(
@@ -50,24 +50,24 @@ def search(
     from fastloop_tools.sweep.study import collect, open_study, read_runs, storage_errors
     from fastloop_tools.sweep.worker import Worker
     from fastloop_tools.trials.record import Record
-    from fastloop_tools.trials.runs import Trials, monitored
+    from fastloop_tools.trials.runs import SweepSettings, monitored
 
     axes, fixed = space.parse(values)
     check_axes(axes, seeds)
-    trials = Trials(recipe, fixed, names(with_), names(without), monitor or "", nproc)
-    check_values(trials, axes)
+    settings = SweepSettings(recipe, fixed, names(with_), names(without), monitor or "", nproc)
+    check_values(settings, axes)
     if not monitor:
-        monitor = monitored(trials.base)[1]
-    trials = replace(trials, monitor=monitor)
+        monitor = monitored(settings.base)[1]
+    settings = replace(settings, monitor=monitor)
     show_messages()
-    better = trials.known_mode(mode)
+    better = settings.known_mode(mode)
     if better is None:
-        better = measure_mode(trials, [f"{axis.key}={axis.examples()[0]}" for axis in axes])
-    folder = trials.folder
+        better = measure_mode(settings, [f"{axis.key}={axis.examples()[0]}" for axis in axes])
+    folder = settings.folder
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     origin = {
-        "recipe": {key: value for key, value in trials.base.to_dict().items() if key != "output"},
+        "recipe": {key: value for key, value in settings.base.to_dict().items() if key != "output"},
         "search": {axis.key: axis.text for axis in axes},
         "seeds": seeds,
         "optimized": f"{'lowest' if better == 'min' else 'highest'} {monitor}",
@@ -83,15 +83,15 @@ def search(
 
     seed_numbers: list[int | None] = [None]
     if seeds is not None:
-        seed_numbers = [trials.base.train.seed + index for index in range(seeds)]
+        seed_numbers = [settings.base.train.seed + index for index in range(seeds)]
     with storage_errors(url), signals.on_signals(signals.stop_now):
         write()  # an error of the study comes before the first line
         for axis in axes:
             typer.echo(secrets.hide(axis.describe()))
-        Worker(study, axes, seed_numbers, count, trials, write).work()
+        Worker(study, axes, seed_numbers, count, settings, write).work()
         write()
         rows = collect(study)
-    show_trials(rows, trials, better)
+    show_trials(rows, settings, better)
     typer.echo(f"curves: fastloop report {folder}")
     has_failed = any(row.error for row in rows)
     raise typer.Exit(1 if has_failed else 0)
@@ -137,7 +137,7 @@ def check_axes(axes: Sequence[Axis], seeds: int | None) -> None:
         )
 
 
-def check_values(trials: Trials, axes: Sequence[Axis]) -> None:
+def check_values(settings: SweepSettings, axes: Sequence[Axis]) -> None:
     """Resolve the recipe with the values of each list and both ends of each range, before the first trial.
 
     The other keys have their first value then: with lr=1e-5..1e-3 and batch_size=16,32, lr is tried with a batch size
@@ -151,10 +151,10 @@ def check_values(trials: Trials, axes: Sequence[Axis]) -> None:
     for axis in axes:
         others = [f"{other.key}={other.examples()[0]}" for other in axes if other is not axis]
         for value in axis.examples():
-            resolve(trials.load([*others, f"{axis.key}={value}"]))
+            resolve(settings.load([*others, f"{axis.key}={value}"]))
 
 
-def show_trials(rows: Sequence[TrialRow], trials: Trials, better: MetricMode) -> None:
+def show_trials(rows: Sequence[TrialRow], settings: SweepSettings, better: MetricMode) -> None:
     """Print the table of the trials, the errors of failed ones, and the command that trains the best one.
 
     Args:
@@ -165,17 +165,17 @@ def show_trials(rows: Sequence[TrialRow], trials: Trials, better: MetricMode) ->
     from fastloop_tools.shared.tables import show_table
 
     cells = [[str(row.number), row.shown, secrets.hide(" ".join(row.overrides))] for row in rows]
-    show_table(["trial", f"validation {trials.monitor}{direction(better)}", "overrides"], cells, wraps=-1)
+    show_table(["trial", f"validation {settings.monitor}{direction(better)}", "overrides"], cells, wraps=-1)
     for row in rows:
         if row.error:
             typer.echo(secrets.hide(f"trial {row.number} failed: {row.error}"))
     if rows and rows[0].value is not None:
-        words = [part for part in trials.words if not part.startswith("output=")]
-        best = shlex.join(["fastloop", "train", *words, *rows[0].overrides, f"output={trials.folder}-best"])
+        words = [part for part in settings.words if not part.startswith("output=")]
+        best = shlex.join(["fastloop", "train", *words, *rows[0].overrides, f"output={settings.folder}-best"])
         typer.echo(secrets.hide(f"best: {best}"))
 
 
-def measure_mode(trials: Trials, overrides: Iterable[str]) -> MetricMode:
+def measure_mode(settings: SweepSettings, overrides: Iterable[str]) -> MetricMode:
     """Which values of the metric are better. Trains one step of the recipe in a process of its own, because only a
     built run knows.
 
@@ -186,19 +186,19 @@ def measure_mode(trials: Trials, overrides: Iterable[str]) -> MetricMode:
     from fastloop_tools.trials.measure import run_process
     from fastloop_tools.trials.worker import Spec
 
-    recipe = trials.load(overrides)
+    recipe = settings.load(overrides)
     tree = recipe.to_dict()
     length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
     spec = Spec(recipe=tree, source=str(recipe.source) if recipe.source else None, steps=1)
     result = run_process(spec, length, os.environ, None)
     if "error" in result:
         raise UsageError(
-            f"found auto, and a step of training, which would show whether a lower or a higher {trials.monitor!r} is "
+            f"found auto, and a step of training, which would show whether a lower or a higher {settings.monitor!r} is "
             f"better, fails: {result['error']} Repair the recipe, or set --mode min or --mode max.",
             code="unknown-direction",
             place="--mode",
         )
-    return trials.read_mode(result["summary"])
+    return settings.read_mode(result["summary"])
 
 
 def check_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 
 from fastloop_tools.sweep.space import Axis
 from fastloop_tools.sweep.study import ERROR, RUNS, WORKER, counts, fail_lost_trials, read_trials
-from fastloop_tools.trials.runs import TrialRun, Trials, stop
+from fastloop_tools.trials.runs import SweepSettings, TrialRun, stop
 
 POLL_SECONDS = 1.0
 """Seconds between two looks at the trials of other workers, at the end of a search."""
@@ -39,7 +39,7 @@ class Worker:
     axes: Sequence[Axis]
     seeds: Sequence[int | None]
     count: int
-    trials: Trials
+    settings: SweepSettings
     after_trial: Callable[[], None]
 
     def work(self) -> None:
@@ -79,14 +79,18 @@ class Worker:
         runs = [TrialRun(name if seed is None else f"{name}_seed-{seed}", values, seed) for seed in self.seeds]
         for run in runs:
             self._run(trial, run, runs)
-        found = [run.metrics[self.trials.monitor] for run in runs if run.metrics]
-        return sum(found) / len(found)
+        values_of_runs = [run.metrics[self.settings.monitor] for run in runs if run.metrics]
+        return sum(values_of_runs) / len(values_of_runs)
 
     def _run(self, trial: optuna.Trial, run: TrialRun, runs: list[TrialRun]) -> None:
-        code = self.trials.train(run)
-        self.trials.check_metric(run)
-        if run.metrics and not math.isfinite(run.metrics[self.trials.monitor]):
-            run.status, run.reason = "failed", f"validation {self.trials.monitor} is {run.metrics[self.trials.monitor]}"
+        code = self.settings.train(run)
+        self.settings.check_metric(run)
+        if run.metrics:
+            monitor = self.settings.monitor
+            value = run.metrics[monitor]
+            if not math.isfinite(value):
+                run.status = "failed"
+                run.reason = f"validation {monitor} is {value}"
         trial.set_user_attr(RUNS, [dataclasses.asdict(run) for run in runs])
         if run.status == "stopped":
             typer.echo(

@@ -91,7 +91,7 @@ def parse_runs(records: Any) -> list[TrialRun]:
 
 
 @dataclass(frozen=True)
-class Trials:
+class SweepSettings:
     """The settings that all runs of a sweep or a search share: the recipe and its overrides, ``--with`` and
     ``--without``, a metric of the validation split, and the processes of each run."""
 

@@ -75,14 +75,17 @@ class DPO(PolicyTask):
         """``predictions`` are the rewards of both completions, (rows, 2)."""
         from fastloop_preference import losses
 
-        found, tokens = self.log_probabilities(model, batch), batch["sizes"].view(2, -1, 2)
+        log_probabilities = self.log_probabilities(model, batch)
+        of_completions, with_prompts = log_probabilities[:, 0], log_probabilities[:, 1]
+        sizes = batch["sizes"].view(2, -1, 2)  # (chosen and rejected, rows, all tokens and those of the completion)
         if self.loss == "orpo":
-            rewards = found[:, 0].view(2, -1) / tokens[..., 1]
-            size = self.targets if self.targets is not None else tokens[0, :, 0].float().mean() - 1
-            loss = losses.orpo(rewards, self) - found[:, 1].view(2, -1)[0] / size
+            rewards = of_completions.view(2, -1) / sizes[..., 1]
+            targets = self.targets if self.targets is not None else sizes[0, :, 0].float().mean() - 1
+            chosen, _ = with_prompts.view(2, -1)
+            loss = losses.orpo(rewards, self.beta) - chosen / targets
         else:
-            rewards = self.ratios(run, found[:, 0], batch).view(2, -1)
-            loss = losses.dpo(rewards, tokens[..., 1], self)
+            rewards = self.ratios(run, of_completions, batch).view(2, -1)
+            loss = losses.dpo(rewards, sizes[..., 1], self.loss, self.beta, self.label_smoothing)
         return self.output(model, batch, loss, self.beta * rewards.T)
 
     def rewards(self, run: Run, batch: Mapping[str, Any]) -> Tensor:

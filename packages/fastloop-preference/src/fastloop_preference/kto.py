@@ -103,7 +103,8 @@ class KTO(PolicyTask):
         if divergence is None:  # a plugin tries the model before training
             divergence = self.distances(run, model, batch).mean().clamp(min=0)
         both = (self.beta * ratios)[:, None].where(torch.stack([good, ~good], 1), torch.nan)
-        return self.output(model, batch, losses.kto(ratios, good, divergence, self), both)
+        loss = losses.kto(ratios, good, divergence, self.beta, self.desirable_weight, self.undesirable_weight)
+        return self.output(model, batch, loss, both)
 
     def keyed(self, model: Any, batch: Mapping[str, Any]) -> Any:
         import torch

@@ -1,42 +1,49 @@
 """Losses. Each equals that of TRL with the same name, in value and gradient. Tensors are float32."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def dpo(ratios: Tensor, tokens: Tensor, options: Any) -> Tensor:
+def dpo(ratios: Tensor, tokens: Tensor, loss: str, beta: float, label_smoothing: float) -> Tensor:
     """The loss of each row, (rows,): Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; ``robust``: Chowdhury et
     al., 2024, https://arxiv.org/abs/2403.00409; ``ipo``: Azar et al., 2023, https://arxiv.org/abs/2310.12036.
 
     ``ratios`` are log-probabilities minus those of the reference, (2, rows), of the chosen completions first, and
     ``tokens`` the numbers of their tokens."""
-    if options.loss == "ipo":
+    if loss == "ipo":
         chosen, rejected = ratios / tokens
-        return (chosen - rejected - 1 / (2 * options.beta)) ** 2
-    margin, wrong = options.beta * (ratios[0] - ratios[1]), options.label_smoothing
+        return (chosen - rejected - 1 / (2 * beta)) ** 2
+    margin = beta * (ratios[0] - ratios[1])
+    wrong = label_smoothing
     return (wrong * logsigmoid(-margin) - (1 - wrong) * logsigmoid(margin)) / (1 - 2 * wrong)
 
 
-def orpo(averages: Tensor, options: Any) -> Tensor:
+def orpo(averages: Tensor, beta: float) -> Tensor:
     """The odds ratio's part of the loss of each row, (rows,): Hong et al., 2024, https://arxiv.org/abs/2403.07691.
     ``averages`` are mean log-probabilities of the tokens of each completion, (2, rows), of the chosen ones first."""
     small = averages < -0.6931  # log(1 - exp(x)) without cancellation
     rest = torch.where(small, torch.log1p(-averages.exp()), torch.log(-torch.expm1(averages)))
     odds = averages - rest
-    return -options.beta * logsigmoid(odds[0] - odds[1])
+    return -beta * logsigmoid(odds[0] - odds[1])
 
 
-def kto(ratios: Tensor, good: Tensor, divergence: Tensor, options: Any) -> Tensor:
+def kto(
+    ratios: Tensor,
+    good: Tensor,
+    divergence: Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
     """The loss of each row, (rows,): Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306.
 
     ``ratios`` are as for ``dpo``, (rows,). ``good`` marks good completions, and ``divergence``, 0-dim, is that of the
     model from its reference."""
-    distance = options.beta * (ratios - divergence)
-    better, worse = options.desirable_weight, options.undesirable_weight
-    return torch.where(good, better * (1 - distance.sigmoid()), worse * (1 - (-distance).sigmoid()))
+    distance = beta * (ratios - divergence)
+    of_good = desirable_weight * (1 - distance.sigmoid())
+    of_others = undesirable_weight * (1 - (-distance).sigmoid())
+    return torch.where(good, of_good, of_others)
 
 
 def reward(scores: Tensor, center: float) -> Tensor:

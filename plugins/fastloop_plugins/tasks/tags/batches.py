@@ -21,7 +21,7 @@ from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chunks import EmptyTexts
 from fastloop_plugins.text.samples import show_tokens, split_rows
 from fastloop_plugins.text.streaming.rows import name_row_errors
-from fastloop_plugins.text.task import AnyModel
+from fastloop_plugins.text.task import AutoClassModel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,7 +43,7 @@ IGNORED = -100
 """Target that the loss and the metrics ignore."""
 
 
-class TagModel(AnyModel):
+class TagModel(AutoClassModel):
     """The ``model`` section, with a tokenizer for words.
 
     Args:

@@ -20,7 +20,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -63,23 +65,32 @@ RULES = {
 """Scheme -> when an entity starts, continues and ends: letters of two neighbouring tags (``*``: any). Between them is
 ``=`` for tags of the same type, ``!`` for different types, and nothing for both. The end of a sentence is an ``O``."""
 
-Rules = tuple[frozenset[tuple[str, str, bool]], ...]
-"""Of starts, continuations and ends: the letters of two neighbouring tags, and whether their types are equal."""
+SAME_TYPES = {"=": (True,), "!": (False,), "": (True, False)}
+"""The sign between two letters of a rule -> whether the types of the tags are equal."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When an entity starts, continues and ends: the letters of two neighbouring tags, and whether their types are
+    equal."""
+
+    starts: frozenset[tuple[str, str, bool]]
+    continues: frozenset[tuple[str, str, bool]]
+    ends: frozenset[tuple[str, str, bool]]
 
 
 @cache
 def _rules(scheme: Scheme | None) -> Rules:
     letters = "O" + PREFIXES[scheme]
-    return tuple(
-        frozenset(
-            (first, second, same)
-            for rule in rules.split()
-            for first in (letters if rule[0] == "*" else rule[0])
-            for second in (letters if rule[-1] == "*" else rule[-1])
-            for same in {"=": (True,), "!": (False,)}.get(rule[1:-1], (True, False))
-        )
-        for rules in RULES[scheme]
-    )
+    tables = []
+    for rules in RULES[scheme]:
+        table: set[tuple[str, str, bool]] = set()
+        for rule in rules.split():
+            firsts = letters if rule[0] == "*" else rule[0]
+            seconds = letters if rule[-1] == "*" else rule[-1]
+            table.update(product(firsts, seconds, SAME_TYPES[rule[1:-1]]))
+        tables.append(frozenset(table))
+    return Rules(*tables)
 
 
 def entity_type(tag: str, scheme: Scheme | None) -> str:
@@ -94,9 +105,9 @@ def find_entities(sentences: Iterable[Sequence[str]], scheme: Scheme | None) -> 
         sentences: The tags of each sentence. ``misfit`` finds none that is not of the scheme.
         scheme: The rules; None: those of CoNLL's evaluation script.
     """
-    starts, continues, ends = _rules(scheme)
+    rules = _rules(scheme)
     types: dict[str, str] = {}
-    found = []
+    entities_of_sentences = []
     for tags in sentences:
         entities: list[Entity] = []
         first, before, kind = None, "O", "_"
@@ -104,15 +115,15 @@ def find_entities(sentences: Iterable[Sequence[str]], scheme: Scheme | None) -> 
             if tag not in types:
                 types[tag] = entity_type(tag, scheme)
             pair = (before, tag[0], kind == types[tag])
-            if first is not None and pair not in continues:
-                if pair in ends:
+            if first is not None and pair not in rules.continues:
+                if pair in rules.ends:
                     entities.append((kind, first, place - 1))
                 first = None
-            if first is None and pair in starts:
+            if first is None and pair in rules.starts:
                 first = place
             before, kind = tag[0], types[tag]
-        found.append(entities)
-    return found
+        entities_of_sentences.append(entities)
+    return entities_of_sentences
 
 
 def misfit(names: Sequence[str], scheme: Scheme | None) -> str | None:
@@ -206,16 +217,24 @@ class EntityScores(Metric):
 
     def update(self, scores: Tensor, targets: Tensor) -> None:
         """Add (N, tags) scores and (N,) tags. A target of -100 ends a sentence."""
-        best, actual = scores.argmax(1).cpu().numpy(), targets.cpu().numpy()
-        found = [find_entities(self._sentences(ids, actual), self.scheme) for ids in (best, actual)]
-        sets = [{(number, *entity) for number, entities in enumerate(part) for entity in entities} for part in found]
-        for state, entities in (("predicted", sets[0]), ("actual", sets[1]), ("hits", sets[0] & sets[1])):
-            counts = Counter(entity[1] for entity in entities)
-            setattr(
-                self,
-                state,
-                getattr(self, state) + getattr(self, state).new_tensor([counts[kind] for kind in self.types]),
-            )
+        actual_tags = targets.cpu().numpy()
+        predicted = self._entities(scores.argmax(1).cpu().numpy(), actual_tags)
+        actual = self._entities(actual_tags, actual_tags)
+        self.predicted = self.predicted + self._counts(predicted)
+        self.actual = self.actual + self._counts(actual)
+        self.hits = self.hits + self._counts(predicted & actual)
+
+    def _entities(self, ids: NDArray[Any], targets: NDArray[Any]) -> set[tuple[int, str, int, int]]:
+        """The entities that tags describe: the number of the sentence, and the fields of ``Entity``."""
+        entities: set[tuple[int, str, int, int]] = set()
+        for number, in_sentence in enumerate(find_entities(self._sentences(ids, targets), self.scheme)):
+            entities.update((number, *entity) for entity in in_sentence)
+        return entities
+
+    def _counts(self, entities: Iterable[tuple[int, str, int, int]]) -> Tensor:
+        """The number of entities of each type, (types,) int64."""
+        counts = Counter(kind for _, kind, _, _ in entities)
+        return self.hits.new_tensor([counts[kind] for kind in self.types])
 
     def _sentences(self, ids: NDArray[Any], targets: NDArray[Any]) -> list[list[str]]:
         """The tags of each sentence."""

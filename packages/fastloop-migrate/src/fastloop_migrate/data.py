@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,23 @@ def convert_data(result: Conversion, given: Mapping[str, Any], format: str, trai
         convert_axolotl(result, trainer)
     else:
         convert_trl(result, given, trainer)
-    template, file = result.take("chat_template"), result.take("chat_template_path")
+    convert_chat_template(result)
+    if result.plugins.get("packing") is not None:
+        counts = "with packing, TRL counts rows of max_length tokens"
+        if format == "axolotl":
+            counts = "with sample_packing, Axolotl counts rows of sequence_len tokens"
+        result.note(
+            "per_device_train_batch_size",
+            f"{counts}, and train.batch_size counts samples: make it and micro_batch_size larger",
+        )
+    elif result.take("pad_to_sequence_len"):
+        result.put("data.padding", "max_length")
+
+
+def convert_chat_template(result: Conversion) -> None:
+    """The chat template: a name, a file, or its text, which a recipe does not take."""
+    template = result.take("chat_template")
+    file = result.take("chat_template_path")
     if file is not None and str(file).endswith((".jinja", ".jinja2", ".j2")):
         result.put("data.chat_template", str(file))
     elif template == "chatml":
@@ -42,27 +58,21 @@ def convert_data(result: Conversion, given: Mapping[str, Any], format: str, trai
     elif template not in (None, "tokenizer_default") or file is not None:
         name = "its text" if file is not None and "{" in str(file) else file or template
         result.note("chat_template", f"{name}: save it as a Jinja file, and set data.chat_template to the file")
-    if result.plugins.get("packing") is not None:
-        option, library, length = ("packing", "TRL", "max_length")
-        if format == "axolotl":
-            option, library, length = ("sample_packing", "Axolotl", "sequence_len")
-        result.note(
-            "per_device_train_batch_size",
-            f"with {option}, {library} counts rows of {length} tokens, and train.batch_size counts samples: make it "
-            "and micro_batch_size larger",
-        )
-    elif result.take("pad_to_sequence_len"):
-        result.put("data.padding", "max_length")
 
 
 def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> None:
     """The keys of TRL. ``TrainingArguments`` name no data."""
-    if name := result.take("dataset_name"):
+    name = result.take("dataset_name")
+    if name:
         result.put("data.name", name)
-        if subset := result.take("dataset_config"):
+        subset = result.take("dataset_config")
+        if subset:
             result.put("data.subset", subset)
-        train, test = result.take("dataset_train_split", "train"), result.take("dataset_test_split", "test")
-        splits = {} if train == "train" else {"train": train}
+        train = result.take("dataset_train_split", "train")
+        test = result.take("dataset_test_split", "test")
+        splits = {}
+        if train != "train":
+            splits["train"] = train
         if given.get("eval_strategy", "no") != "no":
             splits["validation"] = test
         if splits:
@@ -90,23 +100,24 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> N
 def convert_axolotl(result: Conversion, trainer: str) -> None:
     """Axolotl's ``datasets`` and ``pretraining_dataset``."""
     datasets = result.take("datasets") or result.take("pretraining_dataset") or []
-    datasets = [{"path": datasets, "type": "completion"}] if isinstance(datasets, str) else datasets
+    if isinstance(datasets, str):
+        datasets = {"path": datasets, "type": "completion"}
     datasets = [datasets] if isinstance(datasets, Mapping) else list(datasets)
-    files = [path for dataset in datasets for path in local_files(dataset, result.folder)]
+    files = all_local_files(datasets, result.folder)
     share = result.take_number("val_set_size")
     result.put("data.validation_fraction", float(share) if share < 1 else 0.1)
     if share >= 1:
         result.note("val_set_size", f"{share} rows; set data.validation_fraction to their share")
-    tests = [path for dataset in result.take("test_datasets", []) for path in local_files(dataset, result.folder)]
+    tests = all_local_files(result.take("test_datasets", []), result.folder)
     if not datasets:
         result.put("data.files", MISSING)
         result.note("datasets", "the file names no data: set data.files, or data.name instead, and the columns")
         return
     if files:
-        result.put(
-            "data.files",
-            {"train": files if len(files) > 1 else files[0], **({"validation": tests[0]} if tests else {})},
-        )
+        splits: dict[str, Any] = {"train": files if len(files) > 1 else files[0]}
+        if tests:
+            splits["validation"] = tests[0]
+        result.put("data.files", splits)
         left = [str(dataset.get("path")) for dataset in datasets if not local_files(dataset, result.folder)]
     else:
         first, *others = datasets
@@ -131,9 +142,18 @@ def convert_axolotl(result: Conversion, trainer: str) -> None:
         result.put("data.train_on", "all")
 
 
+def all_local_files(datasets: Iterable[Mapping[str, Any]], folder: Path) -> list[str]:
+    """The files of the data sets that are local."""
+    files = []
+    for dataset in datasets:
+        files += local_files(dataset, folder)
+    return files
+
+
 def local_files(dataset: Mapping[str, Any], folder: Path) -> list[str]:
     """The files of a data set, if it is local."""
-    path, listed = str(dataset.get("path")), dataset.get("data_files") or []
+    path = str(dataset.get("path"))
+    listed = dataset.get("data_files") or []
     if path in ("json", "csv", "parquet", "text"):
         return [listed] if isinstance(listed, str) else list(listed)
     is_file = Path(path).suffix in FILES or dataset.get("ds_type") is not None
@@ -152,12 +172,11 @@ def convert_columns(result: Conversion, dataset: Mapping[str, Any]) -> None:
         result.put("data.messages", INSTRUCTIONS[name])
         result.note("datasets: type", f"{kind}: {TEMPLATE}")
     elif name in ("chat_template", "sharegpt"):
-        result.put(
-            "data.messages",
-            dataset.get("field_messages") or ("messages" if name == "chat_template" else "conversations"),
-        )
+        default = "messages" if name == "chat_template" else "conversations"
+        result.put("data.messages", dataset.get("field_messages") or default)
         mapping = dataset.get("message_property_mappings") or {}
-        role, content = mapping.get("role", "role"), mapping.get("content", "content")
+        role = mapping.get("role", "role")
+        content = mapping.get("content", "content")
         if (role, content) not in (("role", "content"), ("from", "value")):
             result.note(
                 "datasets: message_property_mappings",

@@ -8,6 +8,7 @@ import graphlib
 import inspect
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args
@@ -129,15 +130,15 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
     slots = {other.slot for other in plugins if other.slot}
     for declaration in REFERENCES:
         for reference in getattr(plugin, declaration):
-            found = [other for other in plugins if refers([reference], other)]
-            if found and declaration == "conflicts":
+            present = [other for other in plugins if refers([reference], other)]
+            if present and declaration == "conflicts":
                 raise PluginError(
-                    f"plugins {plugin.name!r} and {found[0].name!r} exclude each other: {plugin.conflicts[reference]} "
-                    "Remove one of them.",
+                    f"plugins {plugin.name!r} and {present[0].name!r} exclude each other: "
+                    f"{plugin.conflicts[reference]} Remove one of them.",
                     code="excluded-plugin",
                     place=where,
                 )
-            if not found and declaration == "requires":
+            if not present and declaration == "requires":
                 missing = _explain_missing(reference, plugins, names)
                 raise PluginError(
                     f"plugin {plugin.name!r} requires {missing.text}",
@@ -145,7 +146,7 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                     place=where,
                     remedy=missing.remedy,
                 )
-            if found:
+            if present:
                 continue
             meant = nearest(reference, {*names, *PLUGINS}, slots)
             if not meant and ":" not in reference:
@@ -153,8 +154,8 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                     f"{where}: plugin {plugin.name!r}: {declaration} names {reference!r}, which is no installed plugin."
                 )
             if meant not in ("", reference):
-                slot = reference.startswith("slot:")
-                problem = "no plugin of this run is in this slot" if slot else "no plugin has this name"
+                is_slot = reference.startswith("slot:")
+                problem = "no plugin of this run is in this slot" if is_slot else "no plugin has this name"
                 warn_once(
                     Problem(
                         f"{declaration} names {reference!r}, and {problem}.",
@@ -193,7 +194,8 @@ def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collectio
             f"{reference!r}, and no plugin of this name is installed.", remedy=suggest_plugin(reference, names)
         )
     if load(reference).slot == "task":
-        task = next((repr(other.name) for other in plugins if other.slot == "task"), "none")
+        tasks = [repr(other.name) for other in plugins if other.slot == "task"]
+        task = tasks[0] if tasks else "none"
         return Problem(
             f"the task {reference!r}, and the task of this run is {task}.",
             remedy="If any task will do, its class requires 'slot:task'.",
@@ -205,11 +207,18 @@ def nearest(reference: str, names: Collection[str], slots: Collection[str]) -> s
     """The name or ``slot:NAME`` that a reference is, or is close to; or an empty string."""
     kind, colon, rest = reference.partition(":")
     if not colon:
-        close = difflib.get_close_matches(reference, list(names), n=1, cutoff=CLOSE)
-    elif kind == "slot":
-        close = [f"slot:{name}" for name in difflib.get_close_matches(rest, list(slots), n=1, cutoff=CLOSE)]
-    else:  # package:name, or a misspelled "slot:"
-        close = [f"slot:{rest}"] if rest in slots else [rest] if rest in names else []
+        return _closest(reference, names)
+    if kind == "slot":
+        slot = _closest(rest, slots)
+        return f"slot:{slot}" if slot else ""
+    if rest in slots:  # a misspelled "slot:"
+        return f"slot:{rest}"
+    return rest if rest in names else ""  # package:name
+
+
+def _closest(name: str, known: Collection[str]) -> str:
+    """The known name that is most similar to a name; empty if none is similar."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=CLOSE)
     return close[0] if close else ""
 
 
@@ -234,10 +243,13 @@ def check_declarations(plugin: Plugin, where: str) -> None:
             remedy="Call it first.",
         )
     for name, default in _DECLARED.items():
-        value, kind = getattr(plugin, name), type(default)
-        if kind in (tuple, dict) and (isinstance(value, str) or isinstance(value, Mapping) != (kind is dict)):
+        value = getattr(plugin, name)
+        wants_tuple = isinstance(default, tuple) and isinstance(value, str | Mapping)
+        wants_dict = isinstance(default, dict) and not isinstance(value, Mapping)
+        if wants_tuple or wants_dict:
             raise PluginError(
-                f"{where} declares {name} = {value!r}, expected a {kind.__name__}.", code="invalid-declaration"
+                f"{where} declares {name} = {value!r}, expected a {type(default).__name__}.",
+                code="invalid-declaration",
             )
     for metric, mode in plugin.adds_metrics.items():
         if mode is not None and mode not in get_args(MetricMode):
@@ -246,21 +258,35 @@ def check_declarations(plugin: Plugin, where: str) -> None:
                 "'max' if a higher one is, or None.",
                 code="invalid-declaration",
             )
-    if (plugin.slot == Strategy.slot) != isinstance(plugin, Strategy):
-        found = (
-            f"slot = {plugin.slot!r}, and its class is {'' if isinstance(plugin, Strategy) else 'not '}a "
-            "fastloop.Strategy"
-        )
+    is_strategy = isinstance(plugin, Strategy)
+    if (plugin.slot == Strategy.slot) != is_strategy:
+        its_class = "a fastloop.Strategy" if is_strategy else "not a fastloop.Strategy"
         raise PluginError(
-            f"{where} declares {found}. The plugins in the slot 'strategy' are its subclasses.",
+            f"{where} declares slot = {plugin.slot!r}, and its class is {its_class}. The plugins in the slot "
+            "'strategy' are its subclasses.",
             code="invalid-declaration",
         )
-    classes = [cls for cls in reversed(type(plugin).__mro__) if issubclass(cls, Plugin) and cls is not Plugin]
-    own = {name: value for cls in classes for name, value in vars(cls).items()}
+    _check_misspelled(plugin, where)
+
+
+def _check_misspelled(plugin: Plugin, where: str) -> None:
+    """Check that no attribute of a plugin's class is a misspelled declaration, such as ``run_after``.
+
+    Raises:
+        PluginError: One resembles a declaration that the class lacks, and has a value of its type.
+    """
+    own: dict[str, Any] = {}
+    for cls in reversed(type(plugin).__mro__):
+        if issubclass(cls, Plugin) and cls is not Plugin:
+            own |= vars(cls)
     for name, value in own.items():
-        meant = None if name in _DECLARED else _find_similar(name)
-        kind = type(_DECLARED.get(meant or name))
-        if meant and meant not in own and isinstance(value, _LIKE.get(kind, kind)):
+        if name in _DECLARED:
+            continue
+        meant = _find_similar(name)
+        if meant is None or meant in own:
+            continue
+        kind = type(_DECLARED[meant])
+        if isinstance(value, _LIKE.get(kind, kind)):
             raise PluginError(
                 f"its class has the attribute {name!r}, which is no declaration of a plugin.",
                 code="unknown-declaration",
@@ -275,8 +301,11 @@ def check_declarations(plugin: Plugin, where: str) -> None:
 @functools.cache
 def _find_similar(name: str) -> str | None:
     """The declaration whose name is similar to this one."""
-    same_letters = [known for known in _DECLARED if sorted(name) == sorted(known)]
-    return next(iter(same_letters or difflib.get_close_matches(name, _DECLARED, n=1, cutoff=RESEMBLES)), None)
+    for known in _DECLARED:
+        if sorted(name) == sorted(known):  # two letters in the wrong order
+            return known
+    close = difflib.get_close_matches(name, _DECLARED, n=1, cutoff=RESEMBLES)
+    return close[0] if close else None
 
 
 @functools.cache
@@ -296,11 +325,12 @@ def note_once(message: str) -> None:
 
 def exclusive_hooks() -> list[str]:
     """The core's *first* hooks that only one plugin of a run may implement."""
-    return [
-        name
-        for name, spec in vars(hookspecs).items()
-        if getattr(spec, "fastloop_spec", {}).get("firstresult") and name not in hookspecs.SHARED_FIRST_HOOKS
-    ]
+    hooks = []
+    for name, spec in vars(hookspecs).items():
+        is_first = getattr(spec, "fastloop_spec", {}).get("firstresult")
+        if is_first and name not in hookspecs.SHARED_FIRST_HOOKS:
+            hooks.append(name)
+    return hooks
 
 
 def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], where: str) -> None:
@@ -313,14 +343,18 @@ def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], wh
     Raises:
         PluginError: Two plugins do.
     """
-    every = [
-        (hook, plugin, marks["trylast"] or hook in plugin.fallback_hooks)
-        for plugin in plugins
-        for hook, _, marks in implementations(plugin)
-        if not marks["wrapper"]
-    ]
+    main: dict[str, list[Plugin]] = defaultdict(list)  # hook -> the plugins that implement it
+    fallbacks: dict[str, list[Plugin]] = defaultdict(list)  # those that leave it to others
+    for plugin in plugins:
+        for hook, _, marks in implementations(plugin):
+            if marks["wrapper"]:
+                continue
+            if marks["trylast"] or hook in plugin.fallback_hooks:
+                fallbacks[hook].append(plugin)
+            else:
+                main[hook].append(plugin)
     for hook in exclusive_hooks():
-        rivals = [plugin for name, plugin, is_fallback in every if name == hook and not is_fallback]
+        rivals = main[hook]
         if len(rivals) > 1:
             names, fix = _keep_one(rivals)
             raise PluginError(
@@ -330,6 +364,6 @@ def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], wh
                 code="hook-implemented-twice",
                 place=where,
             )
-        for plugin in [plugin for name, plugin, is_fallback in every if rivals and name == hook and is_fallback]:
-            if plugin.name in reasons:
+        for plugin in fallbacks[hook]:
+            if rivals and plugin.name in reasons:
                 reasons[plugin.name] += f"; leaves {hook} to {rivals[0].name!r}"

@@ -59,11 +59,9 @@ if TYPE_CHECKING:
 
     from fastloop import MetricMode, Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins._cache import Flat
     from fastloop_plugins.text.batches import PaddedCollator, Sequences
     from fastloop_plugins.text.chat.prompts import PromptCollator
     from fastloop_plugins.text.chat.tokens import MaskedSequences
-    from fastloop_plugins.text.needed_rows import FirstRows
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -89,6 +87,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
     encoding_version = 2
+    _is_checked_on_first_rows = True
     router_weight = 0.0
     data: LanguageTextData
     text_model: DecoderModel
@@ -142,18 +141,6 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
             self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
         logger.info("data: %s", describe_special_tokens(self.text_model.tokenizer, self.data.text_key))
         return splits
-
-    def _first_rows(self, run: Run) -> FirstRows | None:
-        from fastloop_plugins.text.needed_rows import FirstRows
-        from fastloop_plugins.text.tokens import Split
-
-        if not run.settings.only_checks:
-            return None
-
-        def count(flat: Flat) -> int:
-            return len(self.build_dataset(Split(*flat), {}))
-
-        return FirstRows(run.loaders.count_samples_to_read, count)
 
     def build_dataset(  # type: ignore[override]  # not static: token ids do not depend on ``data.max_length``
         self, split: Split, arguments: Mapping[str, Any]

@@ -53,8 +53,10 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins._cache import Flat
     from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.text.batches import Ragged
+    from fastloop_plugins.text.needed_rows import FirstRows
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -71,6 +73,7 @@ class TokenClassification(ClassifierOptions, TextTask):
     unused_modules = ()
     reads_all = False
     encoding_version = 2
+    _is_checked_on_first_rows = True
     _has_narrow_ids = False  # ids and targets take turns, and are read as columns
     data: TagTextData
     text_model: TagModel
@@ -110,6 +113,14 @@ class TokenClassification(ClassifierOptions, TextTask):
         super()._order_classes(splits)
         for split in (splits or {}).values():
             split.ids = reorder(split.ids, self.order.ids)
+
+    def _first_rows(self, run: Run) -> FirstRows | None:
+        if self.criterion.options.class_weights == "balanced":  # which counts the tags of all rows
+            return None
+        return super()._first_rows(run)
+
+    def _count_samples(self, flat: Flat) -> int:
+        return len(flat[1])  # a sentence is one sample or more
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
+    from fastloop_plugins._cache import Flat
     from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.needed_rows import FirstRows, Needs
@@ -159,6 +160,7 @@ class TextTask(Plugin):
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
     reads_all: ClassVar[bool] = True
     _has_narrow_ids: ClassVar[bool] = True  # whether token ids in the cache may take 2 bytes
+    _is_checked_on_first_rows: ClassVar[bool] = False  # whether a check of the recipe can do without the other rows
     _probe_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "token_type_ids")
     sees_all_rows: bool = False
     samples_are_rows: ClassVar[bool] = False
@@ -328,7 +330,17 @@ class TextTask(Plugin):
 
     def _first_rows(self, run: Run) -> FirstRows | None:
         """Use only the first rows of large splits, in a run that only checks the recipe; None: use all rows."""
-        return None
+        from fastloop_plugins.text.needed_rows import FirstRows
+
+        if not self._is_checked_on_first_rows or not run.settings.only_checks:
+            return None
+        return FirstRows(run.loaders.count_samples_to_read, self._count_samples)
+
+    def _count_samples(self, flat: Flat) -> int:
+        """The number of samples of some rows."""
+        from fastloop_plugins.text.tokens import Split
+
+        return len(self.build_dataset(Split(*flat), self.encoding_arguments()))
 
     def _encode_splits(self, run: Run, first: int | None) -> dict[str, Split]:
         """``read_splits`` with the labels as the data numbers them."""

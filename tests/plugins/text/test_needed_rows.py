@@ -38,8 +38,9 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"messages": "messages", "chat_template": "chatml", "max_length": 96},
     ),
 }
+TASKS["tags"] = ("token-classification", TINY, {"words": "words"})
 ROWS_ARE_SAMPLES = ("labels", "pairs of texts", "seq2seq")
-LANGUAGE = ("texts", "chats")
+OTHERS = ("texts", "chats", "tags")
 
 
 class Losses(Plugin):
@@ -73,6 +74,7 @@ def _rows() -> None:
             words = [f"w{number * k % 13}" for k in range(1 + number % 9)] + [f"n{number}"]
             row = {"text": " ".join(words), "other": f"w{number} w3", "label": "ab"[number % 2]}
             row["messages"] = [{"role": "user", "content": f"w{number}"}, {"role": "assistant", "content": "w1 w2"}]
+            row |= {"words": words, "tags": ["OB"[index % 2] for index in range(len(words))]}
             file.write(json.dumps(row) + "\n")
 
 
@@ -257,7 +259,7 @@ def test_a_damaged_entry_of_a_short_run_is_made_again(harm, train, left_out):
     assert train("labels", TokenCache(folder="cache"), max_steps=2)[1] == losses
 
 
-@pytest.mark.parametrize("kind", ["labels", "seq2seq", *LANGUAGE])
+@pytest.mark.parametrize("kind", ["labels", "seq2seq", *OTHERS])
 def test_a_check_of_a_recipe_tokenizes_rows_for_its_batches_only(kind, run_of, left_out, encoded, caplog):
     caplog.set_level(logging.INFO, "fastloop")
     left_out(10)
@@ -269,9 +271,8 @@ def test_a_check_of_a_recipe_tokenizes_rows_for_its_batches_only(kind, run_of, l
     assert run.state.step == 1
 
 
-@pytest.mark.parametrize("kind", LANGUAGE)
-def test_a_short_run_of_a_language_model_tokenizes_all(kind, run_of, left_out, encoded):
-    """The number of its samples depends on the tokens of all rows."""
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_short_run_whose_samples_depend_on_all_tokens_tokenizes_all(kind, run_of, left_out, encoded):
     left_out(10)
     run_of(kind, max_steps=1)
     assert sum(encoded) == ROWS

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fastloop import FastloopError, Plugin, hookimpl
-from fastloop.cli.launch import member
+from fastloop.cli.launch import process_variables
 from fastloop.distributed.ranks import LOOPBACK
 from fastloop.distributed.tensors import gather_full
 from fastloop.lifecycle import execute, open_run
@@ -235,6 +235,6 @@ def all_of(cases: list[Case]) -> dict[str, Ended]:
 
 def all_in_group_of_one(cases: list[Case]) -> dict[str, Ended]:
     """``all_of`` in a process that forms a group of its own, so that ``fsdp`` shards: each shard is a whole weight."""
-    os.environ.update(member(0, 1, LOOPBACK, "0"))
+    os.environ.update(process_variables(0, 1, LOOPBACK, "0"))
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     return all_of(cases)

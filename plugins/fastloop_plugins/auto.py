@@ -140,6 +140,8 @@ class PluginSelection:
 
     def ask(self, cls: type[Plugin]) -> None:
         """Select a plugin if it recommends itself and combines with the plugins before it."""
+        if self._lists_another(cls):
+            return
         recommendation = cls.recommend(copy_of(self.recipe), self.machine)
         if recommendation is None or not self._is_met(cls, recommendation):
             return
@@ -194,6 +196,17 @@ class PluginSelection:
             )
         self.recipe = trial
         self.names.append(cls.name)
+
+    def _lists_another(self, cls: type[Plugin]) -> bool:
+        """Whether the recipe lists another plugin for the same purpose, such as `fsdp` instead of `ddp`."""
+        from fastloop.plugins.resolve import load_listed
+
+        if cls.slot is None or self.problem:
+            return False
+        for name, options in self.recipe.plugins.items():
+            if options is not False and name not in self.names and load_listed(self.recipe, name).slot == cls.slot:
+                return True
+        return False
 
     def _is_met(self, cls: type[Plugin], recommendation: Recommendation) -> bool:
         """Whether the machine and the installed packages meet the requirements of a plugin."""

@@ -181,6 +181,13 @@ def test_several_processes_get_ddp_unless_a_strategy_is_listed():
     assert "ddp" not in select(CPU, "auto")
 
 
+def test_it_says_nothing_about_a_plugin_for_whose_purpose_the_recipe_lists_another(caplog):
+    caplog.set_level(logging.INFO, logger="fastloop")
+    chosen = select(dataclasses.replace(CPU, processes=2), "auto", "fsdp")
+    assert "ddp" not in chosen
+    assert "ddp" not in caplog.text
+
+
 def test_listed_options_are_kept_and_plugins_that_are_off_stay_off():
     chosen = select(CPU, "auto", {"amp": {"dtype": "bf16", "init_scale": 8.0}}, {"packing": False})
     assert chosen["amp"] == {"dtype": "bf16", "init_scale": 8.0}

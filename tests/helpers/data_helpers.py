@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastloop import Problem
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
 from fastloop_plugins.rows.split_rows import Rows
@@ -33,11 +34,16 @@ def named_rows(data: TextData, role: str = "train") -> list[tuple[str, str | Non
     )
 
 
-def refusal(files: dict[str, Any] | str | None = None, **data: Any) -> str:
-    """The message by which the data is refused."""
+def problem_of(files: dict[str, Any] | str | None = None, **data: Any) -> Problem:
+    """The problem of data that is refused."""
     with pytest.raises(RecipeError) as caught:
         text_data(files, **data).load()
-    return str(caught.value)
+    return caught.value.problem
+
+
+def refusal(files: dict[str, Any] | str | None = None, **data: Any) -> str:
+    """The message of ``problem_of``."""
+    return str(problem_of(files, **data))
 
 
 def write(path: str, content: str | bytes) -> str:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import named_rows, refusal, text_data, write
+from data_helpers import named_rows, problem_of, refusal, text_data, write
 
 from fastloop.errors import RecipeError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
+from fastloop.testing import assert_problem
 
 ROWS = [(f"{('a dull', 'a fine')[i % 2]} film, number {i}", ("neg", "pos")[i % 2]) for i in range(12)]
 
@@ -50,16 +51,16 @@ def reviews(count: int = 80) -> list[str]:
     [
         (
             {10: '"never closed\tneg', 33: '"another one\tpos'},
-            "line 11: a quote opens a cell here, and more text follows where it closes in line 34.",
+            "line 11: 34",
         ),
         (
             {10: '"never closed\tneg', 33: 'it is 5"\tpos'},
-            "line 11: a quote opens a cell here that closes in line 34, but each of these lines reads as a row",
+            "line 11: 34",
         ),
-        ({10: '"never closed\tneg'}, "line 11: a quote opens a cell here that never closes (line 81 is the last)."),
+        ({10: '"never closed\tneg'}, "line 11: 81"),
         (
             {10: '"Great" film\tneg'},
-            "line 11: a quote opens a cell here, and more text follows where it closes in line 11.",
+            "line 11: 11",
         ),
     ],
     ids=["closed by another", "closed at a cell's end", "never closed", "a quoted word"],
@@ -71,9 +72,9 @@ def test_stray_quotes_do_not_swallow_rows(strays, message, suffix):
         lines[number] = line
     delimiter = "\t" if suffix == "tsv" else ","
     path = write(f"train.{suffix}", "\n".join(lines).replace("\t", delimiter) + "\n")
-    found = refusal(path)
-    assert f"train.{suffix}, {message}" in found
-    assert "If quotes are part of the texts, give data.read.quoting=none" in found
+    problem = problem_of(path)
+    assert_problem(problem, f"invalid-row train.{suffix}, {message}")
+    assert "data.read.quoting=none" in problem.proposals
     rows = named_rows(text_data(path, read={"quoting": "none"}))
     assert len(rows) == 80
     assert rows == [tuple(line.split("\t")) for line in lines[1:]]
@@ -387,24 +388,22 @@ def test_json_beyond_any_bound_is_refused():
     [
         (
             {"files": "https://example.org/a/train.csv"},
-            "data.files.train: https://example.org/a/train.csv is a URL, and fastloop downloads no files. Download the "
-            "file first, and give its path.",
+            "wrong-url data.files.train https://example.org/a/train.csv",
         ),
-        ({"files": "s3://bucket/train.csv"}, "data.files.train: s3://bucket/train.csv is a URL"),
-        ({"files": "hf://datasets/o/n/train.csv"}, "For a dataset of the hub: data.name=OWNER/NAME."),
+        ({"files": "s3://bucket/train.csv"}, "wrong-url data.files.train s3://bucket/train.csv"),
+        ({"files": "hf://datasets/o/n/train.csv"}, "wrong-url data.name=OWNER/NAME"),
         (
             {"files": "file:///data/train.csv"},
-            "data.files.train: file:///data/train.csv is a URL. Give the path without file://.",
+            "wrong-url data.files.train file:///data/train.csv",
         ),
         (
             {"name": "https://huggingface.co/datasets/stanfordnlp/imdb"},
-            "data.name: https://huggingface.co/datasets/stanfordnlp/imdb is a URL, and fastloop downloads no files. "
-            "Download its files first, and give its path. For this dataset of the hub: data.name=stanfordnlp/imdb.",
+            "wrong-url data.name https://huggingface.co/datasets/stanfordnlp/imdb data.name=stanfordnlp/imdb",
         ),
     ],
 )
 def test_a_url_is_named_as_given(data, message):
-    assert message in refusal(**data)
+    assert_problem(problem_of(**data), message)
 
 
 def test_a_folder_is_refused_with_the_pattern_of_its_files():
@@ -412,13 +411,14 @@ def test_a_folder_is_refused_with_the_pattern_of_its_files():
         write(f"data/train-0000{number}.parquet", b"")
     write("data/validation-00000.parquet", b"")
     write("data/README.md", b"")
-    assert refusal("data") == (
-        "recipe.yaml: data.files.train: data: a folder, expected a file. For its 3 .parquet files of this split: "
-        "data.files.train=data/train-*.parquet."
-    )
+    problem = problem_of("data")
+    assert_problem(problem, "not-a-file recipe.yaml: data.files.train: 3 .parquet")
+    assert problem.proposals == ["data.files.train=data/train-*.parquet"]
     write("more/a.csv.gz", b"")
     write("more/b.csv.gz", b"")
-    assert "For its 2 .csv.gz files: data.files.train=more/*.csv.gz." in refusal("more")
+    problem = problem_of("more")
+    assert_problem(problem, "not-a-file 2 .csv.gz")
+    assert problem.proposals == ["data.files.train=more/*.csv.gz"]
 
 
 # -- data.read ---------------------------------------------------------------------------------------------------------
@@ -427,27 +427,27 @@ def test_a_folder_is_refused_with_the_pattern_of_its_files():
 @pytest.mark.parametrize(
     ("read", "message"),
     [
-        ({"delimeter": ";"}, "recipe.yaml: data.read.delimeter: no such option. Did you mean 'delimiter'?"),
-        ({"delimiter": "::"}, "recipe.yaml: data.read: delimiter: found '::', expected one character"),
+        ({"delimeter": ";"}, "unknown-option recipe.yaml: data.read.delimeter 'delimiter'"),
+        ({"delimiter": "::"}, "invalid-value recipe.yaml: data.read delimiter '::'"),
         (
             {"columns": ["text", "text"]},
-            "data.read: columns: found ['text', 'text'], expected a name for each column, each name once.",
+            "invalid-value data.read columns ['text', 'text']",
         ),
         (
             {"columns": ["text", "y"]},
-            "data.read.columns: found ['text', 'y'], expected 'label' (data.label) among them.",
+            "unknown-column data.read.columns ['text', 'y'] 'label' data.label",
         ),
-        ({"encoding": "utf9"}, "data.read: encoding: found 'utf9', expected a text encoding of Python"),
-        ({"encoding": "base64"}, "data.read: encoding: found 'base64'"),
-        ({"quoting": "single"}, "data.read.quoting: found 'single' (str)"),
-        ({"compression": "zip"}, "data.read.compression: found 'zip' (str)"),
+        ({"encoding": "utf9"}, "invalid-value data.read encoding 'utf9'"),
+        ({"encoding": "base64"}, "invalid-value data.read encoding 'base64'"),
+        ({"quoting": "single"}, "invalid-value data.read.quoting 'single' (str)"),
+        ({"compression": "zip"}, "invalid-value data.read.compression 'zip' (str)"),
     ],
 )
 def test_wrong_options_are_refused_before_a_file_is_read(read, message):
     write("train.csv", "not,even\nright")
     with pytest.raises(RecipeError) as caught:
         text_data("train.csv", read=read)
-    assert message in str(caught.value)
+    assert_problem(caught.value.problem, message)
 
 
 def test_options_that_no_file_is_read_with_are_refused():

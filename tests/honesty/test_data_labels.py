@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from data_helpers import named_rows, refusal, text_data, write
+from data_helpers import named_rows, problem_of, refusal, text_data, write
 from streaming_helpers import write_lines
+
+from fastloop.testing import assert_problem
 
 
 def csv_file(labels: Sequence[str], path: str = "train.csv") -> str:
@@ -59,9 +61,9 @@ def test_labels_of_csv_files_are_numbers_only_if_all_are(labels, classes, ids):
 def test_integral_floats_are_read_as_whole_numbers_and_that_is_logged(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     assert names(csv_file(["0.0", "1.0"])) == ["0", "1"]
-    assert "train.csv: column 'label' (data.label): '0.0', '1.0' are read as whole numbers" in caplog.text
+    assert "train.csv: column 'label' (data.label): '0.0', '1.0' " in caplog.text
     assert names(jsonl_file([0.0, 1.0, 1])) == ["0", "1", "1"]
-    assert "train.jsonl: column 'label' (data.label): 0.0, 1.0 are read as whole numbers" in caplog.text
+    assert "train.jsonl: column 'label' (data.label): 0.0, 1.0 " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -69,24 +71,23 @@ def test_integral_floats_are_read_as_whole_numbers_and_that_is_logged(caplog):
     [
         (
             ["0", "1", "01"],
-            "row 3: column 'label' (data.label) mixes text and numbers: it holds '01', and train.csv, row 1 holds '0'.",
+            "mixed-labels row 3: 'label' data.label '01' '0' 1",
         ),
         (
             ["neg", "pos", "3"],
-            "row 1: column 'label' (data.label) mixes text and numbers: it holds 'neg', and train.csv, row 3 "
-            "holds '3'.",
+            "mixed-labels row 1: 'label' data.label 'neg' '3'",
         ),
         (
             ["0", "1", "NA"],
-            "row 3: column 'label' (data.label) mixes text and numbers: it holds 'NA', and train.csv, row 1 holds '0'.",
+            "mixed-labels row 3: 'label' data.label 'NA' '0' 1",
         ),
-        (["0", "0.5", "1"], "row 2: column 'label' (data.label) holds '0.5', expected text, or whole numbers from 0."),
-        (["0", "1e5", "1"], "row 2: column 'label' (data.label) holds '1e5', expected text, or whole numbers from 0."),
-        (["0", "", "1"], "row 2: column 'label' (data.label) is empty."),
+        (["0", "0.5", "1"], "wrong-label row 2: 'label' data.label '0.5' 0"),
+        (["0", "1e5", "1"], "wrong-label row 2: 'label' data.label '1e5' 0"),
+        (["0", "", "1"], "missing-label row 2: 'label' data.label"),
     ],
 )
 def test_labels_of_several_kinds_are_refused_with_the_row(labels, message):
-    assert f"train.csv, {message}" in refusal(csv_file(labels))
+    assert_problem(problem_of(csv_file(labels)), f"{message} train.csv,")
 
 
 @pytest.mark.parametrize(
@@ -94,20 +95,19 @@ def test_labels_of_several_kinds_are_refused_with_the_row(labels, message):
     [
         (
             [0, 1, "1"],
-            "row 3: column 'label' (data.label) mixes text and numbers: it holds '1', and train.jsonl, row 1 holds 0.",
+            "mixed-labels row 3: 'label' data.label '1' 0",
         ),
         (
             [True, False, 1],
-            "row 1: column 'label' (data.label) mixes text and numbers: it holds 'true', and train.jsonl, row 3 "
-            "holds 1.",
+            "mixed-labels row 1: 'label' data.label 'true' 3",
         ),
-        ([0, 1, float("nan")], "row 3: column 'label' (data.label) is empty."),
-        ([0, 1, float("inf")], "row 3: column 'label' (data.label) holds inf (float), expected text"),
-        ([0, 1, {"a": 1}], "row 3: column 'label' (data.label) holds {'a': 1} (dict), expected text"),
+        ([0, 1, float("nan")], "missing-label row 3: 'label' data.label"),
+        ([0, 1, float("inf")], "wrong-label row 3: 'label' data.label inf (float)"),
+        ([0, 1, {"a": 1}], "wrong-label row 3: 'label' data.label {'a': 1} (dict)"),
     ],
 )
 def test_labels_of_several_types_are_refused_with_the_row(labels, message):
-    assert f"train.jsonl, {message}" in refusal(jsonl_file(labels))
+    assert_problem(problem_of(jsonl_file(labels)), f"{message} train.jsonl,")
 
 
 def test_labels_of_other_types_are_read_as_what_they_are():
@@ -130,25 +130,22 @@ def test_integral_floats_of_parquet_files_are_whole_numbers_and_others_are_refus
 
     assert names(written(np.array([0, 1, 1], dtype=np.float64))) == ["0", "1", "1"]
     assert names(written(pyarrow.array(["01", "02", "01"]).dictionary_encode())) == ["01", "02", "01"]
-    assert "train.parquet, row 2: column 'label' (data.label) is empty." in refusal(written(np.array([0, np.nan, 1])))
-    assert "train.parquet, row 2: column 'label' (data.label) holds 1.5 (float)" in refusal(written([0.0, 1.5, 1.0]))
-    assert "train.parquet, row 1: column 'label' (data.label) holds Decimal" in refusal(
-        written([Decimal("0.0"), Decimal("1.0"), Decimal("1.0")])
-    )
+    place = "train.parquet, row"
+    assert_problem(problem_of(written(np.array([0, np.nan, 1]))), f"missing-label {place} 2: 'label' data.label")
+    assert_problem(problem_of(written([0.0, 1.5, 1.0])), f"wrong-label {place} 2: 'label' data.label 1.5 (float)")
+    decimals = written([Decimal("0.0"), Decimal("1.0"), Decimal("1.0")])
+    assert_problem(problem_of(decimals), f"wrong-label {place} 1: 'label' data.label Decimal")
 
 
 def test_every_split_is_read_by_the_rule_of_train():
     files = {"train": csv_file(["0", "1"]), "test": csv_file(["1.0", "0.0"], "test.csv")}
     assert [name for _, name in named_rows(text_data(files), "test")] == ["1", "0"]
     files["test"] = csv_file(["01", "1"], "test.csv")
-    assert (
-        "test.csv, row 1: column 'label' (data.label) holds '01', which never occurs in training. There: 0, 1."
-        in refusal(files)
-    )
+    assert_problem(problem_of(files), "unknown-label test.csv, row 1: 'label' data.label '01' 0, 1")
     files = {"train": csv_file(["neg", "pos"]), "test": csv_file(["Pos ", "neg"], "test.csv")}
-    message = refusal(files)
-    assert "test.csv, row 1: column 'label' (data.label) holds 'Pos ', which never occurs in training." in message
-    assert "If they are one class: data.label_map={'Pos ': 'pos'}." in message
+    problem = problem_of(files)
+    assert_problem(problem, "unknown-label test.csv, row 1: 'label' data.label")
+    assert "data.label_map={'Pos ': 'pos'}" in problem.proposals
     assert [name for _, name in named_rows(text_data(files, label_map={"Pos ": "pos"}), "test")] == ["pos", "neg"]
 
 
@@ -169,7 +166,7 @@ def test_labels_that_count_from_1_are_refused_with_the_option_that_reads_them(wr
 
 
 def test_an_offset_that_does_not_fit_is_refused():
-    assert "holds the labels 0, 1, expected 1 to 2 without gaps." in refusal(csv_file(["0", "1"]), label_offset=1)
+    assert_problem(problem_of(csv_file(["0", "1"]), label_offset=1), "gaps-in-labels 0, 1, 2")
     assert "holds text ('neg', 'pos'), and data.label_offset is for numbers. Remove it." in refusal(
         csv_file(["neg", "pos"]), label_offset=1
     )
@@ -186,7 +183,7 @@ def test_a_map_names_or_numbers_classes(write_file):
     assert "expected 0 to 1 without gaps. Renumber them, or name them: data.label_map={NUMBER: NAME}." in refusal(path)
     assert names(path, label_map={-1: "neg", 1: "pos"}) == ["neg", "pos", "neg"]
     assert names(path, label_map={-1: 0}) == ["0", "1", "0"]
-    assert "recipe.yaml: data.label_map: the label '2' never occurs. There: " in refusal(path, label_map={-1: 0, 2: 1})
+    assert_problem(problem_of(path, label_map={-1: 0, 2: 1}), "unknown-label recipe.yaml: data.label_map '2'")
 
 
 def test_a_map_names_labels_of_several_kinds():
@@ -216,7 +213,7 @@ def test_labels_mapped_to_null_leave_out_their_rows_with_a_count(write_file, mar
         == "recipe.yaml: data.label_map: leaves out all 2 rows of the test split. To leave out the split: "
         "data.splits.test=null."
     )
-    assert "data.label_map: the label '7' never occurs." in refusal(files["train"], label_map={7: None})
+    assert_problem(problem_of(files["train"], label_map={7: None}), "unknown-label data.label_map '7'")
 
 
 def test_rows_after_those_left_out_keep_their_numbers():
@@ -282,7 +279,7 @@ def test_many_classes_are_counted_in_short():
 def test_classes_with_few_rows_warn(caplog):
     text_data(csv_file(["neg", "pos"] * 36 + ["label"])).load()
     assert "train.csv: column 'label'" not in caplog.text
-    assert "train.csv: classes with fewer than 5 rows to train on: 'label' has 1." in caplog.text
+    assert_problem(caplog, "doubtful-labels train.csv: 5 'label' 1")
     caplog.clear()
     text_data(csv_file(["neg", "pos"] * 36)).load()
     assert caplog.text == ""
@@ -356,7 +353,7 @@ def test_the_empty_key_of_label_map_leaves_out_rows_without_a_label(kind, caplog
     found = named_rows(text_data(jsonl_file(UNLABELLED[kind]), label_map={"": None}))
     assert [text for text, _ in found] == ["film 0", "film 2", "film 4"]
     assert "2 of 5 rows are left out by their label (data.label_map)" in caplog.text
-    assert "label_map: the label '' never occurs" in refusal(jsonl_file(["neg", "pos"]), label_map={"": None})
+    assert_problem(problem_of(jsonl_file(["neg", "pos"]), label_map={"": None}), "unknown-label data.label_map ''")
 
 
 def test_rows_without_a_number_or_a_switch_propose_the_same_line():
@@ -371,10 +368,10 @@ def test_a_class_named_none_is_no_missing_label(caplog):
     path = jsonl_file(["None", None, "yes"] * 3)
     assert "3 of 9 rows have none" in refusal(path)
     assert {name for _, name in named_rows(text_data(path, label_map={"": None}))} == {"None", "yes"}
-    assert "the class 'None' has the name of a missing value" in caplog.text
+    assert_problem(caplog, "doubtful-labels 'None'")
     assert names(path, label_map={"": None, "None": "no"}).count("no") == 3
-    message = refusal(jsonl_file([None, "no", "yes"] * 3), label_map={"None": None})
-    assert "'None' never occurs. Rows without a label have the key ''." in message
+    problem = problem_of(jsonl_file([None, "no", "yes"] * 3), label_map={"None": None})
+    assert_problem(problem, "unknown-label 'None' ''")
 
 
 def test_a_number_beside_spaces_is_proposed_as_the_name_of_its_label():

@@ -21,7 +21,7 @@ from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins._own_plugins import own_plugins
 
 ROOT = Path(__file__).parents[2]
@@ -279,9 +279,9 @@ def set_counter(name: str) -> Any:
     return third_time(lambda run: setattr(run.state, name, 0))
 
 
-OPTIMIZER = "stepped the optimizer. Only run.apply_gradients may. A plugin that steps more often implements train_step."
-BATCHES = "changed the batches. Counters and resume depend on them. It may set `inputs` and `loss_weight` of a batch."
-COUNTER = "changed run.state.{}. Only fastloop counts. To end training, call run.state.request_stop(reason)."
+OPTIMIZER = "run.apply_gradients train_step"
+BATCHES = "`inputs` `loss_weight`"
+COUNTER = "run.state.{} run.state.request_stop(reason)"
 EFFECTS: dict[str, tuple[str, Any, str]] = {
     "optimizer after backward": ("after_backward", steps_optimizer, OPTIMIZER),
     "optimizer before its step": ("before_optimizer_step", steps_optimizer, OPTIMIZER),
@@ -308,7 +308,7 @@ def test_a_hook_that_changes_what_only_fastloop_changes_is_refused(tiny_run, eff
     hook, function, message = EFFECTS[effect]
     with pytest.raises(PluginError) as refused:
         tiny_run([make("other"), make("wrong", **{hook: function})], micro_batch_size=4)
-    assert str(refused.value) == f"recipe: plugin 'wrong': {hook} {message}"
+    assert_problem(refused.value.problem, f"wrong-result recipe: 'wrong' {hook} {message}")
 
 
 def test_another_optimizer_of_a_plugin_may_step(tiny_run):
@@ -374,67 +374,63 @@ def wraps(self: Any) -> Any:
     yield
 
 
-DESCRIBED = "docs/loop.md describes the hook."
-LOSS = "Return fastloop.Output(loss), whose loss is the mean over the micro-batch: a tensor of shape ()."
-SAMPLER = "Put the sampler into torch.utils.data.BatchSampler(sampler, batch_size, drop_last)."
-PLATEAU = (
-    "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To step by a metric, "
-    "keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss'])."
-)
+DESCRIBED = "docs/loop.md"
+LOSS = "fastloop.Output(loss)"
+SAMPLER = "torch.utils.data.BatchSampler"
+PLATEAU = "CosineAnnealingLR after_evaluate step(metrics['loss'])"
 RESULTS: dict[str, tuple[str, Any, str]] = {
     "a tensor as loss": (
         "compute_loss",
         lambda self, model, batch: model(batch[0]).sum(),
-        f"a Tensor, expected Output. {LOSS}",
+        f"Tensor Output {LOSS}",
     ),
     "a loss per sample": (
         "compute_loss",
         lambda self, model, batch: Output(model(batch[0]).sum(1)),
-        f"an Output whose loss is a Tensor of shape (8,). {LOSS}",
+        f"Output Tensor (8,) {LOSS}",
     ),
-    "a number as loss": ("compute_loss", lambda self: Output(1.0), f"an Output whose loss is a float. {LOSS}"),  # type: ignore[arg-type]
-    "a wrapper that loses the loss": ("compute_loss", hookimpl(wrapper=True)(wraps), f"None, expected Output. {LOSS}"),
+    "a number as loss": ("compute_loss", lambda self: Output(1.0), f"Output float {LOSS}"),  # type: ignore[arg-type]
+    "a wrapper that loses the loss": ("compute_loss", hookimpl(wrapper=True)(wraps), f"None Output {LOSS}"),
     "a wrapper that loses the metrics": (
         "evaluate",
         hookimpl(wrapper=True)(wraps),
-        f"None, expected dict[str, float]. {DESCRIBED}",
+        f"None dict[str, float] {DESCRIBED}",
     ),
-    "a list as sampler": ("build_sampler", lambda self: [1, 2], f"a list, expected BatchSampler. {SAMPLER}"),
+    "a list as sampler": ("build_sampler", lambda self: [1, 2], f"list BatchSampler {SAMPLER}"),
     "a sampler of samples": (
         "build_sampler",
         lambda self: torch.utils.data.SequentialSampler(range(4)),
-        f"a SequentialSampler, expected BatchSampler. {SAMPLER}",
+        f"SequentialSampler BatchSampler {SAMPLER}",
     ),
-    "no model": ("before_prepare", lambda self: True, f"a bool, expected nn.Module. {DESCRIBED}"),
-    "no prepared model": ("after_prepare", lambda self, model: [model], f"a list, expected nn.Module. {DESCRIBED}"),
+    "no model": ("before_prepare", lambda self: True, f"bool nn.Module {DESCRIBED}"),
+    "no prepared model": ("after_prepare", lambda self, model: [model], f"list nn.Module {DESCRIBED}"),
     "a plateau": (
         "build_scheduler",
         lambda self, optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
-        f"a ReduceLROnPlateau, which steps by a metric. {PLATEAU}",
+        f"ReduceLROnPlateau {PLATEAU}",
     ),
     "no scheduler": (
         "build_scheduler",
         lambda self: 0.1,
-        f"a float, expected LRScheduler | Mapping[str, LRScheduler]. {PLATEAU}",
+        f"float LRScheduler Mapping[str, LRScheduler] {PLATEAU}",
     ),
     "a dict of metrics": (
         "build_metrics",
         lambda self: {"accuracy": 1},
-        f"a dict, expected MetricCollection. {DESCRIBED}",
+        f"dict MetricCollection {DESCRIBED}",
     ),
-    "no state": ("save_state", lambda self: [1], f"a list, expected dict[str, Any]. {DESCRIBED}"),
+    "no state": ("save_state", lambda self: [1], f"list dict[str, Any] {DESCRIBED}"),
     "a result of before_step": (
         "before_step",
         lambda self, batches: batches,
-        f"a list, expected no result. {DESCRIBED}",
+        f"list {DESCRIBED}",
     ),
-    "no settings": ("configure", lambda self: 3, f"a int, expected a mapping. {DESCRIBED}"),
-    "a summary": ("write_summary", lambda self: {"a": 1}, f"a dict, expected no result. {DESCRIBED}"),
+    "no settings": ("configure", lambda self: 3, f"int mapping {DESCRIBED}"),
+    "a summary": ("write_summary", lambda self: {"a": 1}, f"dict {DESCRIBED}"),
     "a generator": (
         "after_step",
         yields,
-        "a generator, expected no result. An implementation with a yield is marked @hookimpl(wrapper=True). "
-        f"{DESCRIBED}",
+        f"generator yield @hookimpl(wrapper=True) {DESCRIBED}",
     ),
 }
 
@@ -444,7 +440,7 @@ def test_a_wrong_result_of_a_hook_is_refused_by_name(tiny_run, result):
     hook, function, message = RESULTS[result]
     with pytest.raises(PluginError) as refused:
         tiny_run([make("other"), make("wrong", **{hook: function})])
-    assert str(refused.value) == f"recipe: plugin 'wrong': {hook} returned {message}"
+    assert_problem(refused.value.problem, f"wrong-result recipe: 'wrong' {hook} {message}")
 
 
 def test_a_loss_of_none_is_refused_if_no_other_plugin_computes_one():
@@ -465,10 +461,7 @@ def test_a_loss_of_none_is_reported_if_another_plugin_computes_each(tiny_run, ca
     assert tiny_run([make("sometimes", compute_loss=sometimes)]).losses == tiny_run().losses
     assert not [record for record in caplog.records if "compute_loss" in record.getMessage()]
     tiny_run([make("never", compute_loss=lambda self: None)])
-    (message,) = [record.getMessage() for record in caplog.records if "compute_loss" in record.getMessage()]
-    assert (
-        message == f"plugin 'never': compute_loss returned None each time, so another plugin computes the loss. {LOSS}"
-    )
+    assert_problem(caplog, f"no-result 'never' compute_loss None {LOSS}")
 
 
 @pytest.mark.parametrize("hook", ["after_step", "before_fit", "compute_loss", "teardown"])

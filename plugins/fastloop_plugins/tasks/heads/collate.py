@@ -40,23 +40,26 @@ class DefaultCollator:
     """
 
     def __init__(self, tokenizer: Any, remedy: str, multiple: int | None = None, *, names_labels: bool = False) -> None:
-        self.tokenizer, self.remedy, self.multiple = tokenizer, remedy, multiple
+        self.tokenizer = tokenizer
+        self.remedy = remedy
+        self.multiple = multiple
         self.names_labels = names_labels
 
     def __call__(self, samples: list[Any]) -> Any:
         rows = samples
         # first dict: its check calls no Python function
         if not isinstance(samples[0], tuple) and isinstance(samples[0], dict | Mapping) and "input_ids" in samples[0]:
-            rows = list(map(_as_tensors, samples))
+            rows = [_as_tensors(sample) for sample in samples]
             if self.tokenizer is not None and _find_difference(rows):
                 rows = self._pad(rows)
         try:
             batch = default_collate(rows)
         except RuntimeError:
-            if (found := _find_difference(rows)) is None:
+            difference = _find_difference(rows)
+            if difference is None:
                 raise
             raise DataError(
-                f"the samples of a batch have {found}, expected one shape.", code="wrong-shape", remedy=self.remedy
+                f"the samples of a batch have {difference}, expected one shape.", code="wrong-shape", remedy=self.remedy
             ) from None
         if self.names_labels and isinstance(batch, dict) and "labels" not in batch:
             for name in ("label", "label_ids"):
@@ -76,23 +79,46 @@ class DefaultCollator:
                 place="processing_class",
                 remedy="Set one: tokenizer.pad_token = tokenizer.eos_token.",
             )
-        own = [
-            name for name in rows[0] if name in {"input_ids", "special_tokens_mask", *self.tokenizer.model_input_names}
-        ]
-        inputs = [{name: row[name].tolist() for name in own} for row in rows]
+        inputs_of_tokenizer = {"input_ids", "special_tokens_mask", *self.tokenizer.model_input_names}
+        names = [name for name in rows[0] if name in inputs_of_tokenizer]
+        inputs = [{name: row[name].tolist() for name in names} for row in rows]
         padded: Any = pad_without_fast_tokenizer_warning(  # type: ignore[no-untyped-call]
             self.tokenizer, inputs, pad_to_multiple_of=self.multiple, return_tensors="pt"
         )
-        found = [{**row, **{name: values[index] for name, values in padded.items()}} for index, row in enumerate(rows)]
-        labels = [row["labels"] for row in rows if isinstance(row.get("labels"), Tensor) and row["labels"].dim() == 1]
-        if len(labels) == len(rows):
-            each_token = all(len(row["labels"]) == len(row["input_ids"]) for row in rows)
-            width = padded["input_ids"].shape[1] if each_token else max(map(len, labels))
-            left = each_token and self.tokenizer.padding_side == "left"
-            for row, label in zip(found, labels, strict=True):
-                missing = width - len(label)
-                row["labels"] = functional.pad(label, (missing, 0) if left else (0, missing), value=IGNORED)
-        return list(found)
+        padded_rows: list[Mapping[str, Any]] = []
+        labels = self._pad_labels(rows, padded["input_ids"].shape[1])
+        for index, row in enumerate(rows):
+            padded_row = dict(row)
+            for name, values in padded.items():
+                padded_row[name] = values[index]
+            if labels is not None:
+                padded_row["labels"] = labels[index]
+            padded_rows.append(padded_row)
+        return padded_rows
+
+    def _pad_labels(self, rows: list[Mapping[str, Any]], width: int) -> list[Tensor] | None:
+        """The labels of rows in equal length. Labels of tokens get the width of the inputs, on the tokenizer's side;
+        others, such as those of a decoder, that of the longest one. None: not every row has a sequence of labels.
+
+        Args:
+            width: Tokens of the padded inputs.
+        """
+        labels = []
+        for row in rows:
+            label = row.get("labels")
+            if not isinstance(label, Tensor) or label.dim() != 1:
+                return None
+            labels.append(label)
+        is_per_token = all(len(label) == len(row["input_ids"]) for label, row in zip(labels, rows, strict=True))
+        if not is_per_token:
+            width = max(len(label) for label in labels)
+        pads_left = is_per_token and self.tokenizer.padding_side == "left"
+        padded = []
+        for label in labels:
+            missing = width - len(label)
+            sides = (missing, 0) if pads_left else (0, missing)
+            padded.append(functional.pad(label, sides, value=IGNORED))
+        return padded
 
 
 def _as_tensors(sample: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,12 +126,11 @@ def _as_tensors(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     lists."""
     if not isinstance(sample.get("input_ids"), list):
         return sample
-    return {
-        name: torch.tensor(value)
-        if isinstance(value, list) and all(isinstance(number, int | float) for number in value)
-        else value
-        for name, value in sample.items()
-    }
+    tensors = {}
+    for name, value in sample.items():
+        is_numbers = isinstance(value, list) and all(isinstance(number, int | float) for number in value)
+        tensors[name] = torch.tensor(value) if is_numbers else value
+    return tensors
 
 
 def _find_difference(samples: Sequence[Any]) -> str | None:
@@ -118,14 +143,18 @@ def _find_difference(samples: Sequence[Any]) -> str | None:
     else:
         fields = [("tensors", list(samples))]
     for name, values in fields:
-        shapes = list(dict.fromkeys(map(_shape, values)))
-        if len(shapes) > 1:
-            return f"{name} of the shapes {shapes[0]} and {shapes[1]}"
+        shapes = [_shape(value) for value in values]
+        for shape in shapes:
+            if shape != shapes[0]:
+                return f"{name} of the shapes {shapes[0]} and {shape}"
     return None
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if hasattr(value, "shape") else (len(value),) if isinstance(value, list | tuple) else ()
+    """The shape of a tensor, or the length of a list; empty for other values."""
+    if hasattr(value, "shape"):
+        return tuple(value.shape)
+    return (len(value),) if isinstance(value, list | tuple) else ()
 
 
 @dataclass(frozen=True)
@@ -146,9 +175,12 @@ class TargetRule:
         """The number of the targets, or the sum of their weights; 0 for targets that are no integers."""
         if targets.is_floating_point():
             return 0
-        found = targets[..., 1:] if self.shifted else targets
-        found = found[found != self.ignored]
-        return float(found.numel() if self.weight is None else self.weight.double()[found].sum())
+        if self.shifted:
+            targets = targets[..., 1:]
+        counted = targets[targets != self.ignored]
+        if self.weight is None:
+            return float(counted.numel())
+        return float(self.weight.double()[counted].sum())
 
 
 class TargetCounter:
@@ -168,7 +200,8 @@ class TargetCounter:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], loss: Any, model: nn.Module | None = None) -> None:
-        self.collate, self.count = collate, count_for_loss(loss)
+        self.collate = collate
+        self.count = count_for_loss(loss)
         # spawned workers get a copy of the counter: a loss may be a lambda, which cannot be copied
         self.class_loss = loss if isinstance(loss, ClassLoss) else None
         self.model_computes_loss = loss is None
@@ -280,15 +313,20 @@ def count_for_loss(loss: Any) -> Callable[[Tensor], float] | None:
     ``partial``; else None."""
     if isinstance(loss, ClassLoss):
         return TargetRule().count if loss.weights is None else loss.weight_of
-    function, given = (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, {})
+    arguments: Mapping[str, Any]
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        given = {name: getattr(loss, name) for name in ("reduction", "ignore_index", "weight")}
-    elif function not in (functional.cross_entropy, functional.nll_loss):
+        arguments = {"reduction": loss.reduction, "ignore_index": loss.ignore_index, "weight": loss.weight}
+    else:
+        function = loss.func if isinstance(loss, functools.partial) else loss
+        arguments = loss.keywords if isinstance(loss, functools.partial) else {}
+        if function not in (functional.cross_entropy, functional.nll_loss):
+            return None
+    if arguments.get("reduction", "mean") != "mean":
         return None
-    if given.get("reduction", "mean") != "mean":
-        return None
-    weight = given.get("weight")
-    return TargetRule(given.get("ignore_index", IGNORED), None if weight is None else weight.detach().cpu()).count
+    weight = arguments.get("weight")
+    if weight is not None:
+        weight = weight.detach().cpu()
+    return TargetRule(arguments.get("ignore_index", IGNORED), weight).count
 
 
 def count_for_model(model: nn.Module) -> Callable[[Tensor], float] | None:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -48,8 +48,15 @@ CHECKED = 2000
 """Sentences of a split whose tags are compared with the scheme, in less than a second."""
 
 Scheme = Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"]
-Entity = tuple[str, int, int]
-"""Type, first word and last word."""
+
+
+class Entity(NamedTuple):
+    """An entity of a sentence: its type, its first and its last word."""
+
+    kind: str
+    first: int
+    last: int
+
 
 PREFIXES = {"IOB1": "IB", "IOB2": "IB", "IOE1": "IE", "IOE2": "IE", "IOBES": "IBES", "BILOU": "BILU", None: "IBES"}
 """Scheme -> first letters of its tags, beside ``O``. None: those of CoNLL's evaluation script."""
@@ -94,8 +101,12 @@ def _rules(scheme: Scheme | None) -> Rules:
 
 
 def entity_type(tag: str, scheme: Scheme | None) -> str:
-    """The type of a tag that is not ``O``; ``_`` for a tag without one."""
-    return (tag[1:].partition("-")[2] if scheme is None else tag[1:].strip("-")) or "_"
+    """The type of a tag that is not ``O``, such as ``PER`` of ``B-PER``; ``_`` for a tag without one."""
+    if scheme is None:  # as in CoNLL's script: everything after the first hyphen
+        kind = tag[1:].partition("-")[2]
+    else:
+        kind = tag[1:].strip("-")
+    return kind or "_"
 
 
 def find_entities(sentences: Iterable[Sequence[str]], scheme: Scheme | None) -> list[list[Entity]]:
@@ -110,26 +121,32 @@ def find_entities(sentences: Iterable[Sequence[str]], scheme: Scheme | None) -> 
     entities_of_sentences = []
     for tags in sentences:
         entities: list[Entity] = []
-        first, before, kind = None, "O", "_"
+        first = None  # word of the open entity
+        before = "O"  # letter and type of the tag before
+        kind = "_"
         for place, tag in enumerate((*tags, "O")):
             if tag not in types:
                 types[tag] = entity_type(tag, scheme)
             pair = (before, tag[0], kind == types[tag])
             if first is not None and pair not in rules.continues:
                 if pair in rules.ends:
-                    entities.append((kind, first, place - 1))
+                    entities.append(Entity(kind, first, place - 1))
                 first = None
             if first is None and pair in rules.starts:
                 first = place
-            before, kind = tag[0], types[tag]
+            before = tag[0]
+            kind = types[tag]
         entities_of_sentences.append(entities)
     return entities_of_sentences
 
 
 def misfit(names: Sequence[str], scheme: Scheme | None) -> str | None:
     """The first tag that does not describe a part of an entity under a scheme; None if all do."""
-    fits = re.compile(rf"[{PREFIXES[scheme]}](-.+)?|O")
-    return next((name for name in names if not fits.fullmatch(name)), None)
+    tag_of_scheme = re.compile(rf"[{PREFIXES[scheme]}](-.+)?|O")
+    for name in names:
+        if not tag_of_scheme.fullmatch(name):
+            return name
+    return None
 
 
 def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: str) -> str | None:
@@ -140,28 +157,46 @@ def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: s
         sentences: The tags of each sentence; each is one of the scheme.
         where: The key of the scheme, for the message.
     """
-    lost = _outside(sentences, scheme)
-    if not lost:
+    outside = _outside(sentences, scheme)
+    if not outside:
         return None
-    tagged, (tags, place) = sum(tag != "O" for tags in sentences for tag in tags), lost[0]
+    tags, place = outside[0]
     before = f"{tags[place - 1]!r}" if place else "the beginning of a sentence"
-    names = sorted({tag for tags in sentences for tag in tags})
-    schemes: tuple[Scheme, ...] = get_args(Scheme)
-    fits = next((other for other in schemes if misfit(names, other) is None and not _outside(sentences, other)), None)
-    remedy = f"The tags follow {fits}: {where}={fits}" if fits else f"To count them, as conlleval does: {where}=null"
+    fitting = find_scheme(sentences)
+    if fitting is not None:
+        remedy = f"The tags follow {fitting}: {where}={fitting}"
+    else:
+        remedy = f"To count them, as conlleval does: {where}=null"
+    tagged = sum(tag != "O" for sentence in sentences for tag in sentence)
     return (
-        f"{len(lost)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as "
+        f"{len(outside)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as "
         f"{tags[place]!r} after {before}. {remedy}"
     )
 
 
+def find_scheme(sentences: Sequence[Sequence[str]]) -> Scheme | None:
+    """The first scheme under which every tagged word belongs to an entity; None: no scheme."""
+    names: set[str] = set()
+    for tags in sentences:
+        names.update(tags)
+    schemes: tuple[Scheme, ...] = get_args(Scheme)
+    for scheme in schemes:
+        if misfit(sorted(names), scheme) is None and not _outside(sentences, scheme):
+            return scheme
+    return None
+
+
 def _outside(sentences: Iterable[Sequence[str]], scheme: Scheme) -> list[tuple[Sequence[str], int]]:
     """The tagged words that belong to no entity: the tags of the sentence, and the word's place."""
-    found: list[tuple[Sequence[str], int]] = []
+    words: list[tuple[Sequence[str], int]] = []
     for tags, entities in zip(sentences, find_entities(sentences, scheme), strict=True):
-        inside = {place for _, first, last in entities for place in range(first, last + 1)}
-        found += [(tags, place) for place, tag in enumerate(tags) if tag != "O" and place not in inside]
-    return found
+        inside: set[int] = set()
+        for entity in entities:
+            inside.update(range(entity.first, entity.last + 1))
+        for place, tag in enumerate(tags):
+            if tag != "O" and place not in inside:
+                words.append((tags, place))
+    return words
 
 
 def check_scheme(classes: Sequence[str], name: str, split: Split, scheme: Scheme | None, key: str) -> None:
@@ -173,13 +208,19 @@ def check_scheme(classes: Sequence[str], name: str, split: Split, scheme: Scheme
     """
     if scheme is None or misfit(classes, scheme) is not None:
         return
-    sentences = [[classes[tag] for tag in tags] for tags in tags_of(split.ids, split.lengths[:CHECKED])]
-    if message := describe_misfit(sentences, scheme, key):
+    sentences = []
+    for tags in tags_of(split.ids, split.lengths[:CHECKED]):
+        sentences.append([classes[tag] for tag in tags])
+    message = describe_misfit(sentences, scheme, key)
+    if message is not None:
         logger.warning(Problem(f"{message}.", code="wrong-scheme", place=f"data: {name}"))
 
 
 def tags_of(numbers: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[list[int]]:
     """The tag of each word of the first sentences.
+
+    The numbers ``[101 -1, 7 2, 8 -1, 102 -1]`` of a sentence are four tokens, each with its target. It has one word, of
+    tag 2: a token without a tag has a negative target.
 
     Args:
         numbers: Ids and targets of all sentences, in turn, end to end.
@@ -209,7 +250,9 @@ class EntityScores(Metric):
 
     def __init__(self, score: str, names: Sequence[str], scheme: Scheme | None) -> None:
         super().__init__()
-        self.score, self.names, self.scheme = score, list(names), scheme
+        self.score = score
+        self.names = list(names)
+        self.scheme = scheme
         self.types = sorted({entity_type(name, scheme) for name in names if name != "O"})
         self.classes: list[dict[str, Any]] = []
         for state in ("hits", "predicted", "actual"):
@@ -238,21 +281,24 @@ class EntityScores(Metric):
 
     def _sentences(self, ids: NDArray[Any], targets: NDArray[Any]) -> list[list[str]]:
         """The tags of each sentence."""
-        found: list[list[str]] = [[]]
+        sentences: list[list[str]] = [[]]
         for tag, target in zip(ids.tolist(), targets.tolist(), strict=True):
             if target == IGNORED:
-                found.append([])
+                sentences.append([])
             else:
-                found[-1].append(self.names[tag])
-        return [tags for tags in found if tags]
+                sentences[-1].append(self.names[tag])
+        return [tags for tags in sentences if tags]
 
     def compute(self) -> Tensor:
         counts = zip(self.types, self.hits.tolist(), self.predicted.tolist(), self.actual.tolist(), strict=True)
-        self.classes = [{"name": name, **_scores(*numbers), "samples": numbers[-1]} for name, *numbers in counts]
-        total = _scores(*(int(state.sum()) for state in (self.hits, self.predicted, self.actual)))
-        if not int(self.actual.sum()):  # without entities, nothing can be found
-            total = dict.fromkeys(total, math.nan)
-        return torch.tensor(total[self.score], dtype=torch.float32, device=self.hits.device)
+        self.classes = []
+        for name, hits, predicted, actual in counts:
+            self.classes.append({"name": name, **_scores(hits, predicted, actual), "samples": actual})
+        all_actual = int(self.actual.sum())
+        total = math.nan  # without entities, nothing can be found
+        if all_actual:
+            total = _scores(int(self.hits.sum()), int(self.predicted.sum()), all_actual)[self.score]
+        return torch.tensor(total, dtype=torch.float32, device=self.hits.device)
 
 
 def _scores(hits: int, predicted: int, actual: int) -> dict[str, float]:
@@ -285,7 +331,8 @@ def tag_metrics(
         RecipeError: A tag is not one of ``scheme``, or a metric is wrong.
     """
     made: dict[str, Metric] = {"accuracy": MulticlassAccuracy(len(names), average="micro", ignore_index=IGNORED)}
-    if (tag := misfit(names, scheme)) is None:
+    tag = misfit(names, scheme)
+    if tag is None:
         made |= {score: EntityScores(score, names, scheme) for score in SCORES}
     elif scheme is not None:
         letters = ", ".join(f"{letter}-" for letter in PREFIXES[scheme])
@@ -325,15 +372,19 @@ def tag_columns(
     probabilities, best = output.predictions.float().softmax(1).max(1)
     ends = (output.targets == IGNORED).nonzero().flatten().tolist()
     columns: dict[str, list[Any]] = {"words": [list(sentence) for sentence in words], "tags": [], "probabilities": []}
-    for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+    start = 0
+    for end in ends:
         columns["tags"].append([names[index] for index in best[start:end].tolist()])
         columns["probabilities"].append(probabilities[start:end].tolist())
+        start = end + 1  # after the ignored target between two sentences
     if misfit(names, scheme) is None:
-        columns["entities"] = [
-            [
-                {"type": kind, "start": first, "end": last + 1, "text": " ".join(sentence[first : last + 1])}
-                for kind, first, last in entities
-            ]
-            for sentence, entities in zip(words, find_entities(columns["tags"], scheme), strict=True)
-        ]
+        columns["entities"] = []
+        for sentence, entities in zip(words, find_entities(columns["tags"], scheme), strict=True):
+            columns["entities"].append([describe_entity(entity, sentence) for entity in entities])
     return columns
+
+
+def describe_entity(entity: Entity, words: Sequence[str]) -> dict[str, Any]:
+    """An entity as predictions have it: its type, its place among the words of the sentence, and its text."""
+    end = entity.last + 1
+    return {"type": entity.kind, "start": entity.first, "end": end, "text": " ".join(words[entity.first : end])}

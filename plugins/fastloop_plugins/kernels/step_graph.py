@@ -24,7 +24,8 @@ their shares of the loss, which are equal if they have as many samples or target
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Batch, Device, Plugin, PluginError, Problem, hookimpl, option
@@ -160,7 +161,7 @@ class StepGraph(Plugin):
             recorded = self.steps.get(key)
             if recorded is None and not self.may_record(key, kind):
                 self.computed[key] += 1
-                return self.compute(run, batches)
+                return self.compute(run, batches, kind)
             if recorded is None:
                 recorded = self.steps[key] = self.record(run, batches, kind)
             recorded.load(kind.tensors)
@@ -169,8 +170,12 @@ class StepGraph(Plugin):
             run.count_update(recorded.grad_norm)
             return recorded.loss.clone()  # the next replay overwrites it
 
-    def compute(self, run: Run, batches: list[Batch]) -> Tensor:
-        """Compute a step without a graph."""
+    def compute(self, run: Run, batches: list[Batch], kind: BatchKind) -> Tensor:
+        """Compute a step without a graph.
+
+        It reads copies of the batch, as a recorded step does. Compiled code depends on whether a tensor begins at the
+        start of its memory, and must not be compiled anew while a step is recorded.
+        """
         losses: list[Tensor] = []
 
         def step() -> None:
@@ -178,7 +183,8 @@ class StepGraph(Plugin):
             run.apply_gradients(loss)
             losses.append(loss)
 
-        self.recorder.compute(step)
+        with reading(batches, kind, [tensor.clone() for tensor in kind.tensors]):
+            self.recorder.compute(step)
         self.counts["other_steps"] += 1
         return losses[0]
 
@@ -200,17 +206,11 @@ class StepGraph(Plugin):
         Raises:
             PluginError: A graph cannot hold the step.
         """
-        from fastloop_plugins.kernels._recorded_step import (
-            RecordedStep,
-            gradient_hook,
-            host_random_states,
-            with_tensors,
-        )
+        from fastloop_plugins.kernels._recorded_step import RecordedStep, gradient_hook, host_random_states
 
         hooked = gradient_hook(run.model)
         if hooked is not None:
             raise self.refusal(run, f"a hook of Python receives the gradient of {hooked!r}")
-        given = [batch.inputs for batch in batches]
         inputs = [tensor.clone() for tensor in kind.tensors]
         losses: list[Tensor] = []
 
@@ -222,11 +222,10 @@ class StepGraph(Plugin):
         states = host_random_states()
         self.rates.allow_recording()
         self.grad_norm = None
-        for batch, own in zip(batches, with_tensors(given, inputs), strict=True):
-            batch.inputs = own
         run.is_recording = True
         try:
-            replay = self.recorder.record(step)
+            with reading(batches, kind, inputs):
+                replay = self.recorder.record(step)
         except Exception as error:
             first: BaseException = error
             while first.__context__ is not None:  # that of the end of the recording hides the reason
@@ -234,8 +233,6 @@ class StepGraph(Plugin):
             raise self.refusal(run, f"{type(first).__name__}: {first}") from error
         finally:
             run.is_recording = False
-            for batch, before in zip(batches, given, strict=True):
-                batch.inputs = before
         if host_random_states() != states:
             raise self.refusal(run, "it draws random numbers on the host, which would be the same in each replay")
         run.updates = 0  # the replay is counted
@@ -272,6 +269,22 @@ class StepGraph(Plugin):
     @hookimpl
     def teardown(self) -> None:
         self.steps.clear()
+
+
+@contextmanager
+def reading(batches: list[Batch], kind: BatchKind, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the block, batches have other tensors than those of ``kind``, unless these are not all of theirs."""
+    from fastloop_plugins.kernels._recorded_step import with_tensors
+
+    given = [batch.inputs for batch in batches]
+    if not kind.other_type:
+        for batch, inputs in zip(batches, with_tensors(given, tensors), strict=True):
+            batch.inputs = inputs
+    try:
+        yield
+    finally:
+        for batch, inputs in zip(batches, given, strict=True):
+            batch.inputs = inputs
 
 
 def loss_shares(batches: list[Batch]) -> Hashable:

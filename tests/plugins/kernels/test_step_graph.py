@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_device import emulation
 from operation_recorder import OperationRecorder
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -23,6 +24,7 @@ from fastloop import Output, Plugin, PluginError, Trainer, hookimpl
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
+from fastloop.runtime.device_copies import gather_small, to_device
 from fastloop.testing import LANGUAGE, TEXTS, expect_problem, tiny_data, tiny_model, write_texts
 from fastloop.testing.runs import STOPS_AT, InterruptAtStep
 from fastloop_plugins.kernels.step_graph import WARM_UP, StepGraph
@@ -171,6 +173,40 @@ def test_further_shapes_are_computed_without_a_graph(tiny_run, caplog):
     assert caplog.text.count("batches of more than 1 shapes") == 1
     several = train(tiny_run, Recorded(), **arguments)
     assert several.summary["step_graph"]["recorded"] == 2
+
+
+class Places(Plugin):
+    """Makes the tensors of a batch parts of one buffer, as on a GPU, and keeps where those begin that a step reads."""
+
+    name = "places"
+    recordable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: set[int] = set()
+        self.read: set[int] = set()
+
+    @hookimpl
+    def before_step(self, batches: Any) -> None:
+        with emulation([]):
+            gathered, buffer = gather_small(batches[0].inputs)
+        batches[0].inputs = to_device(gathered, buffer, torch.device("cpu"), non_blocking=False)
+        self.given |= {tensor.storage_offset() for tensor in batches[0].inputs}
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run: Any, batch: Any) -> Any:
+        if run.model.training:
+            self.read |= {tensor.storage_offset() for tensor in batch}
+        return (yield)
+
+
+def test_every_step_reads_tensors_that_begin_where_those_of_a_recording_do(tiny_run):
+    """Compiled code would be compiled anew for others, and that cannot be recorded."""
+    places = Places()
+    result = train(tiny_run, Recorded(), [places])
+    assert max(places.given) > 0
+    assert places.read == {0}
+    assert_equal(result, train(tiny_run, Recorded()))
 
 
 class Boxed:

@@ -203,10 +203,9 @@ class Run:
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
         with region("to device"):
             for batch in batches:
-                batch.inputs = device_copies.to_device(
+                batch.inputs, batch._buffer = device_copies.to_device(
                     batch.inputs, batch._buffer, self.device, non_blocking=self.settings.pin_memory
                 )
-                batch._buffer = None
         return batches
 
     def _start_totals(self, batches: list[Batch]) -> StepTotals:

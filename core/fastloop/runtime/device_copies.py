@@ -2,7 +2,7 @@
 
 The host needs as long to start the copy of a label as that of an image. ``gather_small`` therefore puts the small
 tensors of a batch into one page-locked buffer, in which each is a part, and ``to_device`` copies the buffer at once. On
-the device, too, each tensor is a part of one buffer.
+the device, too, each tensor lies in one buffer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 ALIGNMENT = 64
 """Bytes: a tensor in a buffer begins at a multiple. Compiled code reads tensors that are aligned to 16 bytes, and
 copies others first."""
+EXCHANGED = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
+"""Dtypes of tensors in a buffer: those that DLPack has had from the start."""
 SMALL = 2**20
 """Bytes of a tensor in a buffer at most. A larger one has a copy of its own, which takes longer than its start."""
 
@@ -45,7 +51,9 @@ def gather_small(inputs: Any) -> tuple[Any, Tensor | None]:
     return tree_map(place, inputs, is_leaf=_is_no_container), buffer
 
 
-def to_device(inputs: Any, buffer: Tensor | None, device: torch.device, non_blocking: bool) -> Any:
+def to_device(
+    inputs: Any, buffer: Tensor | None, device: torch.device, non_blocking: bool
+) -> tuple[Any, Tensor | None]:
     """Copy a batch to the device.
 
     Args:
@@ -54,19 +62,22 @@ def to_device(inputs: Any, buffer: Tensor | None, device: torch.device, non_bloc
         non_blocking: Whether the host continues before tensors in page-locked memory are copied.
 
     Returns:
-        The inputs on the device: tensors with the same numbers, dtypes and shapes.
+        The inputs on the device, with the same numbers, dtypes and shapes, and the buffer there. Torch's allocator
+        knows the buffer alone: code that calls ``record_stream`` must call it on the buffer, too.
     """
+    copied: Tensor | None = None
     if buffer is not None:
         address = buffer.untyped_storage().data_ptr()
-        copied = buffer.to(device, non_blocking=non_blocking)
+        copied = on_device = buffer.to(device, non_blocking=non_blocking)
 
         def place(leaf: Any) -> Any:
             # a plugin may have replaced a tensor since the batch was pinned
-            is_part = _is_plain(leaf) and leaf.untyped_storage().data_ptr() == address
-            return _part(copied, leaf.storage_offset() * leaf.itemsize, leaf) if is_part else leaf
+            if not _is_plain(leaf) or leaf.untyped_storage().data_ptr() != address:
+                return leaf
+            return separate(_part(on_device, leaf.storage_offset() * leaf.itemsize, leaf))
 
         inputs = tree_map(place, inputs, is_leaf=_is_no_container)
-    return send_to_device(inputs, device, non_blocking=non_blocking)
+    return send_to_device(inputs, device, non_blocking=non_blocking), copied
 
 
 def _is_no_container(value: Any) -> bool:
@@ -89,17 +100,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    return _is_plain(value) and value.nbytes <= SMALL and value.is_contiguous()
+    return _is_plain(value) and value.dtype in EXCHANGED and value.nbytes <= SMALL and value.is_contiguous()
 
 
 def _room(tensor: Tensor) -> int:
-    """Bytes from the start of a tensor in a buffer to the start of the next one: 128 for 120 bytes, 192 for 128.
-
-    There is always a gap. A compiler takes equal numbers among the sizes and offsets of its inputs for one variable.
-    Without gaps, a second row of 64 tokens would begin at element 64, and it would compile again for 65 tokens, which
-    begin at a multiple of the alignment.
-    """
-    return (tensor.nbytes // ALIGNMENT + 1) * ALIGNMENT
+    """Bytes of a tensor in a buffer, up to the next one: 128 for 100 bytes and for 128."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _part(buffer: Tensor, start: int, like: Tensor) -> Tensor:
@@ -110,3 +116,13 @@ def _part(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     """
     part = buffer.view(like.dtype).as_strided(like.shape, like.stride(), start // like.itemsize)
     return part.data
+
+
+def separate(part: Tensor) -> Tensor:
+    """The same memory as a tensor that begins there. It keeps the buffer.
+
+    Compiled code for any shape depends on whether a tensor begins at the start of its memory, and takes equal numbers
+    among offsets and sizes for one variable. So it would be compiled anew for a mask that is no part of a buffer.
+    """
+    alone: Tensor = from_dlpack(to_dlpack(part))
+    return alone

@@ -117,7 +117,9 @@ def on_copy_stream(
         batches, done = copied
         computing = torch.cuda.current_stream()
         computing.wait_event(done)
-        for tensor in tree_leaves([batch.inputs for batch in batches]):
+        for tensor in tree_leaves(
+            [(batch.inputs, batch._buffer) for batch in batches]
+        ):  # small tensors are in a buffer
             if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(computing)  # the copy stream must not reuse this memory too early
         return batches

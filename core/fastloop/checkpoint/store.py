@@ -140,7 +140,7 @@ def write(
     aside = folder.with_name(f".{folder.name}.partial")
     tensors: dict[str, Tensor] = {}
     packed = pack(state, tensors, "state")
-    named = {**{f"model.{name}": tensor for name, tensor in model.items()}, **tensors}
+    named = {f"model.{name}": tensor for name, tensor in model.items()} | tensors
     sharded: dict[str, Any] = {name: tensor for name, tensor in named.items() if isinstance(tensor, DTensor)}
     try:
         if is_main:
@@ -219,11 +219,14 @@ def verify(folder: Path, wait: bool = False) -> str | None:
     Raises:
         CheckpointError: The file system reports stale handles. The checkpoint may be complete.
     """
-    problem: str | None
-    deadline = monotonic() + VISIBLE_SECONDS * wait
+    deadline = monotonic()
+    if wait:
+        deadline += VISIBLE_SECONDS
     try:
-        while (problem := read_again(partial(_compare, folder))) is not None and monotonic() < deadline:
+        problem: str | None = read_again(partial(_compare, folder))
+        while problem is not None and monotonic() < deadline:
             sleep(0.5)
+            problem = read_again(partial(_compare, folder))
     except OSError as error:
         if error.errno != errno.ESTALE:
             return f"{MANIFEST} cannot be read: {error}"
@@ -270,7 +273,8 @@ def find_newest(path: Path) -> tuple[Path, list[str]]:
         NoCheckpoint: There is no checkpoint.
         CheckpointError: All checkpoints are damaged.
     """
-    candidates = [path] if (path / MANIFEST).exists() or step_of(path) is not None else _newest_first(path)
+    is_checkpoint = (path / MANIFEST).exists() or step_of(path) is not None
+    candidates = [path] if is_checkpoint else _newest_first(path)
     skipped: list[str] = []
     for candidate in candidates:
         problem = verify(candidate)
@@ -334,7 +338,9 @@ def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None],
     for name, metadata in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         assert isinstance(metadata, TensorStorageMetadata)
         target = like(name, metadata.size)
-        tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype) if target is None else target
+        if target is None:
+            target = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        tensors[name] = target
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -357,9 +363,13 @@ def rotate(folder: Path, keep: int, step: int) -> None:
     earlier: list[Path] = []  # oldest first
     later: list[Path] = []
     for path in checkpoints(folder):
-        at = step_of(path)
-        if at is not None:
-            (earlier if at <= step else later).append(path)
+        saved_at = step_of(path)
+        if saved_at is None:
+            continue
+        if saved_at <= step:
+            earlier.append(path)
+        else:
+            later.append(path)
     for path in [*earlier[:-keep], *later, *leftovers(folder)]:
         shutil.rmtree(path, ignore_errors=True)
     if later:  # they must not return after a loss of power

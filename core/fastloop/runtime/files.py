@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from secrets import token_hex
 from time import sleep
@@ -71,22 +70,32 @@ def check_links(folder: Path) -> None:
         UsageError: Names such a link, or a device, pipe or socket.
     """
     inside = os.path.realpath(folder)
-    for path in (Path(place, name) for place, *lists in os.walk(folder) for name in chain(*lists)):
-        with suppress(FileNotFoundError):  # a run that still trains removes files
-            kind = stat.S_IFMT(path.lstat().st_mode)
-            if kind == stat.S_IFLNK and not Path(target := os.path.realpath(path)).is_relative_to(inside):
-                raise UsageError(
-                    f"{path} is a link that leads out of {folder}, to {target}.",
-                    code="unsafe-link",
-                    remedy="Remove it.",
-                )
-            if kind not in (stat.S_IFLNK, stat.S_IFREG, stat.S_IFDIR):
-                raise UsageError(
-                    f"{path} is a device, pipe or socket.",
-                    code="not-a-file",
-                    expected="files and folders",
-                    remedy="Remove it.",
-                )
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            with suppress(FileNotFoundError):  # a run that still trains removes files
+                _check_link(Path(place, name), folder, inside)
+
+
+def _check_link(path: Path, folder: Path, inside: str) -> None:
+    """Check that a path in ``folder`` is a file, a folder, or a link that stays inside.
+
+    Args:
+        inside: The folder without links.
+    """
+    kind = stat.S_IFMT(path.lstat().st_mode)
+    if kind == stat.S_IFLNK:
+        target = os.path.realpath(path)
+        if not Path(target).is_relative_to(inside):
+            raise UsageError(
+                f"{path} is a link that leads out of {folder}, to {target}.", code="unsafe-link", remedy="Remove it."
+            )
+    elif kind not in (stat.S_IFREG, stat.S_IFDIR):
+        raise UsageError(
+            f"{path} is a device, pipe or socket.",
+            code="not-a-file",
+            expected="files and folders",
+            remedy="Remove it.",
+        )
 
 
 def read_again(read: Callable[[], Any]) -> Any:
@@ -167,6 +176,6 @@ def move_aside(folder: Path) -> Path:
         OSError: The folder cannot be renamed.
     """
     number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+    while folder.with_name(f"{folder.name}.{number}").exists():
         number += 1
-    return folder.rename(target)
+    return folder.rename(folder.with_name(f"{folder.name}.{number}"))

@@ -17,7 +17,7 @@ from fastloop import Plugin
 from fastloop.probing import probing
 from fastloop.runtime.random_states import cpu_random_states
 from fastloop_plugins.guards.metric_check import MetricCheck
-from fastloop_plugins.tasks import _pairs as _seq2seq_model
+from fastloop_plugins.tasks import _seq2seq_parts as _seq2seq_model
 from fastloop_plugins.text import model as _text_model
 
 SIZES = {

@@ -2,6 +2,7 @@
 
 From a file to rows::
 
+    suffixes                  # the formats and the compressions of files, by suffix
     paths, contents           # the files that ``data.files`` names, and their true format
     options, limits           # ``data.read``, and the memory that a file may take
     file, formats             # the base class of readers, and the format of each suffix

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.lines import open_binary
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import CONLL, FORMATS, PACKED, format_of
+from fastloop_plugins.rows.suffixes import COLUMN_FORMATS, CONLL, FORMATS, format_of
 
 HEAD = 512
 """Bytes to look at: enough to recognize text."""
@@ -33,7 +33,7 @@ class Content:
     remedy: str
 
 
-TEXT = tuple(suffix for suffix in (*FORMATS, CONLL) if suffix not in PACKED)
+TEXT = tuple(suffix for suffix in (*FORMATS, CONLL) if suffix not in COLUMN_FORMATS)
 CONTENTS = (
     Content(re.compile(rb"PAR1\x15"), "a Parquet file", (".parquet",), "Rename it to {path}.parquet."),
     Content(re.compile(rb"ARROW1\0\0|\xff\xff\xff\xff"), "an Arrow file", (".arrow",), "Rename it to {path}.arrow."),
@@ -80,7 +80,7 @@ def check_content(path: str, how: Read) -> None:
                 place=str(path),
             )
         return
-    if suffix in PACKED and _is_text(head):
+    if suffix in COLUMN_FORMATS and _is_text(head):
         kind = ".jsonl" if head.lstrip()[:1] in (b"{", b"[") else ".csv"
         raise RecipeError(
             f"it is text, by its first bytes, and its name ends with {suffix}.",

@@ -18,7 +18,7 @@ from fastloop_plugins.rows.file import BLOCK, BadRow, Block, at_row
 from fastloop_plugins.rows.limits import check_row
 from fastloop_plugins.rows.lines import LineFormat, Lines
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import format_of
+from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import check_names, missing_column
 
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}

@@ -22,7 +22,7 @@ from fastloop_plugins.rows.file import BadRow, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import COMPRESSIONS, CONLL, PACKED, format_of, installed_formats
+from fastloop_plugins.rows.suffixes import COLUMN_FORMATS, COMPRESSIONS, CONLL, format_of, installed_formats
 from fastloop_plugins.rows.table import Table, list_values, missing_column
 from fastloop_plugins.rows.text import Text
 
@@ -75,13 +75,13 @@ def load_reader(suffix: str) -> type[File]:
 
 def describe_formats() -> list[tuple[str, str, str, str, str]]:
     """The table of formats in docs/data.md: suffix, row, values, compression, and row group of a stream."""
-    found = []
+    rows = []
     for suffix in (*READERS, CONLL):
         reader = reader_of(suffix)
-        packed = "no" if suffix in PACKED else ", ".join(f"`{codec}`" for codec in COMPRESSIONS)
+        compressions = "no" if suffix in COLUMN_FORMATS else ", ".join(f"`{codec}`" for codec in COMPRESSIONS)
         values = "text, numbers, lists" if reader.lists else "text"
-        found.append((f"`{suffix}`", reader.row, values, packed, reader.group))
-    return found
+        rows.append((f"`{suffix}`", reader.row, values, compressions, reader.group))
+    return rows
 
 
 def is_untyped(path: str) -> bool:
@@ -211,7 +211,7 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
     except (OSError, ValueError, TypeError, pyarrow.ArrowException) as error:
         suffix, codec = format_of(Path(path))[0], None
         with contextlib.suppress(OSError):
-            codec = codec_of(path, how) if suffix not in PACKED else None
+            codec = codec_of(path, how) if suffix not in COLUMN_FORMATS else None
         remedy = f" It is read as {codec}: if it has another compression, give data.read.compression." if codec else ""
         raise RecipeError(
             f"cannot be read as {suffix}: {first_line(error)}.", code="file-unreadable", place=str(path), remedy=remedy

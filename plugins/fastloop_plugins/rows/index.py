@@ -19,7 +19,8 @@ from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, File
 from fastloop_plugins.rows.formats import FEW, FileLayout, explain_reading, first_line
-from fastloop_plugins.rows.paths import ARCHIVES, COMPRESSIONS, PACKED, URL, find_files, format_of
+from fastloop_plugins.rows.paths import URL, find_files
+from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, format_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,7 +67,7 @@ def unstreamed(paths: Sequence[str], formats: Sequence[str]) -> str:
     """The problem of the first file with a format that is not streamed; empty if there is none."""
     for path in paths:
         suffix, codec = format_of(Path(path))
-        if suffix not in formats or (codec is not None and suffix in PACKED):
+        if suffix not in formats or (codec is not None and suffix in COLUMN_FORMATS):
             return (
                 f"{path}: cannot be streamed. Expected files of type {', '.join(formats)}, and lines also with "
                 f"{', '.join(COMPRESSIONS)} behind it.{ARCHIVES.get(suffix, '')}"

@@ -14,7 +14,8 @@ from fastloop.errors import RecipeError
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
 from fastloop_plugins.rows.limits import Expanded, check_row, size_of
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import URL, format_of
+from fastloop_plugins.rows.paths import URL
+from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import show
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}

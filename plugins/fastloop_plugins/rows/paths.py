@@ -4,46 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, FORMATS, format_of
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
-FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".txt")
-"""Suffixes of the files that text tasks read."""
-CONLL = ".conll"
-"""Suffix of CoNLL files, which token classification reads, too."""
-GROUP = "fastloop.formats"
-"""Entry-point group of readers of other packages. The name of an entry is a suffix, such as ``.toml``, and its value a
-class that extends ``File``."""
-PACKED = (".arrow", ".parquet")
-"""Formats whose files are not compressed as a whole, and have no encoding."""
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
-"""Suffix after that of the format -> codec, by pyarrow's name."""
-ARCHIVES = {".tar": " For archives of WebDataset, which `datasets` reads: data.name=FOLDER, with only them in it."}
-"""Suffix of archives -> what to do instead of naming them in ``data.files``."""
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
-
-
-@cache
-def installed_formats() -> dict[str, EntryPoint]:
-    """Suffix -> reader, of the formats that other packages read. They replace none of ``FORMATS``."""
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in FORMATS}
-
-
-def format_of(path: Path) -> tuple[str, str | None]:
-    """The suffix of the format, such as ``.csv``, and the codec of a suffix after it, if any."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    codec = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
-    suffix = "".join(suffixes[-1:] if codec is None else suffixes[-2:-1])
-    return suffix, codec
 
 
 def find_files(
@@ -88,10 +60,10 @@ def find_files(
                 place=f"{where}: {path}",
             )
         suffix, codec = format_of(path)
-        if suffix not in formats or (codec is not None and suffix in PACKED):
+        if suffix not in formats or (codec is not None and suffix in COLUMN_FORMATS):
             raise RecipeError(
                 f"cannot read files of type {path.suffix!r}. Expected one of: {', '.join(formats)}, all but "
-                f"{', '.join(PACKED)} also with {', '.join(COMPRESSIONS)} behind it.{ARCHIVES.get(suffix, '')}",
+                f"{', '.join(COLUMN_FORMATS)} also with {', '.join(COMPRESSIONS)} behind it.{ARCHIVES.get(suffix, '')}",
                 code="unknown-format",
                 place=f"{where}: {path}",
             )
@@ -124,7 +96,7 @@ def refuse_options_without_files(how: Read, files: list[Path], where: str, known
     formats = {format_of(path)[0] for path in files}
     for names, kinds in (
         (("delimiter", "columns", "quoting"), {".csv", ".tsv"}),
-        (("encoding", "compression"), {*known} - {*PACKED}),
+        (("encoding", "compression"), {*known} - {*COLUMN_FORMATS}),
     ):
         for name in names:
             if getattr(how, name) is not None and not formats & kinds:

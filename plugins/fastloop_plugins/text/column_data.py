@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop_plugins.rows.drop import with_drop_line
-from fastloop_plugins.rows.paths import format_of
+from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import Bad, RowError, show, text_column
 from fastloop_plugins.text.columns import column_names
 from fastloop_plugins.text.data import TextData

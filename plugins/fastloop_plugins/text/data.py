@@ -29,16 +29,10 @@ from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import (
-    FORMATS,
-    find_files,
-    format_of,
-    installed_formats,
-    refuse_options_without_files,
-    refuse_url,
-)
+from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_url
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.splits import DRAW, Limit, Splits, divide, hold_out_ends
+from fastloop_plugins.rows.suffixes import FORMATS, format_of, installed_formats
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.text.columns import check_texts, column_names, refuse_empty
 from fastloop_plugins.text.dropped_rows import drop_rows

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, option
-from fastloop_plugins.rows.paths import FORMATS
+from fastloop_plugins.rows.suffixes import FORMATS
 from fastloop_plugins.text.streaming.options import StreamingOptions
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ def read_source(name: str) -> Path | Iterable[str]:
             code="nothing-to-predict", found="an empty text to predict", expected="a FILE, - for stdin, or a TEXT"
         )
     if len(name) < 4096 and "\n" not in name:
-        from fastloop_plugins.rows.paths import COMPRESSIONS, CONLL, FORMATS, installed_formats
+        from fastloop_plugins.rows.suffixes import COMPRESSIONS, CONLL, FORMATS, installed_formats
 
         if Path(name).exists():
             return Path(name)

@@ -13,7 +13,7 @@ from fastloop import PluginError, RecipeError
 from fastloop.errors import UsageError
 from fastloop.recipe import make_recipe
 from fastloop.testing import expect_problem
-from fastloop_plugins.rows import paths
+from fastloop_plugins.rows import suffixes
 from fastloop_plugins.rows.formats import FileLayout, reader_of
 from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.options import Read
@@ -33,14 +33,14 @@ def entry(monkeypatch, tmp_path):
     Path("ltsv_reader.py").write_text(code + "\n\nnumber = 3\n")
 
     def install(value: str = "ltsv_reader:Ltsv") -> None:
-        point = EntryPoint(".ltsv", value, paths.GROUP)
-        monkeypatch.setattr(paths, "entry_points", lambda group: [point] if group == paths.GROUP else [])
-        paths.installed_formats.cache_clear()
+        point = EntryPoint(".ltsv", value, suffixes.GROUP)
+        monkeypatch.setattr(suffixes, "entry_points", lambda group: [point] if group == suffixes.GROUP else [])
+        suffixes.installed_formats.cache_clear()
 
     install()
     yield install
     monkeypatch.undo()
-    paths.installed_formats.cache_clear()
+    suffixes.installed_formats.cache_clear()
 
 
 def layout() -> FileLayout:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from fastloop_grpo.losses import LossSettings
     from fastloop_grpo.rollout import CompletionSample, Rollout
 
-OWN = ("targets", "places", "completions", "sizes", "advantages", "old", "reference", "sampled", "rows")
+LOSS_INPUTS = ("targets", "places", "completions", "sizes", "advantages", "old", "reference", "sampled", "rows")
 """Inputs of a batch that the model does not get."""
 DIVIDED = "the model that generates needs whole layers. Use ddp or fsdp."
 
@@ -307,7 +308,7 @@ class GRPO(TextTask):
 
     def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         """Those of the tokens of completions, end to end: (tokens,) float32."""
-        inputs = {name: value for name, value in batch.items() if name not in OWN}
+        inputs = {name: value for name, value in batch.items() if name not in LOSS_INPUTS}
         return log_probabilities(model, inputs, batch["targets"], batch["places"], self.temperature)
 
     def add_reference(self, run: Run, batches: Sequence[Batch]) -> None:
@@ -351,11 +352,11 @@ class GRPO(TextTask):
         check_completions(completions, len(asked) * count, vocabulary)
         texts = tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)
         scored = self.score(rows, completions, texts, run.state.step)
-        parts = {}
+        rewards = {}
         for function in self.functions:
-            parts[function.name] = function(scored) if completions else []
-        sums = torch.tensor(sum_rewards(self.functions, parts), dtype=torch.float64)
-        return Rollout(asked, completions, sums.view(len(asked), count), parts, scored)
+            rewards[function.name] = function(scored) if completions else []
+        sums = torch.tensor(sum_rewards(self.functions, rewards), dtype=torch.float64)
+        return Rollout(asked, completions, sums.view(len(asked), count), rewards, scored)
 
     def score(
         self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int
@@ -390,20 +391,23 @@ class GRPO(TextTask):
         asked = [batch.inputs for batch in batches if batch.samples]  # others repeat rows of another process
         rollout = self.roll_out(run, asked, self.num_generations, f"train {run.state.step} {run.rank}")
         generated = perf_counter()
-        gains = rollout.advantages(self.loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards)
+        scale = self.loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards
+        advantages = rollout.advantages(scale)
         if (run.state.step + 1) % run.recipe.train.log_every == 0:
-            self.rows = rollout.rows(gains, self.log_completions)
-        samples = rollout.samples(gains, self.mask_truncated)
-        own = -(-len(samples) // self.completions_at_once(run))
-        shared = run.processes.all_gather_object((own, rollout.means(), sum(rollout.sizes())))
-        parts = self.completion_batches(run, samples, max(count for count, _, _ in shared))
-        self.add_reference(run, parts)
+            self.rows = rollout.rows(advantages, self.log_completions)
+        samples = rollout.samples(advantages, self.mask_truncated)
+        count = math.ceil(len(samples) / self.completions_at_once(run))
+        shared = run.processes.all_gather_object((count, rollout.means(), sum(rollout.sizes())))
+        most = max(count for count, _, _ in shared)  # each process needs as many micro-batches
+        micro_batches = self.completion_batches(run, samples, most)
+        self.add_reference(run, micro_batches)
         self.token_sums = torch.zeros(4, device=run.device)
         for _ in range(self.updates_per_generation):
-            loss = run.accumulate_gradients(parts)
+            loss = run.accumulate_gradients(micro_batches)
             run.apply_gradients(loss)
-        run.state.tokens += int(sum(count for _, _, count in shared))
-        self.log_step(run, [means for _, means, _ in shared], any("sampled" in part.inputs for part in parts))
+        run.state.tokens += int(sum(tokens for _, _, tokens in shared))
+        has_engine = any("sampled" in batch.inputs for batch in micro_batches)
+        self.log_step(run, [means for _, means, _ in shared], has_engine)
         run.log("seconds/generation", generated - started, reduce="main")
         run.log("seconds/training", perf_counter() - generated, reduce="main")
         return loss
@@ -448,7 +452,7 @@ class GRPO(TextTask):
             return self.evaluate_prompts(run, batch)
         if "targets" not in batch:
             positions = getattr(self.text_model.config, "max_position_embeddings", None)
-            batch = trial_batch(batch, OWN, self.completions_at_once(run), self.max_new_tokens, positions)
+            batch = trial_batch(batch, LOSS_INPUTS, self.completions_at_once(run), self.max_new_tokens, positions)
             self.add_reference(run, [Batch(batch)])
         found = self.log_probabilities(model, batch)
         if "old" not in batch:  # the first update

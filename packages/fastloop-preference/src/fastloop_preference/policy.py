@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fastloop_preference.reference import Reference
 
-OWN = ("targets", "places", "completion", "keys", "sizes", "other")
+LOSS_INPUTS = ("targets", "places", "completion", "keys", "sizes", "other")
 """Inputs of a batch that the model does not get."""
 IGNORED = -100
 """Target that cross entropy ignores."""
@@ -65,7 +65,7 @@ class PolicyTask(PreferenceTask):
         them: (completions, 2) float32."""
         import torch
 
-        inputs = {name: value for name, value in batch.items() if name not in OWN}
+        inputs = {name: value for name, value in batch.items() if name not in LOSS_INPUTS}
         targets, places = batch["targets"], batch.get("places")
         found = log_probabilities(model, inputs, targets, places)
         if places is not None:

@@ -15,8 +15,9 @@ from fastloop import Problem, RecipeError, option
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import FileLayout
-from fastloop_plugins.rows.paths import CONLL, find_files, format_of
+from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
+from fastloop_plugins.rows.suffixes import CONLL, format_of
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.labels import describe_counts, list_labels

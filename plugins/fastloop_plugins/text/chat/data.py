@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import Problem, RecipeError, option
 from fastloop_plugins.rows.drop import drop_line, with_drop_line
 from fastloop_plugins.rows.formats import FileLayout
-from fastloop_plugins.rows.paths import find_files, format_of
+from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
+from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
 from fastloop_plugins.text.chat.rows import (
     OPTIONAL,

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastloop import Batch, Problem, RecipeError
 from fastloop_plugins._mapped import flat
-from fastloop_plugins.rows.paths import format_of
+from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.batches import Sequences, mask, padded
 from fastloop_plugins.text.chat.rows import Chat, other_keys, read_chat, text_of, unread_keys

@@ -403,7 +403,7 @@ def test_keys_of_axolotl(config, dotted, value):
         (LEGACY, "hub_model_id: upload the model after the run"),
         (COMPILED, "plugins: my.plugins.Noise: fastloop has none; write a plugin"),
         (COMPILED, "liger_rope: the plugin liger chooses the kernels"),
-        (MUON, "neftune_noise_alpha: fastloop has none"),
+        (MUON, "neftune_noise_alpha: list the plugin neftune"),
         ({**MUON, "owls": 3}, "owls: fastloop has no such key"),
     ],
 )
@@ -563,6 +563,41 @@ def test_packed_rows_of_trl_are_counted_apart():
 def test_a_file_that_names_no_trainer_says_that_it_was_taken_as_sft(more, noted):
     _, output = imported({"model_name_or_path": "a", "learning_rate": 1e-5, **more})
     assert ("trainer: " in output) == noted
+
+
+SCRIPT = {
+    "model_name_or_path": "start",
+    "train_file": "train.csv",
+    "validation_file": "valid.csv",
+    "text_column_name": "body",
+    "label_column_name": "verdict",
+    "max_seq_length": 96,
+    "learning_rate": 1e-3,
+    "output_dir": "hf",
+}
+"""Arguments of run_classification.py of transformers."""
+
+
+@pytest.mark.parametrize("left_out", [(), ("validation_file",), ("max_seq_length", "text_column_name")])
+def test_arguments_of_an_example_script_of_transformers_are_none_of_trl(left_out):
+    recipe, output = imported({key: value for key, value in SCRIPT.items() if key not in left_out})
+    assert "activation-checkpointing" not in recipe.plugins
+    assert "amp" not in recipe.plugins
+    files = {"train": "train.csv", "validation": "valid.csv"}
+    expected = {"files": files, "text": "body", "label": "verdict", "max_length": 96}
+    for key, name in (("text_column_name", "text"), ("max_seq_length", "max_length")):
+        if key in left_out:
+            del expected[name]
+    if "validation_file" in left_out:
+        del files["validation"]
+    assert recipe.data == expected
+    assert "no such key" not in output
+
+
+def test_keys_with_a_plugin_name_it():
+    _, output = imported(SCRIPT | {"neftune_noise_alpha": 5, "label_smoothing_factor": 0.1})
+    assert "the plugin neftune" in output
+    assert "plugins.text-classification.loss" in output
 
 
 BOMB = "a: &a [x, x, x, x]\n" + "".join(

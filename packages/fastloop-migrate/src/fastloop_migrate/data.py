@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop_migrate import preference
+from fastloop_migrate import keys, preference
 
 if TYPE_CHECKING:
     from fastloop_migrate.convert import Conversion
@@ -86,6 +86,10 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> N
         else:
             columns = "rows have prompt, chosen and rejected; with the prompt in both, set data.prompt: null"
         result.note("dataset_name", columns)
+    elif files := script_files(result):
+        result.put("data.files", files)
+        if "label_column_name" not in given and "text_column_name" not in given:
+            result.note("data", "set the columns: data.text and data.label, or those of another task")
     else:
         result.put("data.files", MISSING)
         result.note("data", "the file names no data: set data.files, or data.name instead, and the columns")
@@ -95,6 +99,16 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> N
     if result.take("assistant_only_loss"):
         result.put("data.messages", "messages")
         result.put("data.train_on", "assistant")
+
+
+def script_files(result: Conversion) -> dict[str, Any]:
+    """The files of each split in a config of an example script of transformers."""
+    files = {}
+    for key, split in keys.SCRIPT_FILES.items():
+        path = result.take(key)
+        if path is not None:
+            files[split] = path
+    return files
 
 
 def convert_axolotl(result: Conversion, trainer: str) -> None:

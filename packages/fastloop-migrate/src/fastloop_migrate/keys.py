@@ -26,6 +26,21 @@ MARKS: dict[str, tuple[str, ...]] = {
 }
 """Format -> keys that only a config of this format has, or of a later one."""
 
+SCRIPT_MARKS = (
+    "train_file",
+    "validation_file",
+    "test_file",
+    "task_name",
+    "text_column_names",
+    "label_column_name",
+    "max_train_samples",
+    "pad_to_max_length",
+)
+"""Keys of the example scripts of transformers, such as run_classification.py, whose others are those of TRL, too."""
+
+SCRIPT_FILES = {"train_file": "train", "validation_file": "validation", "test_file": "test"}
+"""Key of these scripts -> split of ``data.files``."""
+
 AXOLOTL = {
     "base_model": "model_name_or_path",
     "revision_of_model": "model_revision",
@@ -97,6 +112,10 @@ DIRECT = {
     "tokens": "model.tokens",
     "dataset_text_field": "data.text",
     "max_length": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "text_column_name": "data.text",
+    "label_column_name": "data.label",
+    "tokenizer_name": "model.tokenizer",
     "per_device_eval_batch_size": "train.eval_batch_size",
     "learning_rate": "train.lr",
     "weight_decay": "train.weight_decay",
@@ -105,7 +124,15 @@ DIRECT = {
     "output_dir": "output",
 }
 """Key -> the recipe's key with the same value."""
-NUMBERS = ("learning_rate", "weight_decay", "max_length", "seed", "save_total_limit", "per_device_eval_batch_size")
+NUMBERS = (
+    "learning_rate",
+    "weight_decay",
+    "max_length",
+    "max_seq_length",
+    "seed",
+    "save_total_limit",
+    "per_device_eval_batch_size",
+)
 """Keys of ``DIRECT`` whose values are numbers."""
 
 PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -179,8 +206,12 @@ REASONS = {
     "unfrozen_parameters": "list the plugin freeze with the other parameters",
     "lr_groups": "use train.parameter_groups",
     "embedding_lr": "use train.parameter_groups: [{match: '*embed*', lr: ...}]",
-    "neftune_noise_alpha": WRITE_A_PLUGIN,
-    "label_smoothing_factor": WRITE_A_PLUGIN,
+    "neftune_noise_alpha": "list the plugin neftune, with alpha; its noise does not count padding",
+    "label_smoothing_factor": "plugins.text-classification.loss: {name: cross_entropy, label_smoothing: 0.1}",
+    "text_column_names": "set data.text to a column, or a list of them",
+    "max_train_samples": "set data.limit.train",
+    "max_eval_samples": "set data.limit.validation",
+    "pad_to_max_length": "set data.padding: max_length",
     "loss_watchdog_threshold": "plugins.nan-guard.max_loss",
     "loss_watchdog_patience": "plugins.nan-guard.max_loss_patience",
     "sequence_parallel_degree": "list the plugin context-parallel",

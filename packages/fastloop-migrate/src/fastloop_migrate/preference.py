@@ -252,7 +252,11 @@ def check_values(given: Mapping[str, Any], original: Mapping[str, str], trainer:
 def note_trainer(result: Conversion, config: Mapping[str, Any]) -> None:
     """Explain that a config of TRL was taken as one of SFT, unless it has a key of SFT alone."""
     if not any(key in config for key in (*SFT, "loss_type")):
-        result.note("trainer", "the file does not name it, and was taken as one of SFT: else, repeat with --trainer")
+        result.note(
+            "trainer",
+            "the file does not name it, and was taken as TRL's of SFT, whose defaults are bf16 and activation "
+            "checkpointing: else, repeat with --trainer, or with --format transformers for arguments of transformers",
+        )
 
 
 def convert_tuning(result: Conversion, trainer: str, format: str, file: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from fastloop import UsageError
 from fastloop_tools.toolkit import load_yaml
 
-from fastloop_migrate.keys import FORMATS, MARKS
+from fastloop_migrate.keys import FORMATS, MARKS, SCRIPT_MARKS
 
 
 def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
@@ -33,6 +33,8 @@ def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
         )
     if format == "auto":
         found = next((name for name in FORMATS if not config.keys().isdisjoint(MARKS[name])), None)
+        if found == "trl" and not config.keys().isdisjoint(SCRIPT_MARKS):
+            found = "transformers"
         if found is None:
             known = ", ".join(f"{MARKS[name][0]} ({name})" for name in FORMATS)
             raise UsageError(

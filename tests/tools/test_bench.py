@@ -418,6 +418,20 @@ def test_an_ablation_that_exceeds_its_budget_ends_after_the_first_measurement(re
     assert [len(row["measurements"]) for row in record["variants"]] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("options", "proposed"),
+    [((), ("--no-numerics", "--seconds 1000")), (("--no-numerics", "--no-leave-one-out"), ("--seconds 1000",))],
+)
+def test_an_ablation_that_no_start_fits_into_its_budget_measures_nothing(recipe, bench, options, proposed):
+    arguments = (*SHORT, "--seconds", "1000", "--budget", "10m", *options)
+    code, out, record = bench(recipe("honest"), *arguments)
+    assert code == 2
+    words = " ".join(out.split())
+    assert all(option in words for option in ("--budget", *proposed))
+    assert not any(option in words.partition("error:")[2] for option in options)
+    assert "variants" not in record, "nothing is measured"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--select", "fast.yaml")], ids=["ablation", "selection"])
 def test_ctrl_c_ends_a_bench_that_a_shell_started_in_the_background(recipe, options):

@@ -39,8 +39,8 @@ def warn_of_one_process(recipe: Recipe) -> None:
     if is_launched and not any(name in os.environ for name in COUNTS):
         logger.warning(
             Problem(
-                "accelerate launch was asked for several processes and started one. Without --multi_gpu it starts only "
-                "one, also on a CPU.",
+                "accelerate launch was asked for several processes and started one. It starts several only with "
+                "--multi_gpu, or with `distributed_type: MULTI_GPU` in its configuration file, also on a CPU.",
                 code="one-process",
                 place=recipe.where,
                 remedy="Use:",

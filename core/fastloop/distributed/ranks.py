@@ -78,9 +78,10 @@ def check_variables(trains: bool) -> None:
         needed = ("MASTER_ADDR", "MASTER_PORT") if sizes[0] == "WORLD_SIZE" else ("MASTER_ADDR",)
         missing += [name for name in needed if not os.environ.get(name)]
         if missing:
+            are = "is" if len(missing) == 1 else "are"
             raise UsageError(
-                f"the environment variable {sizes[0]} is {processes}, and {' and '.join(missing)} is not set. Each of "
-                "several processes needs it.",
+                f"the environment variable {sizes[0]} is {processes}, and {' and '.join(missing)} {are} not set. Each "
+                "of several processes needs this.",
                 code="wrong-environment",
                 remedy=remedy,
             )

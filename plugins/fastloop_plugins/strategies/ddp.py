@@ -9,8 +9,9 @@ Start one process for each device, by one of these commands:
     torchrun --nproc_per_node 4 -m fastloop train recipe.yaml
     accelerate launch --multi_gpu --num_processes 4 -m fastloop train recipe.yaml
 
-Without ``--multi_gpu``, ``accelerate launch`` starts one process, also on a CPU. In a run of several processes, the
-plugin is on by default if the recipe lists no other strategy.
+``accelerate launch`` starts several processes only with ``--multi_gpu``, or with ``distributed_type: MULTI_GPU`` in the
+file that ``--config_file`` names, also on a CPU: ``use_cpu: true`` beside it keeps to the CPU. In a run of several
+processes, the plugin is on by default if the recipe lists no other strategy.
 
 ``train.batch_size`` is the total over all processes. ``compress: bf16`` all-reduces gradients in bf16, which rounds
 them. fp16 has smaller errors, but overflows.

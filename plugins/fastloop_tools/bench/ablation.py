@@ -82,6 +82,7 @@ class Bench:
         Raises:
             FastloopError: The baseline cannot be measured, so there is nothing to compare with.
         """
+        self.check_shortest()
         self.runner.listen()
         try:
             self._speed()
@@ -127,6 +128,15 @@ class Bench:
             text += f", then {2 * QUALITY_SEEDS} whole trainings"
         return text
 
+    def check_shortest(self) -> None:
+        """Check that the budget holds the measurements alone, without the start of their processes.
+
+        Raises:
+            UsageError: It does not.
+        """
+        if self.settings.budget is not None and self.processes() * self.settings.seconds > self.settings.budget:
+            raise self._refuse_budget(self.settings.seconds + START_SECONDS)
+
     def check_budget(self, first: Measurement) -> None:
         """Say how long the rest takes, by the first measurement.
 
@@ -134,19 +144,33 @@ class Bench:
             UsageError: It does not fit into the budget.
         """
         seconds = first["process_seconds"]
-        budget = self.settings.budget
         needed = self.processes() * seconds
         self.say(f"a measurement takes {seconds:.0f} s here: {show_time(needed)} in all")
-        if budget is not None and needed > budget:
-            raise UsageError(
-                f"{self.processes()} processes of {seconds:.0f} s do not fit into {show_time(budget)}.",
-                code="budget-too-small",
-                place="--budget",
-                remedy=(
-                    f"Give --budget {math.ceil(needed / 60)}m, or measure less: shorter --seconds, --no-leave-one-out, "
-                    "--no-numerics, or fewer plugins with --without."
-                ),
-            )
+        if self.settings.budget is not None and needed > self.settings.budget:
+            raise self._refuse_budget(seconds)
+
+    def _refuse_budget(self, seconds: float) -> UsageError:
+        """The error for a budget that is too small. It names the options that still have an effect.
+
+        Args:
+            seconds: The time of a process.
+        """
+        assert self.settings.budget is not None
+        choices = [f"--budget {math.ceil(self.processes() * seconds / 60)}m"]
+        if self.settings.seconds > 1:
+            choices.append(f"a lower number than --seconds {self.settings.seconds:g}")
+        if any(variant.kind == "without" for variant in self.ablation.measured()):
+            choices.append("--no-leave-one-out")
+        if self.settings.numerics:
+            choices.append("--no-numerics")
+        if len(self.ablation.plugins) > 1:
+            choices.append(f"fewer plugins, such as --without {list(self.ablation.plugins)[-1]}")
+        return UsageError(
+            f"{self.processes()} processes of {seconds:.0f} s do not fit into {show_time(self.settings.budget)}.",
+            code="budget-too-small",
+            place="--budget",
+            remedy=f"Give {' or '.join(choices)}.",
+        )
 
     def _speed(self) -> None:
         """Measure each variant once a repeat: in order, then in reverse, so that a machine that becomes slower

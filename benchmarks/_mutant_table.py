@@ -196,8 +196,8 @@ STEPS = [
     Mutant(
         "biases decay, too",
         f"{PLUGINS}/training/parameter_groups.py",
-        'found.setdefault(id(parameter), {})["weight_decay"] = 0.0',
-        'found.setdefault(id(parameter), {})["weight_decay"] = run.recipe.train.weight_decay',
+        'by_parameter.setdefault(id(parameter), {})["weight_decay"] = 0.0',
+        'by_parameter.setdefault(id(parameter), {})["weight_decay"] = run.recipe.train.weight_decay',
     ),
     Mutant(
         "a share of warm-up counts as steps",

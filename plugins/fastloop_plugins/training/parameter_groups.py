@@ -22,7 +22,7 @@ optimizer; a later entry overrides an earlier one. Schedules multiply the rate o
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, RecipeError, hookimpl, option
@@ -56,11 +56,13 @@ class ParameterGroups(Plugin):
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
-        train = recipe.train
-        keys = {"parameter_groups": train.parameter_groups, "layer_lr_decay": train.layer_lr_decay}
-        keys["decay_biases_and_norms"] = not train.decay_biases_and_norms
-        found = next((key for key, value in keys.items() if value), None)
-        return found and f"train.{found} is set"
+        if recipe.train.parameter_groups:
+            return "train.parameter_groups is set"
+        if recipe.train.layer_lr_decay:
+            return "train.layer_lr_decay is set"
+        if not recipe.train.decay_biases_and_norms:
+            return "train.decay_biases_and_norms is set"
+        return None
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -68,9 +70,8 @@ class ParameterGroups(Plugin):
         self.patterns: list[tuple[str, list[str], dict[str, Any]]] = []
         for index, entry in enumerate(recipe.train.parameter_groups or []):
             where = f"{self.where}[{index}]"
-            checked = parse(
-                Group, {key: value for key, value in entry.items() if key in ("match", "lr", "weight_decay")}, where
-            )
+            known = {key: value for key, value in entry.items() if key in ("match", "lr", "weight_decay")}
+            checked = parse(Group, known, where)
             arguments = {str(key): value for key, value in entry.items() if key != "match"}
             if not arguments:
                 raise RecipeError(
@@ -79,16 +80,17 @@ class ParameterGroups(Plugin):
                     found="only match",
                     expected="an argument of the optimizer beside it, such as lr",
                 )
-            self.patterns.append(
-                (where, [checked.match] if isinstance(checked.match, str) else checked.match, arguments)
-            )
+            patterns = [checked.match] if isinstance(checked.match, str) else checked.match
+            self.patterns.append((where, patterns, arguments))
 
     @hookimpl(wrapper=True)
     def build_optimizer(self, run: Run, model: nn.Module) -> Generator[None, Any, Any]:
         optimizer = yield
         if self.auto_enable(run.recipe):
-            arguments, scales = self._arguments(run, model), self._scales(run, model)
-            for member in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
+            arguments = self._arguments(run, model)
+            scales = self._scales(run, model)
+            members = list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+            for member in members:
                 self._regroup(member, arguments, scales)
         return optimizer
 
@@ -97,15 +99,14 @@ class ParameterGroups(Plugin):
         from fastloop_plugins.training._patterns import matching, parameters_by_name
 
         parameters = parameters_by_name(model)
-        found: dict[int, dict[str, Any]] = {id(parameter): {} for parameter in parameters.values()}
+        by_parameter: dict[int, dict[str, Any]] = {id(parameter): {} for parameter in parameters.values()}
         if not run.recipe.train.decay_biases_and_norms:
             for parameter in biases_and_norms(model):
-                found.setdefault(id(parameter), {})["weight_decay"] = 0.0
+                by_parameter.setdefault(id(parameter), {})["weight_decay"] = 0.0
         for where, patterns, arguments in self.patterns:
             for pattern in patterns:
-                trained = [
-                    parameters[name] for name in matching(pattern, parameters, where) if parameters[name].requires_grad
-                ]
+                matched = [parameters[name] for name in matching(pattern, parameters, where)]
+                trained = [parameter for parameter in matched if parameter.requires_grad]
                 if not trained:
                     raise RecipeError(
                         f"{pattern!r} matches only parameters that are not trained.",
@@ -114,19 +115,26 @@ class ParameterGroups(Plugin):
                         remedy="Remove it.",
                     )
                 for parameter in trained:
-                    found[id(parameter)] |= arguments
-        return found
+                    by_parameter[id(parameter)] |= arguments
+        return by_parameter
 
     def _scales(self, run: Run, model: nn.Module) -> dict[int, float]:
-        """Parameter's ``id`` -> factor of its learning rate; without ``layer_lr_decay``, empty."""
+        """Parameter's ``id`` -> factor of its learning rate; without ``layer_lr_decay``, empty.
+
+        With two blocks and a decay of 0.5, the embeddings have layer 0 and the factor 0.125, the blocks have 0.25 and
+        0.5, and the head has layer 3 and 1. A parameter between two blocks belongs to the block before it.
+        """
         from fastloop_plugins.models.blocks import transformer_blocks
 
         decay = run.recipe.train.layer_lr_decay
         if decay is None:
             return {}
-        blocks = transformer_blocks(model)
-        inner = {id(module) for block in blocks for module in list(block.modules())[1:]}
-        blocks = [block for block in blocks if id(block) not in inner]
+        every_block = transformer_blocks(model)
+        inner: set[int] = set()  # blocks within others
+        for block in every_block:
+            _, *modules = block.modules()
+            inner.update(id(module) for module in modules)
+        blocks = [block for block in every_block if id(block) not in inner]
         if not blocks:
             where = f"{run.recipe.where}: train.layer_lr_decay: {type(model).__name__}"
             raise RecipeError(
@@ -134,12 +142,22 @@ class ParameterGroups(Plugin):
                 code="unsupported-model",
                 remedy="Set rates by name: train.parameter_groups.",
             )
-        layers = {id(parameter): layer for layer, block in enumerate(blocks, 1) for parameter in block.parameters()}
-        scales, newest, top = {}, 0, len(blocks)
+        layers: dict[int, int] = {}
+        for layer, block in enumerate(blocks, start=1):
+            for parameter in block.parameters():
+                layers[id(parameter)] = layer
+        head = len(blocks) + 1
+        newest = 0  # layer of the last block so far
+        scales = {}
         for parameter in model.parameters():
-            newest = layers.get(id(parameter), newest)
-            layer = newest if id(parameter) in layers or newest < top else top + 1
-            scales[id(parameter)] = decay ** (top + 1 - layer)
+            if id(parameter) in layers:
+                newest = layers[id(parameter)]
+                layer = newest
+            elif newest < len(blocks):
+                layer = newest
+            else:  # after the last block
+                layer = head
+            scales[id(parameter)] = decay ** (head - layer)
         return scales
 
     def _regroup(
@@ -147,26 +165,44 @@ class ParameterGroups(Plugin):
     ) -> None:
         """Split the groups of an optimizer. Parameters without arguments of their own come first, so ``train/lr`` is
         their rate."""
-        groups, optimizer.param_groups = optimizer.param_groups, []
+        groups = optimizer.param_groups
+        optimizer.param_groups = []
         for group in groups:
-            parts: dict[str, tuple[dict[str, Any], list[Any]]] = {"{}": ({}, [])}
+            parts: dict[str, ArgumentGroup] = {"[]": ArgumentGroup({})}  # by their arguments as text
             for parameter in group["params"]:
+                own: dict[str, Any] = {}
                 scale = scales.get(id(parameter), 1.0)
-                own = ({"lr": group["lr"] * scale} if scale != 1.0 else {}) | arguments.get(id(parameter), {})
-                if unknown := own.keys() - group.keys():
-                    key, hint = min(unknown), did_you_mean(min(unknown), group.keys() - {"params"})
+                if scale != 1.0:
+                    own["lr"] = group["lr"] * scale
+                own |= arguments.get(id(parameter), {})
+                unknown = own.keys() - group.keys()
+                if unknown:
+                    key = min(unknown)
                     raise RecipeError(
                         f"{type(optimizer).__name__} has no argument {key!r} for a group of parameters.",
                         code="unknown-argument",
                         place=self.where,
-                        remedy=hint,
+                        remedy=did_you_mean(key, group.keys() - {"params"}),
                     )
-                parts.setdefault(repr(sorted(own.items())) if own else "{}", (own, []))[1].append(parameter)
-            for own, parameters in parts.values():
-                if parameters:
-                    optimizer.add_param_group({**group, **own, "params": parameters})
-                    values = ", ".join(f"{key} {value}" for key, value in sorted(own.items())) or "train's values"
-                    self.log.info("%d parameters with %s", len(parameters), values)
+                part = parts.setdefault(repr(sorted(own.items())), ArgumentGroup(own))
+                part.parameters.append(parameter)
+            for part in parts.values():
+                if part.parameters:
+                    optimizer.add_param_group({**group, **part.arguments, "params": part.parameters})
+                    self.log.info("%d parameters with %s", len(part.parameters), part.describe())
+
+
+@dataclass
+class ArgumentGroup:
+    """The parameters of a group that have the same arguments of their own."""
+
+    arguments: dict[str, Any]
+    parameters: list[nn.Parameter] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """The arguments as text: ``lr 0.001, weight_decay 0.0``."""
+        values = [f"{key} {value}" for key, value in sorted(self.arguments.items())]
+        return ", ".join(values) or "train's values"
 
 
 def biases_and_norms(model: nn.Module) -> Iterator[nn.Parameter]:

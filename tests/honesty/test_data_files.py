@@ -507,7 +507,7 @@ def test_a_run_is_refused_before_its_model_is_built():
 def test_the_table_of_checks_names_tests_that_exist():
     here = Path(__file__).parent
     page = here.parents[1] / "docs" / "checks" / "data.md"
-    files = [*here.glob("test_*.py"), *(here.parent / "plugins" / "tasks").glob("test_*.py")]
+    files = [*here.glob("test_*.py"), *(here.parent / "plugins" / "tasks").rglob("test_*.py")]
     defined = {name for file in files for name in re.findall(r"(?m)^def (test_\w+)", file.read_text())}
     named = set(re.findall(r"`(test_\w+)`", page.read_text()))
     assert len(named) > 20

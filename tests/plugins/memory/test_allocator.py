@@ -16,7 +16,7 @@ import torch
 from fastloop import PluginError, hookimpl
 from fastloop.cli import startup
 from fastloop.recipe import make_recipe
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins.memory.allocator import CUDA_SETTINGS, Allocator
 
 STEPS = """
@@ -85,7 +85,7 @@ def test_a_run_goes_on_with_it(tiny_run, tmp_path):
 def test_allocator_in_python_logs_required_environment(tiny_run, caplog, monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     tiny_run([Allocator(allocator="glibc")], device="cpu", epochs=1)
-    assert "since Python was started without: GLIBC_TUNABLES=glibc.malloc.mmap_max=0:" in caplog.text
+    assert_problem(caplog, "no-effect allocator GLIBC_TUNABLES=glibc.malloc.mmap_max=0:")
 
 
 def test_allocator_logs_other_system_allocator(tiny_run, caplog, monkeypatch):

@@ -25,6 +25,7 @@ from fastloop.lifecycle import build
 from fastloop.metric_modes import metric_modes
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
+from fastloop.testing import assert_problem
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {
@@ -265,7 +266,7 @@ def test_inputs_that_are_cut_are_counted(caplog):
     with caplog.at_level(logging.WARNING, "fastloop"):
         run = make_run("seq2seq", MODEL, data)
     long = sum(len(task_of(run).text_model.tokenizer("w " * count)["input_ids"]) > 8 for count in (3, 9, 4, 40))
-    assert f"data: train: {long} of 4 inputs are cut at 8 tokens (data.max_length): {long / 4:.1%}" in caplog.messages
+    assert_problem(caplog, f"texts-cut train: {long} 4 8 data.max_length {long / 4:.1%}")
     assert 0 < long < 4
 
 

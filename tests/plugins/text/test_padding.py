@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fastloop import Plugin, RecipeError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe, make_recipe
+from fastloop.testing import find_problems
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_tools.inference.chunks import Chunks
 
@@ -72,7 +74,6 @@ IGNORING = {
 }
 CLASSIFY, TAG = "text-classification", "token-classification"
 SHARED = '{"text": "a fine film", "label": "B", "words": ["a", "fine", "film"], "tags": ["A", "B", "A"]}\n' * 9
-MESSAGE = "reads padding: beside a longer text, it changes the logits of a short one by "
 
 
 def made(task: str, config: dict[str, Any], *plugins: Plugin, padding: str = "longest", **train: Any) -> Any:
@@ -114,12 +115,11 @@ def alone(run: Any, index: int) -> torch.Tensor:
 @pytest.mark.parametrize("config", READING.values(), ids=READING)
 def test_a_model_that_reads_padding_is_reported_with_the_measured_change(caplog, task, config):
     made(task, config)
-    (message,) = reports(caplog)
-    assert MESSAGE in message
-    assert float(message.split(MESSAGE)[1].split("%")[0]) > 0.001
-    assert message.endswith(
-        "Results depend on the texts that share a batch. To avoid it, pad all texts alike: data.padding=max_length"
-    )
+    (problem,) = find_problems(caplog, "padding-dependent")
+    change = re.search(r"([\d.e-]+)%", problem.text)
+    assert change is not None
+    assert float(change[1]) > 0.001
+    assert problem.proposals == ["data.padding=max_length"]
 
 
 @pytest.mark.parametrize("task", [CLASSIFY, TAG])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tag_helpers import make, trained, write_jsonl, write_splits
 
 from fastloop.errors import RecipeError
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem, find_problems
 from fastloop_plugins.tasks.tags.batches import IGNORED, word_scores
 from fastloop_plugins.tasks.tags.metrics import PREFIXES, SCORES, EntityScores, find_entities, tag_metrics
 
@@ -135,7 +135,6 @@ def test_a_scheme_must_fit_the_tags():
 
 IOB1 = [{"words": ["EU", "rejects", "German", "Dutch"], "tags": ["I-ORG", "O", "I-MISC", "B-MISC"]}] * 4
 IOB2 = [{"words": ["EU", "rejects", "German", "Dutch"], "tags": ["B-ORG", "O", "B-MISC", "I-MISC"]}] * 4
-LOST = "tagged words belong to no entity of"
 
 
 @pytest.mark.parametrize(("rows", "scheme", "other"), [(IOB1, "IOB2", "IOB1"), (IOB2, "IOB1", "IOB2")])
@@ -144,17 +143,13 @@ def test_tags_that_do_not_follow_the_scheme_are_counted_and_the_scheme_they_foll
 ):
     data = {"files": {"train": write_jsonl("t.jsonl", rows)}, "max_length": 16, "validation_fraction": 0}
     make(data, task={"scheme": scheme})
-    (line,) = [line for line in caplog.messages if LOST in line]
-    example = rows[0]["tags"][0]
-    assert line == (
-        f"data: train: 8 of 12 {LOST} {scheme}, and metrics leave them out, such as {example!r} after the beginning of "
-        "a sentence. "
-        f"The tags follow {other}: plugins.token-classification.scheme={other}"
-    )
+    (problem,) = find_problems(caplog, "wrong-scheme")
+    assert_problem(problem, f"wrong-scheme train: 8 12 {scheme} {rows[0]['tags'][0]!r}")
+    assert problem.proposals == [f"plugins.token-classification.scheme={other}"]
     caplog.clear()
     for fits in (other, None):
         make(data, task={"scheme": fits})
-    assert LOST not in caplog.text
+    assert find_problems(caplog, "wrong-scheme") == []
 
 
 def test_parts_of_speech_have_accuracy_alone(caplog, cli):

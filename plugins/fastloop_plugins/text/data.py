@@ -50,6 +50,8 @@ logger = logging.getLogger("fastloop")
 
 NOTES = 8
 """Lines of the log about how files are read: a pattern may match thousands of them."""
+SHOWN_PROBLEMS = 5
+"""Different problems of rows that an error names: they can be mended at once."""
 READER = 3
 """Increase it when the same files and options give different rows, so that cached token ids are not used."""
 
@@ -313,13 +315,12 @@ class TextData(StreamedData):
             bad: Receives each row that cannot be read; None: they end in an error with their count.
         """
         unreadable = zeros(len(part), np.bool_)
-        first, first_problem = len(part), ""
+        problems: dict[str, int] = {}  # each problem -> the first row that has it, of the first ones
 
         def collect(index: int, problem: str) -> None:
-            nonlocal first, first_problem
             unreadable[index] = True
-            if index < first:
-                first, first_problem = index, problem
+            if len(problems) < SHOWN_PROBLEMS or problem in problems:
+                problems[problem] = min(index, problems.get(problem, index))
 
         columns: list[Iterable[Any]] = [part.column(key, name) for name, key in self.row_columns().items()]
         columns += [part.columns.get(name, repeat(None, len(part))) for name in self.optional_columns()]
@@ -330,10 +331,23 @@ class TextData(StreamedData):
                 report(start + index, problem)
 
             yield self.parse(block, at_row)
-        if first_problem:
-            count = int(unreadable.sum())
-            more = "" if count == 1 or part.sampled else f" {count} of {len(part)} {self.unit} cannot be read."
-            raise RecipeError(f"{first_problem}{more}", code="invalid-row", place=part.row(first + 1))
+        if problems:
+            raise self._refuse_rows(part, problems, int(unreadable.sum()))
+
+    def _refuse_rows(self, part: Table, problems: Mapping[str, int], count: int) -> RecipeError:
+        """The error for rows that cannot be read: the first one, their number, and the first row of each other problem.
+
+        Args:
+            problems: Problem -> the first row that has it.
+            count: Number of these rows.
+        """
+        (text, first), *others = sorted(problems.items(), key=lambda each: each[1])
+        if count > 1 and not part.sampled:
+            text += f" {count} of {len(part)} {self.unit} cannot be read."
+        for problem, index in others:
+            text += f"\n  {part.row(index + 1)}: {problem}"
+        remedy = "" if self.inference is not None else f"To skip such {self.unit}: --with skip-unreadable"
+        return RecipeError(text, code="invalid-row", place=part.row(first + 1), remedy=remedy)
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
         """The rows of a split, without their labels."""
@@ -477,13 +491,20 @@ class TextData(StreamedData):
         """A table without rows that cannot be read, or that have no label."""
         good = zeros(len(part), np.bool_)
         good[:] = True
-        for _ in self.parse_blocks(part, lambda index, _: good.__setitem__(index, False)):
+        first = ""
+
+        def skip(index: int, problem: str) -> None:
+            nonlocal first
+            good[index] = False
+            first = first or f" The first is {part.row(index + 1)}: {problem}"
+
+        for _ in self.parse_blocks(part, skip):
             pass
         for name in () if self.tagged else self.labels:
             for start, (block,) in in_blocks([part.column("label", name)]):
                 good[start : start + len(block)] &= np.array([is_readable(value, self) for value in block], np.bool_)
         if count := part.unreadable + int((~good).sum()):
-            text = f"{count} {self.unit} cannot be read, and are skipped."
+            text = f"{count} {self.unit} cannot be read, and are skipped.{first}"
             self.messages.append(Problem(text, code="rows-unreadable", place=part.where))
             self.unreadable += count
         return part.keep(flatnonzero(good))

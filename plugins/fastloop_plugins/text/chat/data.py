@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from fastloop_plugins.text.chat.rows import (
     other_keys,
     other_roles,
     read_chat,
+    role_key,
     unknown_roles,
     unread_keys,
 )  # fmt: skip
@@ -245,7 +245,7 @@ class LanguageTextData(TextData):
             needs_prompt: Whether only the prompt before an answer shows where it begins.
         """
         if roles := misnamed_roles(chat, templates):
-            pairs = ", ".join(f"{_flow(name)}: {meant}" for name, meant in roles.items())
+            pairs = ", ".join(f"{role_key(name)}: {meant}" for name, meant in roles.items())
             raise RowError(f"{describe_misnamed(roles)} Or give data.roles={{{pairs}}}.")
         is_trained = self.options.train_on == "assistant" or last_answer(chat) == 0
         if needs_prompt and is_trained and starts_with_answer(chat):
@@ -324,11 +324,6 @@ class ChatFindings:
 
 FORM = "instructions, inputs and answers, such as [instruction, input, output]"
 """Several columns of ``data.messages``."""
-
-
-def _flow(name: str) -> str:
-    """A role as a key in YAML."""
-    return name if re.fullmatch(r"[A-Za-z_][\w-]*", name) else repr(name)
 
 
 def _override(messages: str | list[str]) -> str:

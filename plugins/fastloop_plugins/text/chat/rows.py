@@ -14,12 +14,13 @@ A column ``tools`` holds the functions that the assistant may call.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastloop import Problem
-from fastloop_plugins.rows.roles import ROLES, SENDERS
+from fastloop_plugins.rows.roles import ROLES, SENDERS, meant_role
 from fastloop_plugins.rows.table import Bad, RowError, problem_of_text, show
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str], roles: Mapping[str
     messages = (
         _instruction(row, columns)
         if len(columns) > 1
-        else read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)", roles)
+        else read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)", roles or {})
     )
     return Chat(messages, _tools(row.get(TOOLS)))
 
@@ -214,33 +215,49 @@ def check_depth(value: Any, column: str) -> None:
     raise RowError(f"column {column!r} is nested deeper than {DEEPEST}, expected less.")
 
 
+def rename_role(name: str) -> str:
+    """The override of ``data.roles`` that gives messages from ``name`` the role that it means: the user's, unless the
+    name shows another one."""
+    return f"data.roles={{{role_key(name)}: {meant_role(name) or 'user'}}}"
+
+
+def role_key(name: str) -> str:
+    """A role as a key in YAML."""
+    return name if re.fullmatch(r"[A-Za-z_][\w-]*", name) else repr(name)
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def read_messages(value: Any, where: str, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """The messages of a conversation. Raises a ``RowError`` for a value that is none; ``where`` names it. See
-    ``read_chat``."""
+    """The messages of a conversation. Raises a ``RowError`` for a value that is none; ``where`` names it.
+
+    Args:
+        roles: As in ``read_chat``; None: the task does not have ``data.roles``.
+    """
     if not isinstance(value, list) or not value:
         raise RowError(f"{where} holds {show(value)}, expected a list of messages: {EXAMPLE}.")
     found = []
     for number, message in enumerate(value, 1):
-        found.append(_message(message, f"{where} has as message {number}", roles or {}))
+        found.append(_message(message, f"{where} has as message {number}", roles))
     return found
 
 
-def _message(message: Any, where: str, roles: Mapping[str, str]) -> dict[str, Any]:
+def _message(message: Any, where: str, roles: Mapping[str, str] | None) -> dict[str, Any]:
     """A message without the keys that are null, whose ``from`` and ``value`` are ``role`` and ``content``."""
     found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if "role" not in found and isinstance(sender := found.pop("from", None), str):
-        senders = {**SENDERS, **roles}
+        senders = {**SENDERS, **(roles or {})}
         if sender not in senders:
-            raise RowError(f"{where} one that is from {sender!r}. Expected {', '.join(senders)}.")
+            remedy = "" if roles is None else f" To rename it: {rename_role(sender)}."
+            raise RowError(f"{where} one that is from {sender!r}. Expected {', '.join(senders)}.{remedy}")
         value = found.pop("value", None)
         said = {"tool_calls": _called(value, where)} if sender == "function_call" else {"content": value}
         found = {"role": senders[sender], **said, **found}
     if not isinstance(found.get("role"), str):
         raise RowError(f"{where} {show(message)}, expected a mapping with role and content: {EXAMPLE}.")
-    found["role"] = roles.get(found["role"], found["role"])
+    if roles:
+        found["role"] = roles.get(found["role"], found["role"])
     if found.get("weight", 1) not in (0, 1):
         raise RowError(
             f"{where} one whose weight is {show(found['weight'])}. Expected 1, or 0 for an answer without a loss."

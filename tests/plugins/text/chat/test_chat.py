@@ -287,6 +287,20 @@ def test_a_row_that_is_no_conversation_is_named(row, problem):
         make_run("causal-lm", MODEL, CHATS)
 
 
+def test_an_error_names_every_kind_of_row_that_cannot_be_read():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    bot = [turns[0], {"from": "bot", "value": "b"}]
+    spaced = [{"from": "User ", "value": "a"}, turns[1]]
+    null = [{"from": "human", "value": None}, turns[1]]
+    write(turns, bot, bot, spaced, null, [])
+    found = "invalid-row chats.jsonl 2 'bot' 5 6 4 'User ' 5 6"
+    with expect_problem(f"{found} {{bot: assistant}} {{'User ': user}} skip-unreadable", RecipeError):
+        make_run("causal-lm", MODEL, CHATS)
+    data = CHATS | {"roles": {"bot": "assistant", "User ": "user"}}
+    with expect_problem("invalid-row chats.jsonl 5 2 6", RecipeError):
+        make_run("causal-lm", MODEL, data)
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [

@@ -17,6 +17,7 @@ from inference_runs import texts, train, write_csv, write_recipe
 from pyarrow import parquet
 from text_helpers import TINY_GPT
 
+from fastloop.testing import assert_problem
 from fastloop_tools.inference.output import PredictionOutput
 
 ROWS = [{"id": f"{index:03}", "when": f"2026-01-{index:02}", **row} for index, row in enumerate(texts(20), 1)]
@@ -164,8 +165,34 @@ def test_input_without_columns_is_refused(run, cli):
     path = write(Path("rows.csv"), ROWS)
     assert "have no columns" in refused(cli, run, "a film", "--keep", "text")
     assert "have no columns" in refused(cli, run, "-", "--keep", "text")
-    assert "fastloop predict RUN FILE --keep" in refused(cli, run, "--split", "test", "--keep", "id")
     assert ".npy holds one column" in refused(cli, run, path, "--keep", "id", "--out", "out.npy")
+
+
+def test_columns_of_a_splits_file_are_kept(run, cli):
+    code, _, err = cli(
+        "predict", str(run), "--split", "test", "--keep", "text,truth=label", "--out", "out.jsonl", "--chunk", "7"
+    )
+    assert code == 0, err
+    found = read(Path("out.jsonl"))
+    rows = texts(30, 200)
+    assert [(row["text"], row["truth"]) for row in found] == [(row["text"], row["label"]) for row in rows]
+    plain = predict(cli, run, run.parent / "test.csv", "plain.jsonl")
+    assert [row["label"] for row in found] == [row["label"] for row in plain]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.limit.test=10", "'test' 10 30 test.csv"),
+        ("data.drop=[{column: text, longer_than: 40}]", "'test' 30 test.csv"),
+        ("data.files.test=[test.csv,validation.csv]", "'test'"),
+    ],
+)
+def test_a_split_with_other_rows_than_a_file_keeps_no_columns(run, cli, override, named):
+    recipe = run.parent / "recipe.yaml"
+    code, _, err = cli("predict", str(run / "model"), str(recipe), override, "--split", "test", "--keep", "text")
+    assert code == 2, err
+    assert_problem(err, f"exclusive-options --keep {named}")
 
 
 TASKS = {

@@ -251,7 +251,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         elif run.recipe.inference.chunk:
             prompts = self.text_model.tokenizer(list(PROBE), add_special_tokens=False)["input_ids"]
             batch = self.build_collator(run, "predict")([{"input_ids": np.array(ids)} for ids in prompts])
-            check_prompts(run, model, batch.inputs, self.text_model.where)
+            check_prompts(run, model, batch.inputs, self.text_model.where, self.max_new_tokens)
         return model
 
     def _check_answers(self, model: Any) -> None:

@@ -117,19 +117,21 @@ def report_padding(run: Run, model: nn.Module, change: float) -> None:
     )
 
 
-def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str) -> None:
+def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str, max_new_tokens: int) -> None:
     """Raise an error if a language model continues a prompt otherwise when it is padded on the left beside a longer
     one.
 
     Args:
         inputs: ``input_ids`` and ``attention_mask`` of two prompts, (2, tokens) int64.
+        max_new_tokens: Tokens that the model has positions for behind a prompt, and that a prediction has at most.
 
     Raises:
         RecipeError: It does, and the run predicts several prompts at once.
     """
 
     def logits(ids: Tensor, mask: Tensor) -> list[Tensor]:
-        length = {"min_new_tokens": CONTINUATION, "max_new_tokens": CONTINUATION}
+        count = min(CONTINUATION, max_new_tokens)
+        length = {"min_new_tokens": count, "max_new_tokens": count}
         found = model.generate(
             input_ids=ids,
             attention_mask=mask,

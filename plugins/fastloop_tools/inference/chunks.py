@@ -59,7 +59,10 @@ class Chunks(Plugin):
                 expected="at least one sample",
             )
         if self.kept is not None and self.kept.listed:
-            self.kept.open(run, source, wanted.start)
+            from fastloop_tools.inference.keep import split_file
+
+            path = source if wanted.source is not None else split_file(run, wanted.split, first)
+            self.kept.open(run, path, wanted.start)
         self.chunks = chain([first], chunks)
         return {wanted.split: first}
 

@@ -1,4 +1,4 @@
-"""``fastloop predict --keep``: columns of the file to predict, beside the predictions of its rows."""
+"""``fastloop predict --keep``: columns of the file, or of a split's file, beside the predictions of its rows."""
 
 from __future__ import annotations
 
@@ -175,6 +175,46 @@ class KeptColumns:
             code="unsupported-task",
             place=f"--keep: {self.path}",
         )
+
+
+def split_file(run: Run, split: str, first: Any) -> Path:
+    """The file whose rows are the samples of a split, in their order.
+
+    Args:
+        first: The first chunk of the split, a ``Subset`` of its dataset.
+
+    Raises:
+        UsageError: The split has no file of its own, or has other rows than its file.
+    """
+    from fastloop_plugins.rows.formats import FEW, explain_reading
+    from fastloop_plugins.text.task import TextTask
+
+    task = next((plugin for plugin in run.plugins if isinstance(plugin, TextTask)), None)
+    paths = [] if task is None else task.data.files.get(getattr(task.data.splits, split, split), [])
+    if task is None or len(paths) != 1:
+        raise UsageError(
+            f"the split {split!r} has no file of its own.",
+            code="exclusive-options",
+            place="--keep",
+            expected="a split whose rows are those of one file in data.files",
+            remedy="Predict a file with these rows: `fastloop predict RUN FILE --keep ...`.",
+        )
+    path = Path(paths[0])
+    layout = task.data.layout(predicts=True)
+    columns = list(layout.columns)
+    rows = 0
+    with explain_reading(str(path), layout.how), layout.open(str(path)) as file:
+        for block in file.blocks(columns, size=FEW):
+            rows += block.rows
+    samples = len(getattr(first, "dataset", first))
+    if rows != samples:
+        raise UsageError(
+            f"the split {split!r} has {samples} samples, and its file {path} has {rows} rows.",
+            code="exclusive-options",
+            place="--keep",
+            remedy=f"Predict the file: `fastloop predict RUN {path} --keep ...`.",
+        )
+    return path
 
 
 def reading_task(run: Run, path: Path) -> TextTask:

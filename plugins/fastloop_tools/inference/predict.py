@@ -45,8 +45,8 @@ def predict(
         list[str] | None,
         typer.Option(
             metavar="A,B",
-            help="Columns of FILE to write before the predictions; all: every one; NAME=COLUMN: by another name. May "
-            "be repeated.",
+            help="Columns of FILE, or of a split's file, to write before the predictions; all: every one; NAME=COLUMN: "
+            "by another name. May be repeated.",
         ),
     ] = None,
     chunk: Annotated[int, typer.Option(min=1, metavar="ROWS", help="Rows to read, predict and write at once.")] = 4096,
@@ -137,19 +137,12 @@ def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: 
     """The option ``--keep``.
 
     Raises:
-        UsageError: There is no file with columns, or the output has no place for them.
+        UsageError: The texts have no columns, or the output has no place for them.
     """
     from fastloop_tools.inference.keep import KeptColumns
 
     listed = names(keep)
-    if listed and source is None:
-        raise UsageError(
-            "found --split, and columns are kept of a FILE only.",
-            code="exclusive-options",
-            place="--keep",
-            remedy="Predict the file of that split: `fastloop predict RUN FILE --keep ...`.",
-        )
-    if listed and not isinstance(source, Path):
+    if listed and source is not None and not isinstance(source, Path):
         raise UsageError(
             "found texts, which have no columns. Predict a FILE, or leave out --keep.",
             code="exclusive-options",

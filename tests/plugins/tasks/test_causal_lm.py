@@ -328,6 +328,24 @@ def test_predict_continues_a_whole_file_with_blank_lines(cli):
     assert len(json.loads(line)["text"]) == 5
 
 
+@pytest.mark.parametrize("positions", [8, 12, 16])
+def test_a_model_of_few_positions_predicts_several_prompts(cli, positions):
+    """The check that padding changes no prediction generates no more tokens than the model has positions for."""
+    Path("train.txt").write_text("\n".join(f"owl {index} sings" for index in range(20)))
+    recipe = {
+        "model": {"config": TINY_GPT | {"n_positions": positions}, "tokenizer": {"kind": "char"}},
+        "data": {"files": {"train": "train.txt"}, "max_length": 8},
+        "train": {"max_steps": 1, "batch_size": 4, "device": "cpu"},
+        "output": "run",
+    }
+    Path("recipe.json").write_text(json.dumps(recipe))
+    assert cli("train", "recipe.json")[0] == 0
+    Path("prompts.txt").write_text("owl\nan owl sings\n")
+    code, out, err = cli("predict", "run", "prompts.txt", "plugins.causal-lm.max_new_tokens=3")
+    assert code == 0, err
+    assert [len(json.loads(line)["text"]) for line in out.splitlines()] == [3, 3]
+
+
 class Watch(Plugin):
     """Keeps the metrics of each evaluation."""
 

@@ -9,6 +9,7 @@ From a file to rows::
     csv, json, text, conll    # formats of lines, which ``lines`` opens
     parquet, arrow            # formats of columns
     table, column             # the rows of one source in memory, or in a temporary file
+    unreadable                # the rows of a source that cannot be read
     drop                      # rows that are left out
 splits, split_rows        # splits that are held out, and the rows of a split
 roles                     # roles of messages

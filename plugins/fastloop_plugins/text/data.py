@@ -34,6 +34,7 @@ from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.splits import DRAW, Limit, Splits, divide, hold_out_ends
 from fastloop_plugins.rows.suffixes import FORMATS, format_of, installed_formats
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
+from fastloop_plugins.rows.unreadable import UnreadableRows
 from fastloop_plugins.text.columns import check_texts, column_names, refuse_empty
 from fastloop_plugins.text.dropped_rows import drop_rows
 from fastloop_plugins.text.option_checks import check_label_options, check_source
@@ -50,8 +51,6 @@ logger = logging.getLogger("fastloop")
 
 NOTES = 8
 """Lines of the log about how files are read: a pattern may match thousands of them."""
-SHOWN_PROBLEMS = 5
-"""Different problems of rows that an error names: they can be mended at once."""
 READER = 3
 """Increase it when the same files and options give different rows, so that cached token ids are not used."""
 
@@ -314,40 +313,19 @@ class TextData(StreamedData):
         Args:
             bad: Receives each row that cannot be read; None: they end in an error with their count.
         """
-        unreadable = zeros(len(part), np.bool_)
-        problems: dict[str, int] = {}  # each problem -> the first row that has it, of the first ones
-
-        def collect(index: int, problem: str) -> None:
-            unreadable[index] = True
-            if len(problems) < SHOWN_PROBLEMS or problem in problems:
-                problems[problem] = min(index, problems.get(problem, index))
-
+        unreadable = UnreadableRows(part)
         columns: list[Iterable[Any]] = [part.column(key, name) for name, key in self.row_columns().items()]
         columns += [part.columns.get(name, repeat(None, len(part))) for name in self.optional_columns()]
-        report = bad or collect
+        report = bad or unreadable.add
         for start, block in in_blocks(columns):
 
             def at_row(index: int, problem: str, start: int = start) -> None:
                 report(start + index, problem)
 
             yield self.parse(block, at_row)
-        if problems:
-            raise self._refuse_rows(part, problems, int(unreadable.sum()))
-
-    def _refuse_rows(self, part: Table, problems: Mapping[str, int], count: int) -> RecipeError:
-        """The error for rows that cannot be read: the first one, their number, and the first row of each other problem.
-
-        Args:
-            problems: Problem -> the first row that has it.
-            count: Number of these rows.
-        """
-        (text, first), *others = sorted(problems.items(), key=lambda each: each[1])
-        if count > 1 and not part.sampled:
-            text += f" {count} of {len(part)} {self.unit} cannot be read."
-        for problem, index in others:
-            text += f"\n  {part.row(index + 1)}: {problem}"
-        remedy = "" if self.inference is not None else f"To skip such {self.unit}: --with skip-unreadable"
-        return RecipeError(text, code="invalid-row", place=part.row(first + 1), remedy=remedy)
+        if unreadable.problems:
+            skips = "" if self.inference is not None else f"To skip such {self.unit}: --with skip-unreadable"
+            raise unreadable.error(self.unit, skips)
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
         """The rows of a split, without their labels."""
@@ -489,17 +467,12 @@ class TextData(StreamedData):
 
     def _readable(self, part: Table) -> Table:
         """A table without rows that cannot be read, or that have no label."""
-        good = zeros(len(part), np.bool_)
-        good[:] = True
-        first = ""
-
-        def skip(index: int, problem: str) -> None:
-            nonlocal first
-            good[index] = False
-            first = first or f" The first is {part.row(index + 1)}: {problem}"
-
-        for _ in self.parse_blocks(part, skip):
+        unreadable = UnreadableRows(part)
+        for _ in self.parse_blocks(part, unreadable.add):
             pass
+        first = f" {unreadable.describe_first()}" if unreadable.problems else ""
+        good = zeros(len(part), np.bool_)
+        np.logical_not(unreadable.is_unreadable, out=good)
         for name in () if self.tagged else self.labels:
             for start, (block,) in in_blocks([part.column("label", name)]):
                 good[start : start + len(block)] &= np.array([is_readable(value, self) for value in block], np.bool_)

@@ -303,6 +303,13 @@ def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them
     assert caplog.text == ""
 
 
+def test_one_override_joins_all_classes_that_differ_by_case_or_spaces(caplog):
+    path = csv_file(["neg", "Neg", "pos", "POS "] * 12)
+    text_data(path).load()
+    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    assert set(names(path, label_map=yaml.safe_load(override))) == {"neg", "pos"}
+
+
 def test_a_class_with_the_name_of_a_missing_value_warns(caplog):
     text_data(csv_file(["neg", "pos", "nan"] * 6)).load()
     assert (

@@ -111,25 +111,23 @@ class ModelCard:
                 "model = PeftModel.from_pretrained(base, folder)",
             ]
         auto = find_auto_class(self.architecture)
+        names = [auto]
+        lines = [place]
+        options = ""
         if (folder / BASE_CONFIG).is_file():  # the base with the classes of this model
-            return [
-                "from peft import PeftModel",
-                f"from transformers import AutoConfig, {auto}",
-                "",
-                place,
-                f'config = AutoConfig.from_pretrained(f"{{folder}}/{BASE_CONFIG}")',
-                f"base = {auto}.from_pretrained({json.dumps(str(base))}, config=config)",
-                "model = PeftModel.from_pretrained(base, folder)",
-            ]
-        count = f", num_labels={len(self.labels)}" if self.labels else ""
-        return [
-            "from peft import PeftModel",
-            f"from transformers import {auto}",
-            "",
-            place,
-            f"base = {auto}.from_pretrained({json.dumps(str(base))}{count})",
-            "model = PeftModel.from_pretrained(base, folder)",
-        ]
+            names.append("AutoConfig")
+            lines.append(f'config = AutoConfig.from_pretrained(f"{{folder}}/{BASE_CONFIG}")')
+            options = ", config=config"
+        elif self.labels:
+            options = f", num_labels={len(self.labels)}"
+        lines.append(f"base = {auto}.from_pretrained({json.dumps(str(base))}{options})")
+        lines.append("model = PeftModel.from_pretrained(base, folder)")
+        if (folder / "tokenizer_config.json").is_file():
+            names.append("AutoTokenizer")
+            lines.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
+            if auto == "AutoModelForCausalLM" and has_chat_template(folder):
+                lines += CHAT.splitlines()
+        return ["from peft import PeftModel", f"from transformers import {', '.join(sorted(names))}", "", *lines]
 
 
 def find_auto_class(architecture: str) -> str:

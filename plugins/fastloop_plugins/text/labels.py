@@ -441,13 +441,14 @@ def _oddities(ids: NDArray[np.int64], classes: list[str]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for name in classes:
         alike.setdefault(_same(name), []).append(name)
-    for same in alike.values():
-        if len(same) > 1:
-            remedy = ", ".join(f"{name!r}: {same[-1]!r}" for name in same[:-1])
-            lines.append(
-                f"the classes {list_labels(same)} differ only by case or spaces. If they are equal: "
-                f"data.label_map={{{remedy}}}"
-            )
+    groups = [same for same in alike.values() if len(same) > 1]
+    if groups:
+        listed = " and the classes ".join(map(list_labels, groups))
+        # one override for all groups: a second one would replace the first
+        remedy = ", ".join(f"{name!r}: {same[-1]!r}" for same in groups for name in same[:-1])
+        lines.append(
+            f"the classes {listed} differ only by case or spaces. If they are equal: data.label_map={{{remedy}}}"
+        )
     if missing := [name for name in classes if name.strip().lower() in MISSING]:
         remedy = f"If it is one, leave out its rows: data.label_map={{{missing[0]!r}: null}}"
         lines.append(f"the class {missing[0]!r} has the name of a missing value. {remedy}")

@@ -168,4 +168,5 @@ def training_recipe(recipe: Recipe, adapter: bool, scratch: Path) -> Recipe:
             plugins[name] = False
     if (options := plugins.get("lora", False)) is not False:
         plugins["lora"] = {**options, "merge": not adapter}
-    return dataclasses.replace(recipe, plugins=plugins, output=str(scratch / "run"), inference=None)
+    output = scratch / "runs" / Path(recipe.output or "run").name  # the README has the name of the run
+    return dataclasses.replace(recipe, plugins=plugins, output=str(output), inference=None)

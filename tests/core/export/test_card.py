@@ -100,6 +100,18 @@ def test_an_adapter_is_loaded_on_its_base(tmp_path):
     assert str(base) in page
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft calls it
+def test_an_adapter_of_a_chat_model_answers_by_its_card(tmp_path, capsys):
+    pytest.importorskip("peft")
+    (tmp_path / "base").mkdir()
+    base = run_task(tmp_path / "base", "causal-lm")
+    lora = {"lora": {"r": 2, "target_modules": "all-linear", "merge": False}}
+    loaded = load_by_card(run_task(tmp_path, "causal-lm", lora, model={"name": str(base)}))
+    assert type(loaded["model"]).__name__.startswith("Peft")
+    assert loaded["inputs"]["input_ids"].shape[1] > 3
+    assert capsys.readouterr().out.endswith("\n")
+
+
 def test_a_model_of_torch_loads_its_weights(tiny_run):
     result = tiny_run(epochs=1, lr=0.1)
     model = tiny_model()

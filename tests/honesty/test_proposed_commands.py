@@ -236,6 +236,13 @@ def chat(_: Any) -> list[str]:
     return text(CHATS, path="train.jsonl", model=GPT, messages="messages", label=None)(_)
 
 
+def in_a_used_folder(cli: Any) -> list[str]:
+    """Train into a folder that holds files of the user."""
+    arguments = module()(cli)
+    write_file("out/notes.txt", "mine")
+    return arguments
+
+
 CASES: dict[str, Case] = {
     # -- files and columns
     "delimiter, then columns": Case(
@@ -605,6 +612,7 @@ CASES: dict[str, Case] = {
         ("fastloop report out",),
         code=0,
     ),
+    "a folder of other files": Case(in_a_used_folder, ("output=out-run",)),
     "nothing to predict": Case(then(module(), "predict", "out"), ("--split NAME",), {"NAME": "test"}),
     "a task that reads no files": Case(
         then(module(), "predict", "out", "net.py"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ def check_contents(folder: Path, where: str) -> None:
             code="folder-not-empty",
             place=f"{where}: output",
             expected="a new or empty folder, or a run's",
+            remedy=f"Give another one: {shlex.quote(f'output={folder}-run')}",
         )
 
 

@@ -237,7 +237,7 @@ def test_a_task_without_the_hook_shows_its_samples_in_short(cli):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--samples", "0"], "Invalid value for '--samples': Input should be greater than or equal to 1"),
+        (["--samples", "0"], "--samples: input should be greater than or equal to 1"),
         (["--output", "page.html"], "--output: it is for the page of --samples"),
         (["--samples", "1", "--json", "-"], "--samples and --json: plan does one of them at a time"),
         (["--samples", "1", "--device-memory", "1GiB"], "--samples and --device-memory: plan does one of them"),

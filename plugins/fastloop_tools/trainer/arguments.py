@@ -114,17 +114,19 @@ def check_plugins(plugins: Iterable[Any]) -> None:
 
 
 def as_metrics(metrics: Any) -> dict[str, Metric] | None:
-    """The metrics of ``Trainer``, with functions of arrays as metrics of torchmetrics.
+    """The metrics of ``Trainer``, a mapping or a collection, with functions of arrays as metrics of torchmetrics.
 
     Raises:
         UsageError: ``metrics`` is no mapping of names, or one of its values is neither a metric nor a function.
     """
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
     from fastloop_tools.trainer.function_metric import FunctionMetric
 
     if metrics is None:
         return None
+    if isinstance(metrics, MetricCollection):
+        metrics = dict(metrics.items())
     if not isinstance(metrics, Mapping):
         raise UsageError(
             code="wrong-type",

@@ -197,7 +197,8 @@ def test_a_package_runs_on_the_versions_that_its_own_dependency_names(install, r
     wanted = requires.removeprefix("fastloop-train")
     assert str(refused.value) == (
         f"r.yaml: plugins[0]: plugin 'warmth' (warm_pack:Warmth of warm-pack 1.2) is made for fastloop {wanted}, and "
-        f"this is {fastloop.__version__}. Install versions that fit: pip install -U warm-pack 'fastloop-train{wanted}'"
+        f"this is {fastloop.__version__}. Install versions that fit: "
+        f"`pip install -U warm-pack 'fastloop-train{wanted}'`."
     )
     assert "warm_pack" not in sys.modules, "what does not fit is not imported"
 

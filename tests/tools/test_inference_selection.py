@@ -12,6 +12,7 @@ import pytest
 from inference_runs import texts, train, write_csv, write_recipe
 
 from fastloop import hookimpl
+from fastloop.testing import assert_problem
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
 from fastloop_plugins.tasks.text_classification import TextClassification
@@ -61,7 +62,7 @@ def test_an_error_of_the_selection_is_logged_and_nothing_is_selected(run, cli, m
     large = run.parent / "large.csv"
     monkeypatch.setattr(Packing, "recommend", fail)
     found, said = predict(cli, run, large)
-    assert "warning: auto: selects nothing: no rule\n" in said
+    assert "warning: auto: selects nothing: no rule [nothing-selected]\n" in said
     assert len(found) == 600
     code, _, err = cli("predict", str(run), str(large), "plugins.auto.numerics=bitwise", "--with", "auto")
     assert code == 0, err
@@ -82,7 +83,7 @@ def test_a_selected_plugin_with_which_a_prediction_fails_is_left_out(run, cli, m
 
     monkeypatch.setattr(TextClassification, "predict", reads_no_rows)
     found, said = predict(cli, run, run.parent / "large.csv")
-    assert "warning: auto: leaves out packing: DistilBertForSequenceClassification: ValueError: packed rows\n" in said
+    assert_problem(said, "plugin-left-out packing DistilBertForSequenceClassification ValueError")
     assert len(found) == 600
 
 

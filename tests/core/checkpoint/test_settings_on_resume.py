@@ -126,6 +126,7 @@ ELSEWHERE = {
     "neftune": "needs token ids",
     "remote-output": "needs a server",
     "seq2seq": "a task: its options are declared as those of module are",
+    "step-graph": "needs CUDA",
     "tensor-parallel": "needs several processes",
     "text-classification": "a task: its options are declared as those of module are",
     "token-cache": "needs texts",

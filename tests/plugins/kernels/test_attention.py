@@ -45,7 +45,7 @@ def test_every_implementation_gives_the_same_loss_and_gradient(implementation):
 
 def test_blocked_leaves_torchs_dropout_and_long_sequences_to_torch(monkeypatch):
     query = torch.randn(1, 2, 8, 4, requires_grad=True)
-    monkeypatch.setattr(_fast_dropout.Attention, "apply", lambda *arguments: pytest.fail("computed here"))
+    monkeypatch.setattr(_fast_dropout.AttentionWithDropout, "apply", lambda *arguments: pytest.fail("computed here"))
     module = torch.nn.Module()
     assert _fast_dropout.attention(module, query, query, query, None, dropout=0.5, drops=False)[0].shape == (1, 8, 2, 4)
     monkeypatch.setattr(_fast_dropout, "LONGEST", 7)

@@ -85,7 +85,7 @@ def test_the_model_saved_is_fp32(tiny_run):
 
 @pytest.mark.skipif(this_machine().device != "cpu", reason="about machines without an accelerator")
 def test_a_dtype_that_the_device_lacks_is_refused_with_those_it_has():
-    with pytest.raises(PluginError, match=r"plugin 'amp' needs fp16, .*It has: fp32.* --without amp"):
+    with pytest.raises(PluginError, match=r"plugin 'amp' needs fp16, .*It has: fp32.*`--without amp`"):
         Trainer(
             nn.Linear(8, 3),
             tiny_data(),

@@ -188,9 +188,13 @@ def _teardown(run: Run) -> BaseException | None:
         try:
             call()
         except BaseException as error:  # Ctrl-C also ends only one plugin's teardown
-            failure = error if isinstance(error, KeyboardInterrupt | Stopped) else make_crash(plugin, "teardown", error)
-            text = str(failure) or f"plugin {plugin.name!r} was stopped in teardown by {type(error).__name__}."
-            log.error(Problem(text, code="plugin-crashed"))
+            is_meant = isinstance(error, FastloopError | KeyboardInterrupt | Stopped)
+            failure = error if is_meant else make_crash(plugin, "teardown", error)
+            if isinstance(failure, FastloopError):
+                log.error(failure.problem)
+            else:
+                text = str(failure) or f"plugin {plugin.name!r} was stopped in teardown by {type(error).__name__}."
+                log.error(Problem(text, code="plugin-crashed"))
             first = first or failure
     return first
 

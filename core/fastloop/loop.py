@@ -207,7 +207,8 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
             grad_norm = run.strategy.clip_gradients(run, max_norm)
     # run.gradient_norm() works until the optimizer steps
     run._clipped_at, run._gradient_norm = run.state.step, grad_norm
-    if _logs_gradient_norm(run):
+    is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
+    if is_log_point:
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
     run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     with region("optimizer"):
@@ -219,14 +220,10 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
 
 def count_update(run: Run, grad_norm: Tensor | None) -> None:
     """Count an update that repeated recorded operations; see ``Run.count_update``."""
-    if grad_norm is not None and _logs_gradient_norm(run):
+    is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
+    if is_log_point and grad_norm is not None:
         run.scalars.set_gradient_norm(grad_norm.clone(), run.is_main)
     run.updates += 1
-
-
-def _logs_gradient_norm(run: Run) -> bool:
-    """Whether the current step ends at a log point."""
-    return run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
 
 
 def evaluate(run: Run, split: str) -> None:

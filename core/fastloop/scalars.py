@@ -260,6 +260,7 @@ def _reduce(reduction: str, parts: Sequence[Partial]) -> float:
 
 def _largest(values: Sequence[float]) -> float:
     """The maximum; NaN if any value is NaN, and -infinity without values."""
-    if any(math.isnan(value) for value in values):
-        return math.nan
+    for value in values:
+        if math.isnan(value):
+            return math.nan
     return max(values, default=-math.inf)

@@ -245,7 +245,8 @@ class SelectedBuild:
             selector, _, _ = self.selected[name].partition(":")  # "auto: why"
             if model not in reason:
                 reason = f"{model}: {reason}"
-            log.warning(Problem(f"leaves out {name}: {reason}.", code="plugin-left-out", place=selector))
+            sentence = f"leaves out {name}: {reason.removesuffix('.')}."
+            log.warning(Problem(sentence, code="plugin-left-out", place=selector))
         return built.run
 
 

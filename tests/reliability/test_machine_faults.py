@@ -205,7 +205,7 @@ def test_slow_disk(record_property):
     assert record("plain") == record("async") == record("whole")
     warnings = [line for line in said().splitlines() if "speed-check: saves took" in line]
     assert len(warnings) == 2, warnings
-    assert "write in the background (--with async-save)" in warnings[0]
+    assert "write in the background (`--with async-save`)" in warnings[0]
     assert "--with async-save" not in warnings[1]
     record_property("faults", 2)
 

@@ -103,9 +103,10 @@ class RemoteOutput(Plugin):
         uploader.finish()
         if uploader.error is not None:
             raise SaveError(
-                f"{self.remote.url} is not complete: {type(uploader.error).__name__}: {uploader.error}. {run.folder} "
-                "is. Repeat the command with --resume to upload it.",
+                f"{self.remote.url} is not complete: {type(uploader.error).__name__}: {uploader.error}. The run folder "
+                f"{run.folder} is complete.",
                 code="save-failed",
+                remedy="Repeat the command with --resume to upload it.",
             )
 
     def try_remote(self, run: Run, function: Any) -> Any:

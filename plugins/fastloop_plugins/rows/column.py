@@ -31,10 +31,12 @@ CURRENT = local()
 class Store:
     """Blocks of values: in memory, or, if they are large, in a file without a name, which goes with its columns.
 
-    The file is in the folder of ``token-cache`` or that of temporary files.
+    The file is in the folder of ``token-cache`` or that of temporary files. A process that is forked reads the store of
+    its parent, and writes to a store of its own: both would append to one file.
     """
 
     def __init__(self) -> None:
+        self.process = os.getpid()
         self.folder = temporary_folder()
         self._size = 0
         self._held = bytearray()  # the whole content, as long as there is no file
@@ -99,7 +101,7 @@ def _read_at(file: IO[bytes], offset: int, size: int) -> bytes:
 def current_store() -> Store:
     """The store of this thread's columns: one file, however many columns there are."""
     store: Store | None = getattr(CURRENT, "store", lambda: None)()
-    if store is None:
+    if store is None or store.process != os.getpid():
         store = Store()
         CURRENT.store = ref(store)
     return store

@@ -73,6 +73,28 @@ def test_forked_processes_read_a_column_at_the_same_time(monkeypatch):
     assert [reader.exitcode for reader in readers] == [0, 0, 0, 0]
 
 
+def check_new_columns(seed: int) -> None:
+    for number in range(20):
+        values = [f"process {seed}, column {number}, row {row}" for row in range(300)]
+        assert list(Column(values)) == values
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks processes")
+def test_forked_processes_write_columns_of_their_own(monkeypatch):
+    """Beside a column of their parent, whose file they have inherited."""
+    monkeypatch.setattr(column, "IN_MEMORY", 100)
+    values = Column(f"row {number}" for number in range(5000))
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=check_new_columns, args=(seed,)) for seed in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0, 0, 0]
+    values.append_block(["last"])
+    assert list(values) == [*(f"row {number}" for number in range(5000)), "last"]
+
+
 def test_values_that_cannot_be_pickled_stay_as_they_are():
     value = (lambda: 1, "text")
     assert list(Column([value])) == [value]

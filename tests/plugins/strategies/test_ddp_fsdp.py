@@ -378,5 +378,5 @@ def test_nothing_is_said_that_the_user_need_not_know(ended):
     # the profiler of some releases of torch warns
     warnings = [line for line in said if not re.search("profiler|_warn_once|gpuGetDeviceCount", line)]
     assert warnings == 2 * [
-        "batch norm uses only the samples of its own process, so results depend on the number of processes"
+        "batch norm uses only the samples of its own process, so results depend on the number of processes."
     ]

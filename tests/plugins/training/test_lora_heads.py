@@ -112,7 +112,7 @@ def test_an_adapter_alone_does_not_lose_the_statistics_of_batch_norm(data, tmp_p
             )
         )
 
-    with expect_problem("unsupported-stage plugins.lora.merge", RecipeError):
+    with expect_problem("conflicting-values plugins.lora.merge", RecipeError):
         build_run()
     options["modules_to_save"] = ["classifier", "normalization"]
     execute(build_run())

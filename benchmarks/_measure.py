@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -98,6 +99,46 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     if status:
         sys.exit(f"error: {' '.join(arguments)} ended with status {status}")
     return {"wall": wall, "processor": used, "foreign_cores": foreign_cores(busy, used, wall)}
+
+
+def arms_parser(document: str | None, arms: Sequence[str], steps: int) -> argparse.ArgumentParser:
+    """The arguments of a script that trains a chat model by several arms, for ``run_arms``.
+
+    Args:
+        document: The docstring of the script.
+        steps: Steps of a training by default.
+    """
+    parser = argparse.ArgumentParser(description=(document or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="the folder of a chat model")
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds, each with its seed (default 3)")
+    parser.add_argument("--steps", type=int, default=steps, help=f"steps of a training (default {steps})")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
+    parser.add_argument("--arm", choices=arms, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def run_arms(
+    script: str, arms: Sequence[str], options: argparse.Namespace, describe: Callable[[Mapping[str, Any]], str]
+) -> list[dict[str, dict[str, Any]]]:
+    """Run each arm of each round in a fresh process of the script, which gets ``--arm`` and ``--seed``.
+
+    Args:
+        options: The arguments of ``arms_parser``.
+        describe: The figure to print of a result.
+
+    Returns:
+        For each round: the name of an arm -> its result, as ``spawn`` returns it.
+    """
+    results: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    for number, arm in rounds(arms, options.repeats):
+        command = ["-W", "ignore", script, "--arm", arm, "--model", options.model, "--steps", options.steps]
+        row = spawn([*command, "--seed", number], {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+        results[number][arm] = row
+        print(f"round {number + 1} {arm:32} {describe(row)}, {row['wall_seconds']:.0f} s", flush=True)
+    return results
 
 
 class Clock:

@@ -20,7 +20,6 @@ Protocol
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -34,16 +33,16 @@ from _measure import (
     RESULTS,
     ROOT,
     Clock,
+    arms_parser,
     caution,
     load,
     machine,
     memory,
     ratio,
-    rounds,
+    run_arms,
     show_machine,
     show_ratio,
     source,
-    spawn,
     table,
     write,
     write_section,
@@ -200,26 +199,12 @@ def summary(found: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, Any], str
 
 def main() -> None:
     """Run all arms and report, or run one arm in this process."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="the folder of a chat model")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds, each with its seed (default 3)")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a training (default 5)")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
-    )
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arms_parser(__doc__, ARMS, steps=5).parse_args()
     if options.arm:
         print(json.dumps(work(options.arm, options.model, options.steps, options.seed)))
         return
-    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
     started = time.perf_counter()
-    for number, arm in rounds(ARMS, options.repeats):
-        own = ["-W", "ignore", __file__, "--arm", arm, "--model", options.model, "--steps", options.steps]
-        row = spawn([*own, "--seed", number], {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-        found[number][arm] = row
-        print(f"round {number + 1} {arm:16} {row['seconds']:.2f} s a step, {row['wall_seconds']:.0f} s", flush=True)
+    found = run_arms(__file__, ARMS, options, lambda row: f"{row['seconds']:.2f} s a step")
     ratios, arms, compared = summary(found)
     facts, every = machine(*PACKAGES), [row for one in found for row in one.values()]
     results = {"machine": facts, "steps": options.steps, "load": load(every), "model": options.model.name}

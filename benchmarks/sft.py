@@ -1,7 +1,7 @@
 """Fine-tuning of a chat model by fastloop and by TRL: real tokens a second, the peak of memory, and the loss.
 
     pip install trl==1.16.0
-    python benchmarks/sft.py --model FOLDER                            # a chat model; half an hour on two quiet cores
+    python benchmarks/sft.py --model FOLDER                            # a chat model; 15 minutes on two quiet cores
     python benchmarks/sft.py --model FOLDER --steps 3 --repeats 1     # whether it runs
 
 The work: questions about functions of Python's standard library, answered by their documentation. The loss is that of
@@ -22,7 +22,6 @@ Protocol
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import json
@@ -38,16 +37,16 @@ from typing import Any
 
 from _measure import (
     RESULTS,
+    arms_parser,
     caution,
     load,
     machine,
     memory,
     ratio,
-    rounds,
+    run_arms,
     show_machine,
     show_ratio,
     source,
-    spawn,
     table,
     write,
     write_section,
@@ -382,26 +381,11 @@ def report(results: Results, model: str, steps: int, folder: Path) -> None:
 
 def main() -> None:
     """Run all arms and report, or run one arm in this process."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="the folder of a chat model")
-    parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds, each with its seed (default 3)")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a training (default 5)")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
-    )
-    parser.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arms_parser(__doc__, list(ARMS), steps=5).parse_args()
     if options.arm:
         print(json.dumps(train(options.arm, options.model, options.steps, options.seed)))
         return
-    results: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
-    for number, name in rounds(list(ARMS), options.repeats):
-        command = ["-W", "ignore", __file__, "--arm", name, "--model", options.model, "--steps", options.steps]
-        row = spawn([*command, "--seed", number], {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-        results[number][name] = row
-        speed, wall = row["tokens_per_second"], row["wall_seconds"]
-        print(f"round {number + 1} {name:36} {speed:.0f} tokens/s, {wall:.0f} s", flush=True)
+    results = run_arms(__file__, list(ARMS), options, lambda row: f"{row['tokens_per_second']:.0f} tokens/s")
     report(results, options.model.name, options.steps, options.results)
 
 

@@ -255,7 +255,9 @@ def _reduce(reduction: str, parts: Sequence[Partial]) -> float:
     if reduction == "max":
         return _largest([part.largest for part in parts])
     total = float(sum(part.total for part in parts))
-    return total if reduction == "sum" else total / sum(part.number for part in parts)
+    if reduction == "sum":
+        return total
+    return total / sum(part.number for part in parts)
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -171,7 +171,9 @@ class StudyResults:
     def _of_each(self, processes: list[ProcessResult], strategy: str, name: str | None = None) -> list[Trained]:
         if any(ended.code != 0 for ended in processes):
             pytest.fail(f"{self}: its two processes did not end well.\n{failure(processes)}", pytrace=False)
-        trainings = [ended.result if name is None else ended.result[name] for ended in processes]
+        trainings = [ended.result for ended in processes]
+        if name is not None:
+            trainings = [results[name] for results in trainings]
         for rank, training in enumerate(trainings):
             if not isinstance(training, Failed):
                 continue

@@ -132,9 +132,10 @@ class BatchKind:
 def with_tensors(inputs: Any, tensors: Sequence[Tensor]) -> Any:
     """The same nesting with other tensors, in the order of ``BatchKind.tensors``."""
     leaves, structure = tree_flatten(inputs)
-    others = iter(tensors)
-    replaced = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return tree_unflatten(replaced, structure)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for place, tensor in zip(places, tensors, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, structure)
 
 
 class LearningRates:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Batch, Device, Plugin, PluginError, Problem, hookimpl, option
@@ -177,14 +178,8 @@ class StepGraph(Plugin):
         start of its memory, and must not be compiled anew while a step is recorded.
         """
         losses: list[Tensor] = []
-
-        def step() -> None:
-            loss = run.accumulate_gradients(batches)
-            run.apply_gradients(loss)
-            losses.append(loss)
-
         with reading(batches, kind, [tensor.clone() for tensor in kind.tensors]):
-            self.recorder.compute(step)
+            self.recorder.compute(partial(update, run, batches, losses))
         self.counts["other_steps"] += 1
         return losses[0]
 
@@ -213,19 +208,13 @@ class StepGraph(Plugin):
             raise self.refusal(run, f"a hook of Python receives the gradient of {hooked!r}")
         inputs = [tensor.clone() for tensor in kind.tensors]
         losses: list[Tensor] = []
-
-        def step() -> None:
-            loss = run.accumulate_gradients(batches)
-            run.apply_gradients(loss)
-            losses.append(loss)
-
         states = host_random_states()
         self.rates.allow_recording()
         self.grad_norm = None
         run.is_recording = True
         try:
             with reading(batches, kind, inputs):
-                replay = self.recorder.record(step)
+                replay = self.recorder.record(partial(update, run, batches, losses))
         except Exception as error:
             first: BaseException = error
             while first.__context__ is not None:  # that of the end of the recording hides the reason
@@ -269,6 +258,13 @@ class StepGraph(Plugin):
     @hookimpl
     def teardown(self) -> None:
         self.steps.clear()
+
+
+def update(run: Run, batches: list[Batch], losses: list[Tensor]) -> None:
+    """Compute the gradients of a step and apply them. Adds the step's loss to ``losses``."""
+    loss = run.accumulate_gradients(batches)
+    run.apply_gradients(loss)
+    losses.append(loss)
 
 
 @contextmanager

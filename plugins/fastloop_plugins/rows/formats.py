@@ -78,7 +78,9 @@ def describe_formats() -> list[tuple[str, str, str, str, str]]:
     rows = []
     for suffix in (*READERS, CONLL):
         reader = reader_of(suffix)
-        compressions = "no" if suffix in COLUMN_FORMATS else ", ".join(f"`{codec}`" for codec in COMPRESSIONS)
+        compressions = ", ".join(f"`{codec}`" for codec in COMPRESSIONS)
+        if suffix in COLUMN_FORMATS:
+            compressions = "no"
         values = "text, numbers, lists" if reader.lists else "text"
         rows.append((f"`{suffix}`", reader.row, values, compressions, reader.group))
     return rows

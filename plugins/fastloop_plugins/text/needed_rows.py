@@ -8,7 +8,7 @@ samples depends on the tokens of all rows. Then only a run that checks a recipe 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,16 @@ class NeededSamples:
             return [self._all[index] for index in indices]
         places = self._places[list(indices)]
         missing = np.asarray(indices, np.int64)[places < 0]
-        others = iter(self._encode(missing) if len(missing) else ())
-        return [next(others) if place < 0 else self.encoded[place] for place in places.tolist()]
+        others: Iterator[dict[str, Any]] = iter(())
+        if len(missing):
+            others = iter(self._encode(missing))
+        samples = []
+        for place in places.tolist():
+            if place < 0:
+                samples.append(next(others))
+            else:
+                samples.append(self.encoded[place])
+        return samples
 
     def _encode(self, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
         """The samples of rows that were not tokenized before training."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from text_helpers import TINY, TINY_GPT, make_run, train_whole_and_cut
+from text_helpers import TINY, TINY_GPT, check_whole_and_cut, make_run, train_whole_and_cut
 from training_runs import execute
 
 from fastloop import Plugin, RecipeError
@@ -111,18 +111,13 @@ def test_a_run_resumes_evaluates_predicts_and_exports_a_checkpoint(cli):
     train = {"epochs": 3, "batch_size": 8, "lr": 0.01, "device": "cpu", "save_every": 2}
     Path("recipe.yaml").write_text(yaml.safe_dump({"model": model, "data": DATA, "train": train}))
     train_whole_and_cut(cli, "recipe.yaml", 4)
-    whole, cut = weights("whole"), weights("cut")
-    assert all(torch.equal(weight, cut[name]) for name, weight in whole.items())
-    code, _, err = cli("evaluate", "cut", "--split", "validation", "--json", "results.json")
-    assert code == 0, err
-    trained = json.loads(Path("whole/summary.json").read_text())["validation"]
-    assert json.loads(Path("results.json").read_text())["metrics"] == pytest.approx(trained, rel=1e-6)
+    check_whole_and_cut(cli)
     code, out, err = cli("predict", "cut", "one two", "plugins.causal-lm.max_new_tokens=4")
     assert code == 0, err
     assert out
     code, _, err = cli("export", "cut", "--checkpoint", "last", "--out", "exported")
     assert code == 0, err
-    exported = load_file("exported/model.safetensors")
+    exported, cut = load_file("exported/model.safetensors"), weights("cut")
     assert all(torch.equal(weight, cut[name]) for name, weight in exported.items())
 
 

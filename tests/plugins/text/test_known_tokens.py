@@ -15,7 +15,6 @@ from fastloop.runtime.files import write
 from fastloop_plugins import _mapped
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.rows.split_rows import hash_rows
-from fastloop_plugins.text import tokens
 from fastloop_plugins.text.known_tokens import CUT, HASHES, KnownTokens
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
@@ -49,20 +48,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     write(folder / "tokenizer_config.json", json.dumps(config | {"eos_token": "[SEP]"}))
     return str(folder)
-
-
-@pytest.fixture
-def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rows of each call that tokenizes."""
-    counts = list[int]()
-    encode = tokens._encode_rows
-
-    def counted(*arguments: Any) -> Any:
-        counts.append(len(arguments[-1]))
-        return encode(*arguments)
-
-    monkeypatch.setattr(tokens, "_encode_rows", counted)
-    return counts
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.token_cache import TokenCache
-from fastloop_plugins.text import needed_rows, split_encoder, tokens
+from fastloop_plugins.text import needed_rows, split_encoder
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.needed_rows import NeededSamples
 
@@ -103,20 +103,6 @@ def left_out(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of rows of each call that tokenizes."""
-    counts = list[int]()
-    encode = tokens._encode_rows
-
-    def counted(*arguments: Any) -> Any:
-        counts.append(len(arguments[-1]))
-        return encode(*arguments)
-
-    monkeypatch.setattr(tokens, "_encode_rows", counted)
-    return counts
-
-
-@pytest.fixture
 def run_of(tokenizer: str) -> Callable[..., Run]:
     """Builds a run of a kind of data."""
 
@@ -150,19 +136,19 @@ def tokenized(run: Run) -> set[int]:
 
 @pytest.mark.parametrize("cache", [False, True], ids=["in memory", "cached"])
 @pytest.mark.parametrize("kind", ROWS_ARE_SAMPLES)
-def test_a_run_of_few_steps_has_the_numbers_of_one_that_tokenizes_all_rows(kind, cache, train, left_out, encoded):
+def test_a_run_of_few_steps_has_the_numbers_of_one_that_tokenizes_all_rows(kind, cache, train, left_out, encoded_rows):
     def plugins(folder: str) -> list[Plugin]:
         return [TokenCache(folder=folder)] if cache else []
 
     whole, expected = train(kind, *plugins("all"), max_steps=3)
-    assert sum(encoded) == ROWS
-    encoded.clear()
+    assert sum(encoded_rows) == ROWS
+    encoded_rows.clear()
     left_out(100)
     run, losses = train(kind, *plugins("few"), max_steps=3)
     assert losses == expected
     rows = tokenized(run)
     assert 3 * BATCH <= len(rows) < ROWS / 2, "those of the steps, and of the fingerprint of the data"
-    assert sum(encoded) == len(rows) + HELD_OUT
+    assert sum(encoded_rows) == len(rows) + HELD_OUT
     assert run.state.metrics == whole.state.metrics
     assert run.loaders.fingerprints == whole.loaders.fingerprints
 
@@ -205,35 +191,35 @@ def test_a_checkpoint_of_a_short_run_resumes_in_a_longer_one(run_of, train, left
     [([], {"epochs": 1}), ([LengthBucketing()], {"max_steps": 2}), ([], {"max_steps": 30, "epochs": 2})],
     ids=["all steps", "an order by lengths", "more than an epoch"],
 )
-def test_a_run_that_may_read_every_row_tokenizes_all(plugins, schedule, run_of, left_out, encoded):
+def test_a_run_that_may_read_every_row_tokenizes_all(plugins, schedule, run_of, left_out, encoded_rows):
     left_out(1)
     run = run_of("labels", *plugins, **schedule)
     assert not isinstance(run.datasets["train"], NeededSamples)
-    assert sum(encoded) == ROWS
+    assert sum(encoded_rows) == ROWS
 
 
-def test_few_rows_that_are_left_out_are_tokenized(run_of, encoded):
+def test_few_rows_that_are_left_out_are_tokenized(run_of, encoded_rows):
     run_of("labels", max_steps=2)
-    assert sum(encoded) == ROWS
+    assert sum(encoded_rows) == ROWS
 
 
-def test_a_later_run_copies_the_rows_of_a_short_one(run_of, left_out, encoded):
+def test_a_later_run_copies_the_rows_of_a_short_one(run_of, left_out, encoded_rows):
     left_out(100)
     rows = tokenized(run_of("labels", TokenCache(folder="cache"), max_steps=2))
-    encoded.clear()
+    encoded_rows.clear()
     run_of("labels", TokenCache(folder="cache"), epochs=1)
-    assert sum(encoded) == ROWS - HELD_OUT - len(rows)
+    assert sum(encoded_rows) == ROWS - HELD_OUT - len(rows)
 
 
-def test_a_second_short_run_reads_no_text_unless_it_needs_other_rows(train, left_out, encoded, monkeypatch):
+def test_a_second_short_run_reads_no_text_unless_it_needs_other_rows(train, left_out, encoded_rows, monkeypatch):
     left_out(100)
     first, losses = train("labels", TokenCache(folder="cache"), max_steps=2)
-    encoded.clear()
+    encoded_rows.clear()
     with monkeypatch.context() as patch:
         patch.setattr(TextData, "load", lambda *_: pytest.fail("read again"))
         second, again = train("labels", TokenCache(folder="cache"), max_steps=2)
     assert again == losses
-    assert encoded == []
+    assert encoded_rows == []
     assert tokenized(second) == tokenized(first)
     assert second.loaders.fingerprints == first.loaders.fingerprints
     names = second.plugins.plugins[0].data.classes
@@ -260,11 +246,11 @@ def test_a_damaged_entry_of_a_short_run_is_made_again(harm, train, left_out):
 
 
 @pytest.mark.parametrize("kind", ["labels", "seq2seq", *OTHERS])
-def test_a_check_of_a_recipe_tokenizes_rows_for_its_batches_only(kind, run_of, left_out, encoded, caplog):
+def test_a_check_of_a_recipe_tokenizes_rows_for_its_batches_only(kind, run_of, left_out, encoded_rows, caplog):
     caplog.set_level(logging.INFO, "fastloop")
     left_out(10)
     run = run_of(kind, OnlyChecks(), max_steps=1, micro_batch_size=4)
-    assert sum(encoded) < ROWS / 2
+    assert sum(encoded_rows) < ROWS / 2
     assert len(run.datasets["train"]) >= BATCH
     assert sum("tokenized" in line for line in caplog.messages) == 2, "one line for each split"
     execute(run)
@@ -272,7 +258,7 @@ def test_a_check_of_a_recipe_tokenizes_rows_for_its_batches_only(kind, run_of, l
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_short_run_whose_samples_depend_on_all_tokens_tokenizes_all(kind, run_of, left_out, encoded):
+def test_a_short_run_whose_samples_depend_on_all_tokens_tokenizes_all(kind, run_of, left_out, encoded_rows):
     left_out(10)
     run_of(kind, max_steps=1)
-    assert sum(encoded) == ROWS
+    assert sum(encoded_rows) == ROWS

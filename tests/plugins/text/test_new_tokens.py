@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from new_token_runs import FILES, LLAMA, TASKS, model_of, pretrain, write_rows
-from text_helpers import make_run, train_whole_and_cut
+from text_helpers import check_whole_and_cut, make_run, train_whole_and_cut
 from training_runs import execute
 
 from fastloop import RecipeError
@@ -181,14 +181,7 @@ def test_a_run_with_new_tokens_resumes_evaluates_and_predicts(cli):
     train = {"epochs": 3, "batch_size": 8, "lr": 0.01, "device": "cpu", "save_every": 2}
     Path("recipe.yaml").write_text(yaml.safe_dump({"model": model, "data": data, "train": train}))
     train_whole_and_cut(cli, "recipe.yaml", 4)
-    from safetensors.torch import load_file
-
-    whole, cut = load_file("whole/model/model.safetensors"), load_file("cut/model/model.safetensors")
-    assert all(torch.equal(weight, cut[name]) for name, weight in whole.items())
-    code, _, err = cli("evaluate", "cut", "--split", "validation", "--json", "results.json")
-    assert code == 0, err
-    trained = json.loads(Path("whole/summary.json").read_text())["validation"]
-    assert json.loads(Path("results.json").read_text())["metrics"] == pytest.approx(trained, rel=1e-6)
+    check_whole_and_cut(cli)
     code, _, err = cli("predict", "cut", "one two", "plugins.causal-lm.max_new_tokens=4")
     assert code == 0, err
     code, _, err = cli("train", "recipe.yaml", "output=cut", "--resume", "model.tokens=[<other>]")

@@ -126,8 +126,11 @@ def build_recipe(result: Conversion) -> dict[str, Any]:
     for section, value in result.sections.items():
         if value and section != "output":
             recipe[section] = value
-    if result.plugins:
-        recipe["plugins"] = [{name: options} if options else name for name, options in result.plugins.items()]
+    plugins: list[Any] = []
+    for name, options in result.plugins.items():
+        plugins.append({name: options} if options else name)
+    if plugins:
+        recipe["plugins"] = plugins
     recipe["output"] = result.sections["output"]
     return recipe
 

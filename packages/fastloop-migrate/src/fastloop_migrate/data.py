@@ -63,6 +63,7 @@ def convert_chat_template(result: Conversion) -> None:
 def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> None:
     """The keys of TRL. ``TrainingArguments`` name no data."""
     name = result.take("dataset_name")
+    files = {} if name else script_files(result)
     if name:
         result.put("data.name", name)
         subset = result.take("dataset_config")
@@ -86,7 +87,7 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> N
         else:
             columns = "rows have prompt, chosen and rejected; with the prompt in both, set data.prompt: null"
         result.note("dataset_name", columns)
-    elif files := script_files(result):
+    elif files:
         result.put("data.files", files)
         if "label_column_name" not in given and "text_column_name" not in given:
             result.note("data", "set the columns: data.text and data.label, or those of another task")

@@ -2,6 +2,7 @@
 
 From a file to rows::
 
+    source                    # the option that names the source, and the function that returns it
     suffixes                  # the formats and the compressions of files, by suffix
     paths, contents           # the files that ``data.files`` names, and their true format
     options, limits           # ``data.read``, and the memory that a file may take

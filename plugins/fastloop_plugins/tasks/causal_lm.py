@@ -130,14 +130,14 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
 
     def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:
         from fastloop_plugins.text.chat.tokens import PLAIN, describe_special_tokens
-        from fastloop_plugins.text.tokens import read
+        from fastloop_plugins.text.tokens import Encoding, read
 
         if self.data.masked:
             splits = super().read_splits(run, first)
         else:
             self.data.skip_unreadable = run.settings.skip_unreadable
-            first_rows = self._first_rows(run)
-            splits = read(self.data, self.text_model, documents=True, first=first, first_rows=first_rows, **PLAIN)
+            encoding = Encoding(dict(PLAIN), documents=True)
+            splits = read(self.data, self.text_model, encoding, self._selection(run, first))
             self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
         logger.info("data: %s", describe_special_tokens(self.text_model.tokenizer, self.data.text_key))
         return splits

@@ -114,8 +114,8 @@ class TextClassification(ClassifierOptions, TextTask):
     def _encode_splits(self, run: Run, first: int | None) -> dict[str, Split]:
         from fastloop_plugins.text import tokens
 
-        arguments = self.encoding_arguments()
-        return tokens.read(self.data, self.text_model, first=first, needs=self._needs(run), **arguments)
+        encoding = tokens.Encoding(self.encoding_arguments())
+        return tokens.read(self.data, self.text_model, encoding, self._selection(run, first))
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> Sequences:

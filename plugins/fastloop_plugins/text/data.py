@@ -7,7 +7,6 @@ stay comparable.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ import numpy as np
 from fastloop import Problem, RecipeError
 from fastloop.errors import DataError
 from fastloop.options import parse
-from fastloop.recipe.references import check_reference, import_object
 from fastloop_plugins._cache import digest
 from fastloop_plugins._mapped import flatnonzero, zeros
 from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
@@ -30,6 +28,7 @@ from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_url
+from fastloop_plugins.rows.source import call_source, check_source
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.splits import DRAW, Limit, Splits, divide, hold_out_ends
 from fastloop_plugins.rows.suffixes import FORMATS, format_of, installed_formats
@@ -37,7 +36,7 @@ from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.rows.unreadable import UnreadableRows
 from fastloop_plugins.text.columns import check_texts, column_names, refuse_empty
 from fastloop_plugins.text.dropped_rows import drop_rows
-from fastloop_plugins.text.option_checks import check_label_options, check_source
+from fastloop_plugins.text.option_checks import check_label_options
 from fastloop_plugins.text.options import DataOptions, Files
 from fastloop_plugins.text.repeats import find_repeats
 from fastloop_plugins.text.sources import Source, find_sources, mix_sources, number_sources
@@ -49,6 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
+SOURCES = {"name": "name (a dataset)", "files": "files", "module": "module (a function)"}
+"""Option of ``data`` that names the source of the rows -> the option in messages."""
 NOTES = 8
 """Lines of the log about how files are read: a pattern may match thousands of them."""
 READER = 3
@@ -112,7 +113,7 @@ class TextData(StreamedData):
         if self.options.name is not None and self.options.files is not None:
             logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
             self.options.name = None
-        check_source(self)
+        check_source(self.options, SOURCES, recipe)
         if self.options.files is not None:
             files = vars(parse(Files, self.options.files, f"{self.where}.files"))
             given = {split: paths for split, paths in files.items() if paths is not None}
@@ -141,8 +142,6 @@ class TextData(StreamedData):
                 place=f"{self.where}.text",
                 remedy="Use another format.",
             )
-        if self.options.module is not None:
-            check_reference(self.options.module, recipe, "data.module")
         if self.options.name is not None:
             self._check_name(self.options.name)
             if self.options.streaming:
@@ -388,7 +387,7 @@ class TextData(StreamedData):
     def _read(self) -> dict[str, list[Table]]:
         """Split -> parts, from the configured source."""
         if self.options.module is not None:
-            return self._call(self.options.module)
+            return self._call()
         if self.shards is not None:
             return self.read_shards()
         if self.options.name is not None:
@@ -408,16 +407,8 @@ class TextData(StreamedData):
         layout = self.layout()
         return [layout.read(str(path)) for path in paths]
 
-    def _call(self, reference: str) -> dict[str, list[Table]]:
-        function = import_object(reference, self.recipe, "data.module")
-        arguments = self.options.arguments or {}
-        try:
-            inspect.signature(function).bind(**arguments)
-        except TypeError as error:
-            raise RecipeError(
-                f"{reference} cannot take them: {error}.", code="call-failed", place=f"{self.where}.arguments"
-            ) from None
-        result = function(**arguments)
+    def _call(self) -> dict[str, list[Table]]:
+        reference, result = self.options.module, call_source(self.options, self.recipe)
         if not isinstance(result, Mapping):
             raise RecipeError(
                 f"{reference} returned {type(result).__name__}, expected {{split: rows}}.",

@@ -1,4 +1,4 @@
-"""Checks of the options of ``data`` for labels and for the source of the rows."""
+"""Checks of the options of ``data`` for labels."""
 
 from __future__ import annotations
 
@@ -68,27 +68,4 @@ def check_label_options(data: TextData, labelled: bool) -> None:
             place=f"{data.where}.label",
             found=str(data.labels),
             expected="two columns of 0 and 1 or more",
-        )
-
-
-def check_source(data: TextData) -> None:
-    """Check that the options name one source of rows.
-
-    Raises:
-        RecipeError: They name none or several, or arguments for a function that is not there.
-    """
-    sources = [key for key in ("name", "files", "module") if getattr(data.options, key) is not None]
-    if len(sources) != 1:
-        found = " and ".join(sources) or "none"
-        raise RecipeError(
-            code="exclusive-options",
-            place=data.where,
-            found=str(found),
-            expected="one of: name (a dataset), files, module (a function)",
-        )
-    if data.options.arguments is not None and data.options.module is None:
-        raise RecipeError(
-            "they are for the function of data.module, which is not there.",
-            code="unknown-option",
-            place=f"{data.where}.arguments",
         )

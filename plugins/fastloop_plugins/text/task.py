@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.needed_rows import FirstRows, Needs
     from fastloop_plugins.text.samples import Sample
-    from fastloop_plugins.text.tokens import Split
+    from fastloop_plugins.text.tokens import Selection, Split
 
 
 PROBLEM_TYPES = {
@@ -350,13 +350,22 @@ class TextTask(Plugin):
             found = self.encode(tokenizer, rows, arguments["encoding"])
             return name_row_errors(found, lambda index, problem: refuse_row(self.data, rows[index], problem))
 
-        code = f"{type(self).__module__}.{type(self).__qualname__}:{self.encoding_version}"
-        encoding = self.encoding_arguments()
-        return tokens.read(
-            self.data, self.text_model, encoder=encode, first=first, sees_all=self.sees_all_rows,
-            needs=self._needs(run), first_rows=self._first_rows(run), is_narrow=self._has_narrow_ids,
-            encoding=encoding, code=code,
-        )  # fmt: skip
+        encoding = tokens.Encoding(
+            arguments={
+                "encoding": self.encoding_arguments(),
+                "code": f"{type(self).__module__}.{type(self).__qualname__}:{self.encoding_version}",
+            },
+            encoder=encode,
+            sees_all=self.sees_all_rows,
+            is_narrow=self._has_narrow_ids,
+        )
+        return tokens.read(self.data, self.text_model, encoding, self._selection(run, first))
+
+    def _selection(self, run: Run, first: int | None) -> Selection:
+        """The rows to tokenize before training."""
+        from fastloop_plugins.text.tokens import Selection
+
+        return Selection(first, self._needs(run), self._first_rows(run))
 
     def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
         """Set ``order`` and ``data.classes``, if ``auto_class`` has a head for classes. A checkpoint with the same

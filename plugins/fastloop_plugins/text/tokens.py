@@ -9,13 +9,12 @@ sections with files and a pretrained tokenizer have one: the result of a functio
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,35 +83,52 @@ class Split:
         return replace(self, ids=ids, lengths=lengths, labels=labels, needed=None)
 
 
-def read(
-    data: TextData,
-    model: TextModel,
-    documents: bool = False,
-    encoder: Encoder | None = None,
-    first: int | None = None,
-    sees_all: bool = False,
-    needs: Needs | None = None,
-    first_rows: FirstRows | None = None,
-    is_narrow: bool = True,
-    **arguments: Any,
-) -> dict[str, Split]:
+@dataclass(frozen=True)
+class Encoding:
+    """How rows become token ids.
+
+    Attributes:
+        arguments: Those of the tokenizer or of ``encoder``, JSON values. They are part of the name of cached ids.
+        documents: Skip empty texts, and give each text its special tokens; see ``text.special_tokens``.
+        encoder: Replaces ``encode``. Its result must depend only on its arguments.
+        sees_all: Whether ``encoder`` gets all rows at once. Else several processes share them.
+        is_narrow: Whether ids in the cache may take 2 bytes. They are read as int32; see ``NarrowIds``.
+    """
+
+    arguments: dict[str, Any]
+    documents: bool = False
+    encoder: Encoder | None = None
+    sees_all: bool = False
+    is_narrow: bool = True
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that a run tokenizes; by default, all.
+
+    Attributes:
+        first: Only this many rows of ``train``, with their texts, for `fastloop plan --samples`. A tokenizer is
+            trained on all.
+        needs: Some rows of large splits. These then have ``Split.needed``.
+        first_rows: The first rows of large splits.
+    """
+
+    first: int | None = None
+    needs: Needs | None = None
+    first_rows: FirstRows | None = None
+
+
+def read(data: TextData, model: TextModel, encoding: Encoding, selection: Selection | None = None) -> dict[str, Split]:
     """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.
 
     Args:
-        documents: Skip empty texts, and give each text its special tokens; see ``text.special_tokens``.
-        encoder: Replaces ``encode``. Its result must depend only on its arguments.
-        first: Tokenize only this many rows of ``train``, for `fastloop plan --samples`, and keep their texts. A
-            tokenizer is trained on all.
-        sees_all: Whether ``encoder`` gets all rows at once. Else several processes share them.
-        needs: The rows to tokenize; None: all. The result then may have ``Split.needed``.
-        first_rows: Use only the first rows of large splits.
-        is_narrow: Whether ids in the cache may take 2 bytes. They are read as int32; see ``NarrowIds``.
-        arguments: Arguments of the tokenizer.
+        selection: The rows to tokenize; None: all.
 
     Raises:
         RecipeError: The model, its tokenizer or the data are invalid.
     """
-    if first and data.stream is not None:
+    selection = selection or Selection()
+    if selection.first and data.stream is not None:
         raise RecipeError(
             "--samples reads rows in memory.",
             code="no-streaming",
@@ -122,94 +138,147 @@ def read(
     model.load_tokenizer(data.options.max_length)
     if data.inference is not None and data.options.label is not None:
         data.classes = model.class_names()
-    types = token_types(data.columns, model)
-    arguments |= types
-    if types and model.tokenizer is not None:
-        return_token_types(model.tokenizer)
-    # the hash does not cover such code
-    folder = None if model.options.trust_remote_code or first else _cache.use_token_folder()
-    how = json.dumps([documents, arguments], sort_keys=True)
-    known = model.fingerprint() if folder is not None and model.trained is None else ""
-    make_encoder = partial(SplitEncoder, sees_all=sees_all, folder=folder, is_narrow=is_narrow)
+    return SplitReader(data, model, encoding, selection).read()
 
-    @functools.cache
-    def encoders() -> dict[str, SplitEncoder]:
-        """The encoder of each split. Reads the data."""
-        splits = data.load()
-        fingerprint = known
+
+class SplitReader:
+    """Reads the splits of a ``data`` section. The text is read only if the cache has no entry for the section.
+
+    Args:
+        model: With its tokenizer loaded, or to be trained.
+        encoding: See ``read``.
+        selection: See ``read``.
+    """
+
+    def __init__(self, data: TextData, model: TextModel, encoding: Encoding, selection: Selection) -> None:
+        self.data, self.model, self.selection = data, model, selection
+        types = token_types(data.columns, model)
+        if types and model.tokenizer is not None:
+            return_token_types(model.tokenizer)
+        self.has_types = bool(types)
+        self.encoding = encoding = replace(encoding, arguments=encoding.arguments | types)
+        self.how = json.dumps([encoding.documents, encoding.arguments], sort_keys=True)
+        # the hash does not cover such code
+        is_cached = not model.options.trust_remote_code and not selection.first
+        self.folder = _cache.use_token_folder() if is_cached else None
+        self.tokenizer_hash = ""
+        if self.folder is not None and model.trained is None:
+            self.tokenizer_hash = model.fingerprint()
+
+    def read(self) -> dict[str, Split]:
+        """All splits, from entries of the cache or from the data."""
+        whole, part = self._entries()
+        for entry in (whole, part):
+            saved = None if entry is None else _read_entry(entry, self.data, self.has_types, lambda: self.encoders)
+            if saved is not None:
+                return saved
+        splits, keys = dict[str, Split](), dict[str, str]()
+        has_all = True
+        for name, encoder in self.encoders.items():
+            total = len(encoder.rows)
+            encoder = self._begin(encoder)
+            has_all = has_all and len(encoder.rows) == total
+            splits[name], keys[name] = self._encode(encoder)
+        entry = part if any(split.needed is not None for split in splits.values()) else whole
+        if entry is not None and has_all:
+            _write_entry(entry, self.data, splits, keys)
+        return splits
+
+    def _entries(self) -> tuple[Path | None, Path | None]:
+        """The entries of the section in the cache: with all rows, and with those of ``Selection.needs``. None: a
+        source of rows other than files, or a tokenizer to be trained, is not known before it is read."""
+        data, needs = self.data, self.selection.needs
+        if self.folder is None or self.model.trained is not None or not data.files or data.stream is not None:
+            return None, None
+        facts = ["data", str(ENCODING), __version__, self.tokenizer_hash, self.how, data.identity(self.folder)]
+        part = None if needs is None else self.folder / _cache.digest([*facts, needs.about])
+        return self.folder / _cache.digest(facts), part
+
+    @cached_property
+    def encoders(self) -> dict[str, SplitEncoder]:
+        """The encoder of each split. Reads the data, and trains a tokenizer that is to be trained."""
+        encoding, model, first = self.encoding, self.model, self.selection.first
+        splits = self.data.load()
         if model.trained is not None:
             texts = splits["train"].texts
-            model.finish_tokenizer(each_text(texts) if encoder is None else texts, bool(types))
-            fingerprint = "" if folder is None else model.fingerprint()
-        if first:
-            splits = {"train": splits["train"]}
-        family = f"{_cache.digest([str(ENCODING), fingerprint, how])[:20]}-"
-        encode_rows = partial(_encode_rows, model.tokenizer, encoder, documents, arguments)
-        made = {}
+            model.finish_tokenizer(each_text(texts) if encoding.encoder is None else texts, self.has_types)
+            self.tokenizer_hash = "" if self.folder is None else model.fingerprint()
+        family = f"{_cache.digest([str(ENCODING), self.tokenizer_hash, self.how])[:20]}-"
+        texts_of = partial(_text_rows, model, encoding.encoder)
+        encode_rows = partial(_encode_rows, model.tokenizer, encoding)
+        encoders = {}
         for name, rows in splits.items():
-            if documents:
+            if first and name != "train":
+                continue
+            if encoding.documents:
                 rows = rows.keep(flatnonzero(rows.characters > 0))
             if first:
                 rows = rows.keep(np.arange(min(first, len(rows))))
-            made[name] = make_encoder(name, rows, partial(_text_rows, model, encoder), encode_rows, family=family)
-        return made
+            encoders[name] = SplitEncoder(
+                name, rows, texts_of, encode_rows, encoding.sees_all, family, self.folder, encoding.is_narrow
+            )
+        return encoders
 
-    source = part = None
-    if folder is not None and model.trained is None and data.files and data.stream is None:
-        facts = ["data", str(ENCODING), __version__, known, how, data.identity(folder)]
-        source = folder / _cache.digest(facts)
-        saved = _read_entry(source, data, bool(types), encoders)
-        if saved is None and needs is not None:
-            part = folder / _cache.digest([*facts, needs.about])
-            saved = _read_entry(part, data, bool(types), encoders)
-        if saved is not None:
-            return saved
-    found, keys = dict[str, Split](), dict[str, str]()
-    has_all = True
-    for name, split in encoders().items():
-        total = len(split.rows)
-        if first_rows is not None and data.stream is None:
-            split = split.begin(first_rows)
-            has_all = has_all and len(split.rows) == total
-        ids = None if needs is None or data.stream is not None else needs.find(name, total)
+    def _begin(self, encoder: SplitEncoder) -> SplitEncoder:
+        """The first rows of a split, for a check of the recipe; else all of them."""
+        first_rows = self.selection.first_rows
+        if first_rows is None or self.data.stream is not None:
+            return encoder
+        return encoder.begin(first_rows)
+
+    def _encode(self, encoder: SplitEncoder) -> tuple[Split, str]:
+        """A split, and the name of the cache entry with its token ids."""
+        data, needs, name, rows = self.data, self.selection.needs, encoder.name, encoder.rows
+        ids = None if needs is None or data.stream is not None else needs.find(name, len(rows))
         needed = None
         if ids is None:
-            flat_ids = split.encode()
-            keys[name] = split.key()
+            token_ids, lengths = encoder.encode()
+            key = encoder.key()
         else:
-            flat_ids, needed = split.encode_needed(ids)
+            (token_ids, lengths), needed = encoder.encode_needed(ids)
             needed.announce(name)
-            keys[name] = split.key_of(needed.ids)
-            source = part
-        rows = split.rows
-        cut = split.facts.get("cut")
+            key = encoder.key_of(needed.ids)
+        self._report(encoder, token_ids, len(lengths))
+        kind = np.int64 if data.label_type == "class" else np.float32
+        split = Split(
+            token_ids,
+            lengths,
+            labels=None if rows.labels is None else convert(rows.labels, kind),
+            typed=self.has_types,
+            characters=encoder.characters(),
+            texts=encoder.texts(rows) if self.selection.first else (),
+            content=_cache.digest([self.how, encoder.content()]),
+            needed=needed,
+        )
+        return split, key
+
+    def _report(self, encoder: SplitEncoder, ids: NDArray[np.int32], rows: int) -> None:
+        """Warn about texts that are cut, and about characters that a trained tokenizer does not know.
+
+        Args:
+            ids: The token ids of the rows.
+            rows: Rows that are tokenized.
+        """
+        data, trained = self.data, self.model.trained
+        cut = encoder.facts.get("cut")
         if cut:
-            of = data.name_part(name)
-            problem = describe_cut(of, cut, len(flat_ids[1]), "texts", data.options.max_length)
+            part = data.name_part(encoder.name)
+            problem = describe_cut(part, cut, rows, "texts", data.options.max_length)
             data.messages.append(problem)
             logger.warning(problem)
-        if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
-            _warn_about_unknown(name, flat_ids[0], model.tokenizer.unk_token_id, data)
-        kind = np.int64 if data.label_type == "class" else np.float32
-        labels = None if rows.labels is None else convert(rows.labels, kind)
-        shown = split.texts(rows) if first else ()
-        content = _cache.digest([how, split.content()])
-        found[name] = Split(*flat_ids, labels, bool(types), split.characters(), shown, content, needed)
-    if source is not None and has_all:
-        _write_entry(source, data, found, keys)
-    return found
+        has_characters = trained is not None and trained.kind == "char"
+        if has_characters and self.encoding.encoder is None and not self.has_types:
+            _warn_about_unknown(encoder.name, ids, self.model.tokenizer.unk_token_id, data)
 
 
-def _encode_rows(
-    tokenizer: Any, encoder: Encoder | None, documents: bool, arguments: dict[str, Any], rows: Sequence[Any]
-) -> Iterator[tuple[list[int], bool]]:
-    """Yield the ids of some rows, and whether truncation shortened each. See ``read``."""
-    if encoder is not None:
-        for ids in encoder(tokenizer, rows, arguments):
+def _encode_rows(tokenizer: Any, encoding: Encoding, rows: Sequence[Any]) -> Iterator[tuple[list[int], bool]]:
+    """Yield the ids of some rows, and whether truncation shortened each."""
+    if encoding.encoder is not None:
+        for ids in encoding.encoder(tokenizer, rows, encoding.arguments):
             yield ids, False
         return
-    special = special_tokens(tokenizer) if documents else None
-    for ids, is_cut in encode_marked(tokenizer, rows, arguments):
+    special = special_tokens(tokenizer) if encoding.documents else None
+    for ids, is_cut in encode_marked(tokenizer, rows, encoding.arguments):
         yield ids if special is None else special.complete(ids), is_cut
 
 

@@ -15,6 +15,7 @@ from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
+from fastloop_plugins.rows.source import call_source, check_source
 from fastloop_plugins.rows.splits import Limit, Splits, divide
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ logger = logging.getLogger("fastloop")
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Suffixes of images: those of torchvision's ImageFolder, and ``.gif``."""
+SOURCES = {"images": "images (a folder)", "module": "module (a function that returns one)"}
+"""Option of ``data`` that names the source of the images -> the option in messages."""
 SPLITS = ("train", "validation", "test")
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's red, green and blue values from 0 to 1."""
@@ -175,8 +178,6 @@ class ImageData:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        from fastloop.recipe.references import check_reference
-
         self.recipe, self.where, self.inference = recipe, f"{recipe.where}: data", recipe.inference
         self.options = parse(ImageDataOptions, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
@@ -195,26 +196,9 @@ class ImageData:
                 )
         if self.inference is not None and self.inference.source is not None:
             return  # the images come from there
-        if (self.options.images is None) == (self.options.module is None):
-            found = "neither" if self.options.images is None else "both"
-            raise RecipeError(
-                code="exclusive-options",
-                place=self.where,
-                found=str(found),
-                expected="one of: images (a folder), module (a function that returns one)",
-            )
-        if self.options.arguments is not None and self.options.module is None:
-            raise RecipeError(
-                "they are for the function of data.module, which is not there.",
-                code="unknown-option",
-                place=f"{self.where}.arguments",
-            )
-        if self.options.module is not None:
-            check_reference(self.options.module, recipe, "data.module")
-        elif not recipe.find(str(self.options.images)).is_dir():
-            problem = (
-                "a file, expected a folder" if recipe.find(str(self.options.images)).is_file() else "no such folder"
-            )
+        check_source(self.options, SOURCES, recipe)
+        if self.options.images is not None and not recipe.find(self.options.images).is_dir():
+            problem = "a file, expected a folder" if recipe.find(self.options.images).is_file() else "no such folder"
             raise RecipeError(
                 f"{problem}.",
                 code="file-missing",
@@ -265,20 +249,7 @@ class ImageData:
     def _root(self) -> Path:
         if self.options.module is None:
             return self.recipe.find(str(self.options.images))
-        from fastloop.recipe.references import import_object
-
-        function, arguments = (
-            import_object(self.options.module, self.recipe, "data.module"),
-            self.options.arguments or {},
-        )
-        try:
-            result = function(**arguments)
-        except (TypeError, ImportError) as error:
-            raise RecipeError(
-                f"{self.options.module} was called with {arguments}: {error}.",
-                code="call-failed",
-                place=f"{self.where}.module",
-            ) from error
+        result = call_source(self.options, self.recipe)
         if not isinstance(result, str | Path) or not Path(result).is_dir():
             raise RecipeError(
                 f"{self.options.module} returned {result!r:.80}, expected an existing folder.",

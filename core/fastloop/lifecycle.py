@@ -31,7 +31,7 @@ from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
 from fastloop.plugins.manager import PluginSet, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
-from fastloop.problem import Problem
+from fastloop.problem import Problem, clause
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
@@ -411,7 +411,7 @@ def _export(run: Run) -> None:
             sync_folder(run.folder / "model")  # before the summary says that the run is complete
     except (OSError, SafetensorError) as error:
         raise SaveError(
-            f"{run.folder / 'model'} was not written: {error}.",
+            f"{run.folder / 'model'} was not written: {clause(error)}.",
             code="save-failed",
             remedy="Free disk space, then continue with --resume.",
         ) from error

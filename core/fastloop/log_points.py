@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fastloop.problem import Problem
+from fastloop.problem import Problem, typed_clause
 from fastloop.runtime.memory import memory_held
 from fastloop.scalars import CORE, LoggedValues
 
@@ -137,7 +137,7 @@ def log_after_error(run: Run) -> None:
     except Exception as error:
         log.warning(
             Problem(
-                f"the values of step {pending.step} are not logged: {type(error).__name__}: {error}.",
+                f"the values of step {pending.step} are not logged: {typed_clause(error)}.",
                 code="values-not-logged",
             )
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastloop.errors import ProcessesDisagree
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -174,7 +175,7 @@ def concatenate(values: list[Tensor], was_updated: bool) -> StateLayout:
         try:
             values[:] = [dim_zero_cat(values)]
         except (RuntimeError, TypeError) as error:
-            problem = str(error).splitlines()[0].rstrip(".")
+            problem = clause(error)
             return StateLayout("concatenated", was_updated, problem=problem)
     form = TensorForm(values[0].dtype, tuple(values[0].shape[1:]))
     return StateLayout("concatenated", was_updated, form, len(values[0]))

@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 from fastloop.errors import PluginError, RecipeError, did_you_mean
-from fastloop.problem import Problem
+from fastloop.problem import Problem, typed_clause
 
 if TYPE_CHECKING:  # pydantic is imported where it is used: `fastloop --help` needs none of it
     from pydantic import TypeAdapter, ValidationError
@@ -108,7 +108,7 @@ def check_options(cls: Any, label: str) -> None:
         adapter(cls)
     except Exception as error:
         raise PluginError(
-            f"{label} cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}",
+            f"{label} cannot be checked: {typed_clause(error)}.",
             code="invalid-declaration",
         ) from error
 

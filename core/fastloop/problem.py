@@ -28,6 +28,33 @@ IN_REMEDY = re.compile(rf"{UNQUOTED}|`(--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[
 """A part of a remedy that a user can type. Options and commands are between backquotes, and so may names be."""
 
 
+def clause(error: BaseException) -> str:
+    """The message of an error as a part of a sentence: its first line, without a full stop. An error without a message
+    is named by its class.
+
+    An example::
+
+        RecipeError(f"cannot be read: {clause(error)}.", code="file-unreadable", place=str(path))
+
+    A first line that ends with a colon is joined with the next one, as torch writes "Error(s) in loading state_dict for
+    Linear:" above the keys.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    message = lines[0]
+    if message.endswith(":") and len(lines) > 1:
+        message = f"{message} {lines[1]}"
+    return message.rstrip(" .:") or type(error).__name__
+
+
+def typed_clause(error: BaseException) -> str:
+    """The class of an error and its message as a part of a sentence: ``ValueError: no such device``. See ``clause``."""
+    name = type(error).__name__
+    message = clause(error)
+    return name if message == name else f"{name}: {message}"
+
+
 class Fields(TypedDict, total=False):
     """The fields of a ``Problem`` beside its text, as keyword arguments."""
 

@@ -25,7 +25,7 @@ from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, SaveError
 from fastloop.plugins.manager import PluginSet
-from fastloop.problem import Problem
+from fastloop.problem import Problem, clause
 from fastloop.recipe import Recipe
 from fastloop.runtime import device_copies
 from fastloop.runtime.clock import Clock
@@ -346,7 +346,9 @@ class Run:
                 json.dumps(row)
             except (TypeError, ValueError) as error:
                 raise PluginError(
-                    f"run.log_rows({name!r}): a row is no JSON: {error}.", code="not-json", remedy="Convert its values."
+                    f"run.log_rows({name!r}): a row is no JSON: {clause(error)}.",
+                    code="not-json",
+                    remedy="Convert its values.",
                 ) from None
         self.hooks.log_rows(run=self, name=name, rows=rows, step=self.state.step)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
+from fastloop.problem import clause
 from fastloop.runtime.platform_support import sync
 from fastloop_plugins._partial_entry import partial_entry, read_type
 
@@ -123,7 +124,7 @@ def private_cache(name: str) -> Path:
             )
         )
     except OSError as error:
-        logger.warning(Problem(f"{name} is not kept for later runs: {error}.", code="not-cached"))
+        logger.warning(Problem(f"{name} is not kept for later runs: {clause(error)}.", code="not-cached"))
     return Path(tempfile.mkdtemp(prefix=f"fastloop-{name}-"))
 
 
@@ -222,7 +223,9 @@ def read_arrays(entry: Path, facts: dict[str, int] | None = None) -> Flat | None
     except (OSError, ValueError, EOFError, AttributeError, TypeError, RecursionError) as error:
         logger.warning(
             Problem(
-                f"{entry} is damaged ({error}): its texts are tokenised again.", code="damaged-cache", place="tokens"
+                f"{entry} is damaged ({clause(error)}): its texts are tokenised again.",
+                code="damaged-cache",
+                place="tokens",
             )
         )
         shutil.rmtree(entry, ignore_errors=True)

@@ -30,6 +30,7 @@ from fastloop.evaluation_results import evaluating
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
 from fastloop.probing import remember
+from fastloop.problem import clause, typed_clause
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import hardware
@@ -168,7 +169,7 @@ class SelectedBuild:
             first = failures[0]
             if isinstance(first, StrategyRefusal):
                 return self._build_accepted(
-                    first, own_error or PluginError(first.reason, code="nothing-selected"), left_out
+                    first, own_error or PluginError(f"{first.reason}.", code="nothing-selected"), left_out
                 )
             left_out = left_out | {first.plugin: first.reason}
             run = self._new(left_out)
@@ -221,13 +222,13 @@ class SelectedBuild:
             failure = run.plugins.manager.take_failure(error)
             if failure is not None:
                 name = failure.plugin.name
-        first_line = str(error).partition("\n")[0]
+        message = clause(error)
         if any(plugin.name == name and self._is_selected(plugin) for plugin in run.plugins):
-            return SelectedFailure(name, first_line.removeprefix(f"{self.recipe.where}: plugins.{name}: "))
+            return SelectedFailure(name, message.removeprefix(f"{self.recipe.where}: plugins.{name}: "))
         strategy = run.plugins.strategy
         raised = name == strategy.name or method_that_raised(strategy, error) is not None
         if raised and isinstance(error, FastloopError) and not isinstance(error, PluginCrash):
-            return StrategyRefusal(first_line.removeprefix(f"{self.recipe.where}: "), self._writers(run))
+            return StrategyRefusal(message.removeprefix(f"{self.recipe.where}: "), self._writers(run))
         return None
 
     def _writers(self, run: Run) -> list[str]:
@@ -245,7 +246,7 @@ class SelectedBuild:
             selector, _, _ = self.selected[name].partition(":")  # "auto: why"
             if model not in reason:
                 reason = f"{model}: {reason}"
-            sentence = f"leaves out {name}: {reason.removesuffix('.')}."
+            sentence = f"leaves out {name}: {reason}."
             log.warning(Problem(sentence, code="plugin-left-out", place=selector))
         return built.run
 
@@ -345,8 +346,7 @@ def _explain_trial(run: Run, error: Exception) -> str | None:
         return None
     if failure is not None and failure.plugin.slot != "task" and failure.plugin.name not in run.recipe.selected:
         return None
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}"
+    return typed_clause(error)
 
 
 def _samples(run: Run, loader: Loader) -> list[Any] | None:

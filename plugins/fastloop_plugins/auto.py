@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from fastloop import Plugin, PluginError, Problem, Recommendation, hookimpl, option
 from fastloop.plugins.plugin import Numerics
+from fastloop.problem import typed_clause
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -166,7 +167,7 @@ class PluginSelection:
         except Exception as error:
             logger.warning(
                 Problem(
-                    f"leaves out {cls.name} of {package}: its rule failed: {type(error).__name__}: {error}.",
+                    f"leaves out {cls.name} of {package}: its rule failed: {typed_clause(error)}.",
                     code="rule-failed",
                     place="auto",
                 )

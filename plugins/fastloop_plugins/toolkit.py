@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastloop.cli.numerics import switch_dropout_off
     from fastloop.errors import did_you_mean
     from fastloop.metric_modes import metric_modes
+    from fastloop.problem import clause, typed_clause
     from fastloop.recipe.references import import_object
     from fastloop.runtime.platform_support import cores, processors
     from fastloop_plugins._cache import private_cache
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 PLACES = {
     "BERT_LIKE": "fastloop_plugins.models.wrapped",
     "ForeignLoad": "fastloop_plugins._foreign_load",
+    "clause": "fastloop.problem",
     "computing_dtype": "fastloop_plugins.data._varlen",
     "cores": "fastloop.runtime.platform_support",
     "did_you_mean": "fastloop.errors",
@@ -38,12 +40,14 @@ PLACES = {
     "require_trait": "fastloop_plugins._task_traits",
     "switch_dropout_off": "fastloop.cli.numerics",
     "transformers_model": "fastloop_plugins.models.wrapped",
+    "typed_clause": "fastloop.problem",
 }
 """Public name -> its module, which is imported at the first use."""
 
 __all__ = [
     "BERT_LIKE",
     "ForeignLoad",
+    "clause",
     "computing_dtype",
     "cores",
     "did_you_mean",
@@ -58,6 +62,7 @@ __all__ = [
     "require_trait",
     "switch_dropout_off",
     "transformers_model",
+    "typed_clause",
 ]
 
 

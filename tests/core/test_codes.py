@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fastloop import errors
+from fastloop import Problem, errors
 
 ROOT = Path(__file__).parents[2]
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
@@ -17,14 +18,20 @@ LOGS = {"log", "logger", "self.log"}
 FOLDERS = [ROOT / "core", ROOT / "plugins", *(ROOT / "packages").glob("*/src")]
 
 
-@pytest.fixture
-def codes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The codes of the sources."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    from _codes import messages
+@pytest.fixture(scope="module")
+def problems() -> Iterator[list[Problem]]:
+    """The errors and warnings of the sources. Values that are known in a run are names in braces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        from _codes import messages
 
-    yield [message.problem.code for message in messages()]
-    del sys.modules["_codes"]
+        yield [message.problem for message in messages()]
+        del sys.modules["_codes"]
+
+
+@pytest.fixture
+def codes(problems: list[Problem]) -> list[str]:
+    return [problem.code for problem in problems]
 
 
 def test_every_error_has_a_code():
@@ -61,3 +68,16 @@ def test_codes_are_lower_case_with_hyphens(codes):
 def test_the_page_shows_every_code(codes):
     shown = re.findall(r"(?m)^- `([a-z-]+)`$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
     assert shown == sorted(set(codes))
+
+
+def test_sentences_end_once(problems):
+    """A text has a full stop before another field, and no message has two of them."""
+    wrong = []
+    for problem in problems:
+        followed = problem.found or problem.expected or problem.remedy or problem.command
+        if followed and problem.text.strip() and problem.text.strip()[-1] not in ".?!}:":
+            wrong.append(problem)
+        has_two_stops = re.search(r"(?<!\.)\.\.(?![./\w])", str(problem)) is not None
+        if has_two_stops or problem.found.endswith(".") or problem.expected.endswith("."):
+            wrong.append(problem)
+    assert wrong == []

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from fastloop.checkpoint.lock import Lock
 from fastloop.distributed import ranks
 from fastloop.errors import RecipeError
+from fastloop.problem import clause
 from fastloop.recipe import anchored, secrets
 from fastloop.runtime import files, platform_support
 
@@ -80,7 +81,9 @@ def make(run: Run) -> None:
         _write_recipe(run)
     except OSError as error:
         raise RecipeError(
-            f"{run.folder} cannot be written: {error}.", code="folder-not-writable", place=f"{run.recipe.where}: output"
+            f"{run.folder} cannot be written: {clause(error)}.",
+            code="folder-not-writable",
+            place=f"{run.recipe.where}: output",
         ) from error
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import SaveError
 from fastloop.metric_modes import metric_modes
+from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop.runtime.memory import peak_memory
@@ -97,4 +98,4 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
         text = json.dumps(secrets.hidden(summary), indent=2, default=repr)
         files.write(path, text + "\n", hidden=True)
     except OSError as error:
-        raise SaveError(f"{path} cannot be written: {error}.", code="save-failed") from error
+        raise SaveError(f"{path} cannot be written: {clause(error)}.", code="save-failed") from error

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
+from fastloop.problem import clause
 from fastloop.runtime.files import apply_umask, read_again, sync_folder
 from fastloop.runtime.platform_support import sync
 from fastloop.runtime.step_folders import checkpoints, leftovers, step_of
@@ -229,12 +230,14 @@ def verify(folder: Path, wait: bool = False) -> str | None:
             problem = read_again(partial(_compare, folder))
     except OSError as error:
         if error.errno != errno.ESTALE:
-            return f"{MANIFEST} cannot be read: {error}"
+            return f"{MANIFEST} cannot be read: {clause(error)}"
         advice = (
             "The checkpoint may be complete: try again when the file system responds, or resume from another "
             "one (--resume PATH)."
         )
-        raise CheckpointError(f"{folder} cannot be read: {error}.", code="damaged-checkpoint", remedy=advice) from error
+        raise CheckpointError(
+            f"{folder} cannot be read: {clause(error)}.", code="damaged-checkpoint", remedy=advice
+        ) from error
     return problem
 
 
@@ -259,7 +262,7 @@ def _compare(folder: Path) -> str | None:
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
+        return f"{MANIFEST} cannot be read: {clause(error)}"
     return None
 
 
@@ -326,7 +329,9 @@ def read(
                 part[name.removeprefix("model.")] = tensor
         return model, unpack(json.loads(read_again((folder / "state.json").read_text)), tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read: {error}.", code="damaged-checkpoint", place=str(folder)) from None
+        raise CheckpointError(
+            f"cannot be read: {clause(error)}.", code="damaged-checkpoint", place=str(folder)
+        ) from None
 
 
 def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None], group: Any) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from fastloop.checks.read_only import ReadOnlyChecks
 from fastloop.errors import PluginError
 from fastloop.plugins.hook_replacement import replace
 from fastloop.plugins.plugin import Plugin, hookimpl
-from fastloop.problem import Problem
+from fastloop.problem import Problem, clause
 from fastloop.state import Batch, Output
 
 if TYPE_CHECKING:
@@ -352,7 +352,8 @@ def _check_json(where: str, summary: Mapping[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise PluginError(
-                f"{where} set {key!r} to a {type(value).__name__}, expected a JSON value: {error}.", code="not-json"
+                f"{where} set {key!r} to a {type(value).__name__}, expected a JSON value: {clause(error)}.",
+                code="not-json",
             ) from None
 
 

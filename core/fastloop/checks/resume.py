@@ -26,7 +26,7 @@ from fastloop.checkpoint.build_record import (
 from fastloop.checkpoint.resume import refuse_errors
 from fastloop.errors import CheckpointError
 from fastloop.plugins.plugin import hookimpl
-from fastloop.problem import Problem
+from fastloop.problem import Problem, clause
 from fastloop.recipe import Train, secrets
 from fastloop.runtime.files import read_again
 
@@ -86,7 +86,7 @@ def read_state(path: Path) -> Any:
     try:
         return json.loads(read_again((path / "state.json").read_text))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read: {error}.", code="damaged-checkpoint", place=str(path)) from None
+        raise CheckpointError(f"cannot be read: {clause(error)}.", code="damaged-checkpoint", place=str(path)) from None
 
 
 def refusal(path: Path, difference: ChangedSetting) -> CheckpointError:

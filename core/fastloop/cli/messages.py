@@ -16,7 +16,7 @@ from typing import Literal, NoReturn
 from fastloop.distributed import ranks, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
 from fastloop.plugins.packages import DISTRIBUTION
-from fastloop.problem import Problem
+from fastloop.problem import Problem, clause
 from fastloop.recipe import secrets
 
 SUBJECT = re.compile(
@@ -132,8 +132,8 @@ def unreadable_package() -> str | None:
         except (TypeError, ValueError) as error:
             folder = getattr(distribution, "_path", "?")
             return (
-                f"{folder}: the metadata of this package cannot be read: {error}. Install the package again, or "
-                "remove this folder."
+                f"{folder}: the metadata of this package cannot be read: {clause(error)}. Install the package again, "
+                "or remove this folder."
             )
     return None
 

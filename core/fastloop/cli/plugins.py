@@ -18,6 +18,7 @@ import typer
 
 from fastloop.plugins.installed import GROUP, name_and_version
 from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, When
+from fastloop.problem import clause
 from fastloop.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def listing(name: str, point: EntryPoint) -> ListedPlugin:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError) as error:
-        return dataclasses.replace(row, summary=f"cannot be read: {path.name}: {error}")
+        return dataclasses.replace(row, summary=f"cannot be read: {path.name}: {clause(error)}")
     summary = (ast.get_docstring(tree) or "").partition("\n")[0]
     facts = _class_facts(tree, cls)
     return dataclasses.replace(row, summary=summary, slot=facts.get("slot"), numerics=facts.get("numerics"))

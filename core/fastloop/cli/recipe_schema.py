@@ -15,6 +15,7 @@ from fastloop.options import adapter
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, is_own, load, name_and_version
 from fastloop.plugins.plugin import Plugin
+from fastloop.problem import typed_clause
 from fastloop.recipe import Train
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -53,7 +54,7 @@ def recipe_schema(every: bool = False, others: bool = True) -> tuple[dict[str, A
             for section, keys in cls.sections.items():
                 sections[section].setdefault(keys, []).append(name)
         except Exception as error:
-            problems.append(f"{name} is left out: {type(error).__name__}: {error}")
+            problems.append(f"{name} is left out: {typed_clause(error)}")
             continue
         descriptions[name] = summary(cls)
         if cls.slot == "task" and not cls.sections:

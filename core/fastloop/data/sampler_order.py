@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampl
 from fastloop.data.streams import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
 from fastloop.plugins.plugin import hookimpl
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -151,7 +152,7 @@ class SamplerOrder(Sampler[int]):
         except Exception as error:
             raise UsageError(
                 f"{self.where} cannot be copied, so a run could not resume in its order: {type(error).__name__}: "
-                f"{error}. It must not hold open files or locks.",
+                f"{clause(error)}. It must not hold open files or locks.",
                 code="not-copyable",
             ) from error
 

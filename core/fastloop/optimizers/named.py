@@ -10,6 +10,7 @@ import torch
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.plugins.plugin import hookimpl
+from fastloop.problem import clause
 from fastloop.recipe.references import import_object
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
     try:
         optimizer = optimizer_function(run.recipe)(parameters, **arguments)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"{where} was called with {arguments}: {error}.", code="call-failed") from error
+        raise RecipeError(f"{where} was called with {arguments}: {clause(error)}.", code="call-failed") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecipeError(
             f"{where} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.", code="wrong-result"

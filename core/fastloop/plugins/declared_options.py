@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import hookspecs
 from fastloop.errors import PluginError
 from fastloop.options import adapter
+from fastloop.problem import clause, typed_clause
 
 if TYPE_CHECKING:
     from fastloop.plugins.plugin import Plugin
@@ -151,13 +152,12 @@ def check_declared(cls: type[Plugin], label: str) -> None:
         adapter(options_of(cls))
     except NameError as error:
         raise PluginError(
-            f"its options cannot be checked: {error}.",
+            f"its options cannot be checked: {clause(error)}.",
             code="invalid-declaration",
             place=label,
             remedy="Import it outside of TYPE_CHECKING: values are checked by the types of the options.",
         ) from error
     except Exception as error:
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise PluginError(
-            f"its options cannot be checked: {problem}", code="invalid-declaration", place=label
+            f"its options cannot be checked: {typed_clause(error)}.", code="invalid-declaration", place=label
         ) from error

@@ -24,6 +24,7 @@ from fastloop.plugins.manager import PluginSet, origin
 from fastloop.plugins.order import order
 from fastloop.plugins.packages import PLUGINS, suggest_plugin
 from fastloop.plugins.plugin import Plugin, listed_at
+from fastloop.problem import typed_clause
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
@@ -195,9 +196,10 @@ def make(recipe: Recipe, name: str) -> Plugin:
     except FastloopError:
         raise
     except (Exception, SystemExit) as error:
-        problem = f"cannot be created: {type(error).__name__}: {error}"
         raise PluginError(
-            f"{cls.__qualname__} ({origin(cls)}) {problem}", code="invalid-plugin", place=recipe.place(name)
+            f"{cls.__qualname__} ({origin(cls)}) cannot be created: {typed_clause(error)}.",
+            code="invalid-plugin",
+            place=recipe.place(name),
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastloop import no_code
 from fastloop.errors import RecipeError
+from fastloop.problem import typed_clause
 from fastloop.recipe import Recipe
 
 PREFIX = "fastloop_file_"
@@ -41,7 +42,7 @@ def import_code(label: str, load: Callable[[Any], ModuleType], home: Any, recipe
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f" ({last.filename}, line {last.lineno})" if "importlib" not in last.filename else ""
         raise RecipeError(
-            f"{label} cannot be imported: {type(error).__name__}: {error}{place}.",
+            f"{label} cannot be imported: {typed_clause(error)}{place}.",
             code="import-failed",
             place=f"{recipe.where}: {key}",
         ) from error

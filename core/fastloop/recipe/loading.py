@@ -19,6 +19,7 @@ from fastloop import no_code
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import parse
 from fastloop.plugins.installed import defaults, find_entry_point
+from fastloop.problem import clause
 from fastloop.recipe import safe_yaml, secrets
 from fastloop.recipe.overrides import apply_overrides
 from fastloop.recipe.paths import anchored, check_path, find_recipe
@@ -139,7 +140,7 @@ def _read(path: Path, seen: list[Path], references: dict[str, str]) -> dict[str,
     try:
         tree = safe_yaml.load(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
+        raise RecipeError(f"cannot be read: {clause(error)}.", code="file-unreadable", place=str(path)) from None
     if not isinstance(tree, dict) or not tree:
         raise RecipeError(
             code="wrong-type", place=str(path), expected=f"a mapping with the sections {', '.join(SECTIONS)}"

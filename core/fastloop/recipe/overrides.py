@@ -10,6 +10,7 @@ from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.plugins.installed import defaults
+from fastloop.problem import clause
 from fastloop.recipe import interpolation, safe_yaml, secrets
 from fastloop.recipe.plugin_references import plugins_by_name
 from fastloop.recipe.recipe import SECTIONS
@@ -76,7 +77,7 @@ def apply_overrides(
             remedy="Set it.",
         ) from None
     except (OmegaConfBaseException, RecursionError) as error:
-        raise RecipeError(f"{str(error).splitlines()[0]}.", code="invalid-recipe", place=where) from None
+        raise RecipeError(f"{clause(error)}.", code="invalid-recipe", place=where) from None
     resolved["plugins"] = plugins_by_name(resolved.get("plugins"), where, None, {})
     return resolved
 
@@ -152,5 +153,5 @@ def _merge_override(config: Any, override: Override, where: str) -> Any:
         return OmegaConf.merge(config, change)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(
-            f"cannot be applied to {where}: {str(error).splitlines()[0]}.", code="override-failed", place=override.text
+            f"cannot be applied to {where}: {clause(error)}.", code="override-failed", place=override.text
         ) from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
+from fastloop.problem import clause
 
 
 def check_path(text: str, source: Path | None) -> Path:
@@ -24,7 +25,7 @@ def check_path(text: str, source: Path | None) -> Path:
         path = Path(text).expanduser()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        why = getattr(error, "strerror", None) or clause(error)
         raise RecipeError(
             f"{text[:100]!r} cannot be a path: {why}.", code="wrong-path", place=str(source or "recipe")
         ) from None

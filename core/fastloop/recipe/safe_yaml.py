@@ -18,6 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     import yaml
@@ -81,7 +82,7 @@ def load(text: str, where: str, *, in_shell: bool = False) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = _place(where, mark.line, in_shell) if mark else where
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        problem = getattr(error, "problem", None) or clause(error)
         raise RecipeError(f"not valid YAML: {problem}.", code="invalid-yaml", place=place) from None
 
 

@@ -43,6 +43,7 @@ from fastloop.options import parse
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, load
 from fastloop.plugins.plugin import Numerics, listed_at
+from fastloop.problem import clause, typed_clause
 from fastloop.runtime.platform_support import KILL
 from fastloop.testing.differences import few, unequal
 from fastloop.testing.promises import (
@@ -155,7 +156,7 @@ class Conformance:
                 parse(declared, options, where)
             except RecipeError as error:
                 self.broken(
-                    f"a valid default of its option {row.name!r}", f"{error}", "Give it one that the option takes"
+                    f"a valid default of its option {row.name!r}", clause(error), "Give it one that the option takes"
                 )
             self._refuses(
                 {**self.options, field.name: object()},
@@ -172,13 +173,13 @@ class Conformance:
             if path not in str(error):
                 self.broken(
                     f"to refuse {what} by its path, {path}",
-                    f"{error}",
+                    clause(error),
                     "Let `super().__init__(**options)` check options, and pass its errors on",
                 )
         except Exception as error:
             self.broken(
                 f"to refuse {what}",
-                f"{type(error).__name__}: {error}",
+                typed_clause(error),
                 "Call `super().__init__(**options)` before anything else",
             )
         else:

@@ -31,6 +31,7 @@ import pytest
 from fastloop.cli import launch
 from fastloop.errors import UsageError
 from fastloop.plugins.installed import installed, is_own
+from fastloop.problem import clause
 from fastloop.runtime.platform_support import KILL
 from fastloop.runtime.tracebacks import user_line
 
@@ -108,7 +109,7 @@ def start(
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
-            f"{name} and its arguments cannot be sent to a process: {error}.",
+            f"{name} and its arguments cannot be sent to a process: {clause(error)}.",
             code="not-picklable",
             remedy="Define the function at the top level of a module, and pass arguments that pickle can write.",
         ) from error
@@ -210,7 +211,7 @@ def _work(
         report.with_suffix(".result").write_bytes(pickle.dumps(result))
     except Exception as error:
         raise UsageError(
-            f"{function.__qualname__} returned a {type(result).__name__} that pickle cannot write: {error}.",
+            f"{function.__qualname__} returned a {type(result).__name__} that pickle cannot write: {clause(error)}.",
             code="not-picklable",
         ) from error
     if torch.distributed.is_initialized():

@@ -15,6 +15,7 @@ from fastloop.errors import PluginError
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import check_requirements, resolve
+from fastloop.problem import clause
 from fastloop.testing.runs import TRAININGS, Failed, Study, Trained, alone, dies, resumed_together, together, without
 from fastloop.testing.starting import ProcessResult, failure, start
 from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
@@ -135,7 +136,7 @@ class StudyResults:
         except PluginError as error:
             if strategy is None:
                 raise
-            return f"declared: {error}"
+            return f"declared: {clause(error)}"
         assert resolved.plugins.manager is not None  # all its hooks exist
         try:
             check_requirements(resolved)

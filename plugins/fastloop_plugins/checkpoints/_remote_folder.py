@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from fastloop import Problem, checkpoint
 from fastloop.errors import CheckpointError
+from fastloop.problem import typed_clause
 from fastloop.runtime import files
 from fastloop.runtime.platform_support import sync
 
@@ -137,7 +138,7 @@ class RemoteFolder:
             for name in listed:
                 self.get(f"{folder}/{name}", aside / name)
         except (FileNotFoundError, KeyError, TypeError) as error:
-            return f"{type(error).__name__}: {error}"
+            return typed_clause(error)
         (aside / checkpoint.MANIFEST).write_bytes(manifest)
         if (problem := checkpoint.verify(aside)) is not None:
             shutil.rmtree(aside)

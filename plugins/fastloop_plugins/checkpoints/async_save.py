@@ -22,6 +22,7 @@ import psutil
 
 from fastloop import Plugin, Problem, Recommendation, hookimpl
 from fastloop.errors import SaveError
+from fastloop.problem import clause
 from fastloop_plugins._listed_strategy import gathers_weights
 
 if TYPE_CHECKING:
@@ -77,7 +78,9 @@ class AsyncSave(Plugin):
         except MemoryError as error:
             if not self.is_too_large:
                 self.log.warning(
-                    Problem(f"{error}: checkpoints are written before training continues.", code="out-of-memory")
+                    Problem(
+                        f"{clause(error)}: checkpoints are written before training continues.", code="out-of-memory"
+                    )
                 )
             self.is_too_large = True
             return None

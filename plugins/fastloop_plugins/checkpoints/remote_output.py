@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Package, Plugin, PluginError, UsageError, When, hookimpl, option
 from fastloop.errors import SaveError
+from fastloop.problem import clause, typed_clause
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -57,7 +58,7 @@ class RemoteOutput(Plugin):
                 f"{self.url.rstrip('/')}/{self.folder or Path(recipe.output).absolute().name}"
             )
         except (ImportError, ValueError) as error:
-            problem = f"{error}. Expected a URL such as s3://bucket/runs, and an installed package for it."
+            problem = f"{clause(error)}. Expected a URL such as s3://bucket/runs, and an installed package for it."
             raise PluginError(f"{self.where}.url: found {self.url!r}: {problem}", code="wrong-url") from None
 
     @hookimpl
@@ -121,7 +122,7 @@ class RemoteOutput(Plugin):
             try:
                 result = function()
             except Exception as error:  # each package of fsspec raises errors of its own
-                problem = f"{self.where}.url: {self.remote.url} cannot be read: {type(error).__name__}: {error}."
+                problem = f"{self.where}.url: {self.remote.url} cannot be read: {typed_clause(error)}."
         result, problem = run.processes.all_gather_object((result, problem))[0]
         if problem is not None:
             raise UsageError(

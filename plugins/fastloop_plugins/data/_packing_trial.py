@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
 from fastloop.probing import probing
+from fastloop.problem import typed_clause
 from fastloop_plugins.data.packing import FLASH
 from fastloop_plugins.text.masks import compute as forward
 from fastloop_plugins.text.masks import split
@@ -64,7 +65,7 @@ def try_packing(
     except Exception as error:  # whatever a model or a task that knows no rows may raise
         if isinstance(error, IndexError) and "label" in dataset[0]:  # the model gets only the first token of each text
             return TrialResult(refusal="it does not classify by the first token")
-        return TrialResult(refusal=f"{type(error).__name__}: {error}")
+        return TrialResult(refusal=typed_clause(error))
     if first_position is not None:
         return TrialResult(first_position)
     refusal = "its results change when sequences are packed in one row"

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from fastloop.data.datasets import Filler, MapReader, MicroBatchSamples
 from fastloop.errors import DataError
+from fastloop.problem import typed_clause
 
 FILLER_ATTEMPTS = 100
 """Samples to try as a filler if no sample of a micro-batch can be read."""
@@ -25,7 +26,7 @@ class SkippingReader(MapReader):
             try:
                 (sample,) = self.read([index])
             except Exception as error:
-                samples.unreadable += ((index, f"{type(error).__name__}: {error}"),)
+                samples.unreadable += ((index, typed_clause(error)),)
             else:
                 samples.append(sample)
                 samples.ids += (index,)

@@ -19,6 +19,7 @@ from operator import length_hint
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from fastloop import FastloopError, Plugin, PluginError, Problem, hookimpl, option
+from fastloop.problem import typed_clause
 from fastloop.runtime.files import check_links, no_follow
 from fastloop_plugins.data._audit_files import AuditFiles, check
 
@@ -178,7 +179,7 @@ class SampleAudit(Plugin):
             try:
                 wrong = self._check(run, epoch, drawn, done)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                wrong = f"{self.files.folder} cannot be read: {type(error).__name__}: {error}"
+                wrong = f"{self.files.folder} cannot be read: {typed_clause(error)}"
         wrong = run.processes.all_gather_object(wrong)[0]
         if not wrong:
             return

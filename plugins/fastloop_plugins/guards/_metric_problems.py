@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastloop import Output
 from fastloop.errors import MetricError
+from fastloop.problem import typed_clause
 from fastloop.runtime.tracebacks import user_line
 from fastloop_plugins.guards.metric_check import MetricCheck
 
@@ -97,7 +98,7 @@ def explain_error(run: Run, split: str, error: MetricError) -> str:
     assert isinstance(cause, Exception)
     label = f"{where}: {find_label(run.metrics, cause)}"
     if error.output is None:
-        reason = f"{type(cause).__name__}: {cause}".rstrip(". ")
+        reason = typed_clause(cause)
         advice = "Choose a metric, or arguments of it, that fit the predictions and targets."
         return f"{label} failed for {split}: {reason}. {advice}"
     return find_problem(run, split, error.output) or explain(label, split, error.output, cause)
@@ -117,14 +118,14 @@ def find_label(metrics: MetricCollection, error: Exception) -> str:
 def explain(label: str, split: str, output: Output, error: Exception, metric: Metric | None = None) -> str:
     """The message for a metric that failed: shapes and dtypes of its arguments, its error, the line of user code, and
     what to do."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    reason = typed_clause(error)
     line = user_line(error, [MetricCheck])
     if line:
         reason += f" ({line})"
     return (
         f"{label} cannot measure a batch of {split}: predictions {describe(output.predictions)}, targets "
         f"{describe(output.targets)}. "
-        f"{type(error).__name__}: {reason}. {advise(output, metric)}"
+        f"{reason}. {advise(output, metric)}"
     )
 
 

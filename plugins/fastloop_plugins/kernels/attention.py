@@ -16,6 +16,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, Package, Plugin, PluginError, Problem, SpeedupEstimate, When, hookimpl, option
+from fastloop.problem import clause
 from fastloop_plugins.models.wrapped import transformers_model
 
 if TYPE_CHECKING:
@@ -84,9 +85,8 @@ class Attention(Plugin):
         try:
             found.set_attn_implementation(wanted)
         except (ValueError, ImportError) as error:
-            cause = str(error).splitlines()[0]
             raise PluginError(
-                f"{wanted!r} does not serve this model: {cause}",
+                f"{wanted!r} does not serve this model: {clause(error)}.",
                 code="unsupported-model",
                 place=f"{run.recipe.where}: plugins.attention.implementation",
             ) from None

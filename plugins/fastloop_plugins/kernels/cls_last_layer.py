@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
+from fastloop.problem import typed_clause
 from fastloop_plugins._task_traits import recipe_traits, require_trait
 from fastloop_plugins.models.wrapped import BERT_LIKE, model_type
 
@@ -94,7 +95,7 @@ class ClsLastLayer(Plugin):
             if before is None or torch.allclose(before, self.logits(model, probe), rtol=1e-4, atol=1e-5):
                 return None
         except Exception as error:  # modules with the names of BERT's may take other arguments
-            return f"is not built like BERT or DistilBERT ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            return f"is not built like BERT or DistilBERT ({typed_clause(error)})"
         return "reads more than the first token"
 
     @staticmethod

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
 from fastloop.export.card import BASE_CONFIG
+from fastloop.problem import clause, typed_clause
 from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def find_adapter(recipe: Recipe, name: str, where: str) -> Adapter | None:
         kind, base, revision = settings["peft_type"], settings.get("base_model_name_or_path"), settings.get("revision")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RecipeError(
-            f"not a configuration of peft: {type(error).__name__}: {error}.",
+            f"not a configuration of peft: {typed_clause(error)}.",
             code="wrong-format",
             place=f"{where}: {folder / ADAPTER_CONFIG}",
         ) from None
@@ -173,9 +174,7 @@ def read_settings(folder: Path, where: str) -> LoraConfig:
     try:
         settings = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError(
-            f"{folder} cannot be loaded: {str(error).splitlines()[0]}.", code="file-unreadable", place=where
-        ) from None
+        raise RecipeError(f"{folder} cannot be loaded: {clause(error)}.", code="file-unreadable", place=where) from None
     if not isinstance(settings, LoraConfig):
         raise RecipeError(
             f"{folder} holds an adapter of the type {settings.peft_type}.",
@@ -207,10 +206,8 @@ def add_adapter(model: nn.Module, folder: Path, settings: LoraConfig, where: str
             wrapped = PeftModel(model, settings)
             loaded = wrapped.load_adapter(str(folder), "default", is_trainable=trained, torch_device="cpu")
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        problem = lines[1] if isinstance(error, RuntimeError) and len(lines) > 1 else lines[0]
         raise RecipeError(
-            f"{folder} is not an adapter of {type(model).__name__}: {problem.rstrip('.:')}.",
+            f"{folder} is not an adapter of {type(model).__name__}: {clause(error)}.",
             code="adapter-differs",
             place=where,
             remedy=advice,

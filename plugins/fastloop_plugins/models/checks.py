@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError
 from fastloop.probing import probing
-from fastloop_plugins.models.hub import first_line, quiet
+from fastloop.problem import typed_clause
+from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -307,7 +308,7 @@ def agree(
             result = (
                 None,
                 f"{where}: {type(model).__name__} cannot compute logits from the task's batches: "
-                f"{type(error).__name__}: {first_line(error)}. {remedy}",
+                f"{typed_clause(error)}. {remedy}",
             )
     results = [found for found in run.processes.all_gather_object(result) if found is not None]
     if problem := next((problem for _, problem in results if problem), ""):

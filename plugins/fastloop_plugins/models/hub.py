@@ -15,6 +15,7 @@ from typing import Any
 
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
+from fastloop.problem import clause
 
 logger = logging.getLogger("fastloop")
 
@@ -87,14 +88,9 @@ def offline() -> bool:
     return True
 
 
-def first_line(error: BaseException) -> str:
-    """The message of a library's error: its first line, without a full stop."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
 def explain(where: str, name: str, folder: Path, error: BaseException, instead: str) -> str:
     """The error message for something that could not be loaded from a folder or from the hub."""
-    reason = first_line(error)
+    reason = clause(error)
     if folder.is_dir():
         return f"{where}: {folder} cannot be loaded: {reason}."
     if not offline():

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
-from fastloop_plugins.models.hub import first_line, quiet
+from fastloop.problem import typed_clause
+from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,7 +70,7 @@ def resize(model: Any, rows: int, seed: int, where: str, remedy: str, mean: bool
             model.resize_token_embeddings(rows, mean_resizing=mean)
         sizes = [len(module.weight) for module in embeddings(model)]
     except Exception as error:  # models raise errors of any type
-        cause = f"{type(error).__name__}: {first_line(error)}"
+        cause = typed_clause(error)
         raise RecipeError(f"{name} cannot be resized: {cause}.", code="not-resizable", remedy=remedy) from None
     if set(sizes) != {rows}:
         raise RecipeError(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from fastloop import Plugin, Problem, __version__, hookimpl
+from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime.files import no_follow
 
@@ -174,6 +175,6 @@ class Log(Plugin):
         """Log the first file that cannot be written."""
         if not self.lost:
             self.log.warning(
-                Problem(f"{path} cannot be written: {error}. Lines may be lost.", code="file-not-writable")
+                Problem(f"{path} cannot be written: {clause(error)}. Lines may be lost.", code="file-not-writable")
             )
         self.lost = True

@@ -29,6 +29,7 @@ from fastloop import (
     hookimpl,
     option,
 )
+from fastloop.problem import typed_clause
 
 if TYPE_CHECKING:
     from torch import nn
@@ -205,7 +206,7 @@ class Amp(Plugin):
             return None
         finally:
             model.forward = forward
-        cause = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
+        cause = typed_clause(error)
         fails = f"{type(model).__name__} computes in fp32 and fails in {self.precision}: {cause}"
         return f"{run.recipe.where}: plugins.{self.name}: {fails}. Remove {self.name}."
 

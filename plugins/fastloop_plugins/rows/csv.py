@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
+from fastloop.problem import clause
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block, at_row
 from fastloop_plugins.rows.limits import check_row
 from fastloop_plugins.rows.lines import LineFormat, Lines
@@ -233,7 +234,7 @@ class Delimited(LineFormat):
         elif "end of data" in str(error):
             wrong = f"a quote opens a cell here that never closes (line {last} is the last)"
         else:
-            return BadRow(f"cannot be read as rows of cells: {error}.", f"line {first}")
+            return BadRow(f"cannot be read as rows of cells: {clause(error)}.", f"line {first}")
         remedy = 'If quotes are part of the texts, give data.read.quoting=none; otherwise double them: "".'
         return BadRow(f"{wrong}. {remedy}", f"line {first}")
 

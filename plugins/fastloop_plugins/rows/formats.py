@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fastloop.errors import PluginError, RecipeError
+from fastloop.problem import clause
 from fastloop_plugins._mapped import GrowingArray
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.conll import Columns, Conll
@@ -216,10 +217,5 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
             codec = codec_of(path, how) if suffix not in COLUMN_FORMATS else None
         remedy = f" It is read as {codec}: if it has another compression, give data.read.compression." if codec else ""
         raise RecipeError(
-            f"cannot be read as {suffix}: {first_line(error)}.", code="file-unreadable", place=str(path), remedy=remedy
+            f"cannot be read as {suffix}: {clause(error)}.", code="file-unreadable", place=str(path), remedy=remedy
         ) from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a period at its end."""
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")

@@ -16,9 +16,10 @@ from pyarrow import ArrowException  # type: ignore[import-untyped]
 
 from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
+from fastloop.problem import clause
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, File
-from fastloop_plugins.rows.formats import FEW, FileLayout, explain_reading, first_line
+from fastloop_plugins.rows.formats import FEW, FileLayout, explain_reading
 from fastloop_plugins.rows.paths import URL, find_files
 from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, format_of
 
@@ -82,7 +83,9 @@ def _remote(url: str, where: str) -> list[str]:
         system, path = fsspec.core.url_to_fs(url)
         paths = sorted(system.glob(path)) if re.search(r"[*?\[]", path) else [path] * system.isfile(path)
     except (ImportError, OSError, ValueError) as error:
-        raise RecipeError(f"cannot be listed: {error}.", code="unreachable-url", place=f"{where}: {url}") from None
+        raise RecipeError(
+            f"cannot be listed: {clause(error)}.", code="unreachable-url", place=f"{where}: {url}"
+        ) from None
     if not paths:
         raise RecipeError(f"no file matches {url}.", code="file-missing", place=where)
     return [system.unstrip_protocol(path) for path in paths]
@@ -253,7 +256,7 @@ class Reader:
             ) from None
         except (OSError, ValueError, TypeError, ArrowException) as error:
             raise DataError(
-                f"row group at {key} cannot be read: {first_line(error)}. The file is damaged, or was changed: write "
+                f"row group at {key} cannot be read: {clause(error)}. The file is damaged, or was changed: write "
                 "it again.",
                 code="file-unreadable",
                 place=str(path),

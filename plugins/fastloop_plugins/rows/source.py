@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastloop.errors import RecipeError
+from fastloop.problem import clause
 from fastloop.recipe.references import check_reference, import_object
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def call_source(options: SourceOptions, recipe: Recipe) -> Any:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise RecipeError(
-            f"{options.module} cannot take them: {error}.",
+            f"{options.module} cannot take them: {clause(error)}.",
             code="call-failed",
             place=f"{recipe.where}: data.arguments",
         ) from None
@@ -75,7 +76,7 @@ def call_source(options: SourceOptions, recipe: Recipe) -> Any:
         return function(**arguments)
     except ImportError as error:
         raise RecipeError(
-            f"{options.module} needs a module that cannot be imported: {error}.",
+            f"{options.module} needs a module that cannot be imported: {clause(error)}.",
             code="call-failed",
             place=f"{recipe.where}: data.module",
             remedy="Install its package.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, Problem, no_code
 from fastloop.errors import did_you_mean
+from fastloop.problem import clause
 from fastloop_plugins.strategies._launcher import Launcher
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise PluginError(
-            f"{path} cannot be read: {error}.",
+            f"{path} cannot be read: {clause(error)}.",
             code="file-unreadable",
             place="plugins.deepspeed.config",
             expected="a JSON file of DeepSpeed's",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
+from fastloop.problem import clause
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
 from fastloop_plugins.tasks.heads.losses import ClassLoss, targets_of, torch_loss, with_arguments
 from fastloop_plugins.tasks.heads.metrics import collect, find_metrics, make_metrics
@@ -210,7 +211,7 @@ class Module(Plugin):
             ) from error
         except TypeError as error:
             raise RecipeError(
-                f"{self.code[key].module} was called with {self.code[key].arguments}: {error}.",
+                f"{self.code[key].module} was called with {self.code[key].arguments}: {clause(error)}.",
                 code="call-failed",
                 place=f"{self.file}: {key}.arguments",
             ) from error

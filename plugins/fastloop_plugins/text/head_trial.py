@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastloop.probing import probing
+from fastloop.problem import typed_clause
 from fastloop_plugins.text.next_token_loss import HeadLoss, adapt_head, restore_head, with_loss
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _adapt(model: nn.Module, plugin: str, compute: HeadLoss | None) -> str | Non
     try:
         change = abs(trial_loss(changed, chooses) / expected - 1)
     except Exception as error:  # models may do anything with what the head returns
-        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        problem = typed_clause(error)
         return f"computes with its logits after the head ({problem}){describe_options(changed)}"
     if change <= TOLERANCE:
         return None

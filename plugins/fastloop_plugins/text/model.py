@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Problem, RecipeError, no_code, option
 from fastloop.options import parse
+from fastloop.problem import clause, typed_clause
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.checks import unsupported
@@ -218,7 +219,7 @@ class TextModel:
             outside = [name for name in names if name != Path(name).name]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecipeError(
-                f"not an index of weights: {type(error).__name__}: {error}.",
+                f"not an index of weights: {typed_clause(error)}.",
                 code="wrong-format",
                 place=f"{self.where}.{key}: {index}",
             ) from None
@@ -459,9 +460,7 @@ class TextModel:
             with quiet():
                 return auto.from_config(config, **arguments)
         except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
-            raise RecipeError(
-                str(str(error).splitlines()[0]), code="invalid-value", place=f"{self.where}.config"
-            ) from None
+            raise RecipeError(f"{clause(error)}.", code="invalid-value", place=f"{self.where}.config") from None
 
     def weights(self, run: Run) -> dict[str, Tensor]:
         """The weights to export. Every process must call it."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Problem, RecipeError, __version__
+from fastloop.problem import clause
 from fastloop_plugins import _cache
 from fastloop_plugins._mapped import convert, flatnonzero, spans
 from fastloop_plugins.text.batches import describe_cut
@@ -445,7 +446,9 @@ def _read_entry(
         data.messages = [message if isinstance(message, str) else Problem(**message) for message in saved["messages"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning(
-            Problem(f"{entry} is damaged ({error}): the data is read again.", code="damaged-cache", place="data")
+            Problem(
+                f"{entry} is damaged ({clause(error)}): the data is read again.", code="damaged-cache", place="data"
+            )
         )
         shutil.rmtree(entry, ignore_errors=True)
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError, UsageError
 from fastloop.errors import did_you_mean
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -130,7 +131,9 @@ def make_schedule(
     try:
         schedule = made(optimizer, **given)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"{name} was called with {given}: {error}.", code="call-failed", place=where) from error
+        raise RecipeError(
+            f"{name} was called with {given}: {clause(error)}.", code="call-failed", place=where
+        ) from error
     if not isinstance(schedule, LRScheduler):
         raise RecipeError(
             f"{name} returned a {type(schedule).__name__}, expected a torch LRScheduler.",

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastloop import Plugin, RecipeError, hookimpl, option
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,7 +82,7 @@ class MuonOptimizer(Plugin):
             muon = BatchedMuon(matrices, **arguments)
         except (TypeError, ValueError) as error:
             raise RecipeError(
-                f"Muon was called with {arguments}: {error}.",
+                f"Muon was called with {arguments}: {clause(error)}.",
                 code="call-failed",
                 place=f"{run.recipe.where}: train.optimizer",
             ) from error

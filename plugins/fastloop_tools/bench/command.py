@@ -25,6 +25,7 @@ from fastloop.cli.arguments import (
     output_file,
 )
 from fastloop.distributed import ranks, signals
+from fastloop.problem import clause
 from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ def make_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot be created: {error}.", code="folder-not-writable", place=f"--output {folder}"
+            f"cannot be created: {clause(error)}.", code="folder-not-writable", place=f"--output {folder}"
         ) from None
     files.check_links(folder)
     return folder

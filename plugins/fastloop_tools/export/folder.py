@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fastloop.errors import SaveError, UsageError
+from fastloop.problem import clause
 from fastloop.runtime.files import apply_umask, sync_folder
 from fastloop.runtime.platform_support import sync
 
@@ -69,5 +70,5 @@ def written(folder: Path) -> Iterator[Path]:
             old.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, OSError):
-            raise SaveError(f"{folder} was not written: {error}.", code="save-failed") from error
+            raise SaveError(f"{folder} was not written: {clause(error)}.", code="save-failed") from error
         raise

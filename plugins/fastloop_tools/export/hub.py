@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import FastloopError, UsageError
+from fastloop.problem import clause
 
 TOKEN = "Log in by `hf auth login`, or set HF_TOKEN to a token that may write"
 
@@ -24,7 +25,7 @@ def check(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise UsageError(f"{_reason(error)}.", code="wrong-format", place=where, expected="NAME/REPO") from None
+        raise UsageError(f"{clause(error)}.", code="wrong-format", place=where, expected="NAME/REPO") from None
     try:
         HfApi().whoami()
     except LocalTokenNotFoundError:
@@ -37,11 +38,11 @@ def check(repository: str) -> None:
         ) from None
     except HfHubHTTPError as error:
         raise UsageError(
-            f"the hub refused the token: {_reason(error)}. {TOKEN}.", code="no-token", place=where
+            f"the hub refused the token: {clause(error)}. {TOKEN}.", code="no-token", place=where
         ) from None
     except Exception as error:  # the HTTP library's own errors
         raise UsageError(
-            f"the hub ({constants.ENDPOINT}) cannot be reached: {_reason(error)}.",
+            f"the hub ({constants.ENDPOINT}) cannot be reached: {clause(error)}.",
             code="unreachable-url",
             place=where,
             remedy="Check the network, or leave out --push.",
@@ -65,13 +66,9 @@ def upload(folder: Path, repository: str) -> str:
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload a model exported by fastloop")
     except Exception as error:  # the HTTP library's own errors, too
         raise FastloopError(
-            f"{folder} is complete, but was not uploaded: {_reason(error)}.",
+            f"{folder} is complete, but was not uploaded: {clause(error)}.",
             code="upload-failed",
             place=f"--push {repository}",
             remedy=f"To upload it later: hf upload {repository} {folder}",
         ) from error
     return address
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

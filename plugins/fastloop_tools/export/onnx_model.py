@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastloop.errors import FastloopError, UsageError
+from fastloop.problem import typed_clause
 from fastloop_tools.export.calls import Calls
 
 OPSET = 20
@@ -197,10 +198,9 @@ def _reason(error: BaseException) -> str:
     names."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = str(error).strip() or "no message"
-    places = re.findall(r'File "(.+)", line (\d+), in \w+', text)
+    places = re.findall(r'File "(.+)", line (\d+), in \w+', str(error))
     line = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
-    return f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}{line}"
+    return typed_clause(error) + line
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import UsageError
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     from torch import nn
@@ -141,7 +142,7 @@ def measure(recipe: Recipe, model: Path, change: Callable[[nn.Module], None]) ->
             loop.evaluate(run, SPLIT)
         except (AttributeError, KeyError, UsageError) as error:
             raise UsageError(
-                f"--quantize int8: the metrics cannot be computed from the outputs of the ONNX file: {error}.",
+                f"--quantize int8: the metrics cannot be computed from the outputs of the ONNX file: {clause(error)}.",
                 code="metric-failed",
             ) from None
         return [(name, value, run.state.metrics[SPLIT][name]) for name, value in before.items()]

@@ -12,6 +12,7 @@ from typing import Any
 from fastloop import Problem
 from fastloop.cli.startup import started_from
 from fastloop.errors import CheckpointError, UsageError
+from fastloop.problem import clause
 from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.runtime.files import check_links
 from fastloop_plugins.models.adapters import is_adapter
@@ -136,9 +137,8 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
             try:
                 run.strategy.load_model_state(run, checkpoint.read(weights)[0])
             except RuntimeError as error:
-                problem = str(error).splitlines()[1:2] or [str(error)]
                 raise CheckpointError(
-                    f"not a checkpoint of this model: {problem[0].strip()}",
+                    f"not a checkpoint of this model: {clause(error)}.",
                     code="damaged-checkpoint",
                     place=str(weights),
                 ) from None

@@ -11,6 +11,7 @@ from typing import Any
 from fastloop import no_code
 from fastloop.distributed import ranks
 from fastloop.errors import FastloopError, UsageError, did_you_mean
+from fastloop.problem import clause, typed_clause
 from fastloop.recipe import Inference, Recipe, Train
 
 SPLIT = "lm-eval"
@@ -51,14 +52,13 @@ def evaluate_tasks(
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise UsageError(
-            f"lm-eval cannot be imported ({error}).",
+            f"lm-eval cannot be imported ({clause(error)}).",
             code="not-installed",
             place="--tasks",
             remedy="Install it:",
             command="pip install 'fastloop-train[lm-eval]'",
         ) from None
     from fastloop.runtime.hardware import this_machine
-    from fastloop_plugins.models.hub import first_line
 
     manager, started = find_tasks(tasks, folder), perf_counter()
     device = this_machine(train.device).device
@@ -74,7 +74,7 @@ def evaluate_tasks(
         results: Any = lm_eval.simple_evaluate(loaded, tasks=list(tasks), task_manager=manager, log_samples=False)
     except Exception as error:
         raise FastloopError(
-            f"lm-eval {metadata.version('lm-eval')} failed: {type(error).__name__}: {first_line(error)}",
+            f"lm-eval {metadata.version('lm-eval')} failed: {typed_clause(error)}.",
             code="benchmark-failed",
             place=f"--tasks {','.join(tasks)}",
         ) from error

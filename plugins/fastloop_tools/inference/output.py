@@ -24,6 +24,7 @@ from uuid import UUID
 
 from fastloop.cli.streams import has_reader
 from fastloop.errors import UsageError
+from fastloop.problem import clause
 from fastloop.runtime import files
 
 log = logging.getLogger("fastloop")
@@ -257,7 +258,7 @@ def write_parquet(part: PredictedRows, path: Path) -> None:
         try:
             arrays[name] = column(name, values)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
-            raise several_types(f"{name!r}: {error}") from None
+            raise several_types(f"{name!r}: {clause(error)}") from None
     table = pyarrow.table(arrays)
     if part.before:
         common_schema([parquet.read_schema(part.before[0]), table.schema])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import Problem
+from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 
@@ -29,7 +30,7 @@ def save(run: Path, record: Mapping[str, Any], settings: Sequence[str]) -> Path 
         path.parent.mkdir(exist_ok=True)
         files.write(path, json.dumps(secrets.hidden({**record, "steps": _steps(run)}), indent=2) + "\n", hidden=True)
     except OSError as error:
-        log.warning(Problem(f"{path} cannot be written: {error}.", code="file-not-writable", place="evaluate"))
+        log.warning(Problem(f"{path} cannot be written: {clause(error)}.", code="file-not-writable", place="evaluate"))
         return None
     return path
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_model as load_tensors
 
 from fastloop import Plugin, hookimpl
 from fastloop.errors import RecipeError
+from fastloop.problem import clause
 from fastloop_plugins.models.adapters import is_adapter, merge_adapter
 
 if TYPE_CHECKING:
@@ -64,11 +65,8 @@ def load_model(model: nn.Module, folder: Path, where: str) -> None:
         else:
             _load_file(model, folder / "model.safetensors")
     except (OSError, RuntimeError, SafetensorError) as error:
-        lines = str(error).strip().splitlines()
-        # torch's first line names the model
-        problem = lines[isinstance(error, RuntimeError) and len(lines) > 1].strip().rstrip(".:")
         raise RecipeError(
-            f"its weights are not those of {type(model).__name__}, the model of {where}: {problem}.",
+            f"its weights are not those of {type(model).__name__}, the model of {where}: {clause(error)}.",
             code="weights-differ",
             place=str(folder),
         ) from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fastloop.errors import UsageError
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     import jinja2
@@ -53,6 +54,8 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot be written: {error}.", code="folder-not-writable", place=str(folder)) from None
+        raise UsageError(
+            f"cannot be written: {clause(error)}.", code="folder-not-writable", place=str(folder)
+        ) from None
     for path in files:
         typer.echo(str(folder / path))

@@ -11,6 +11,7 @@ from fastloop.cli import launch, startup
 from fastloop.cli.arguments import NoCode, Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
 from fastloop.errors import UsageError
+from fastloop.problem import clause
 from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def profile(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot be created: {error}.", code="folder-not-writable", place=f"--output {folder}"
+            f"cannot be created: {clause(error)}.", code="folder-not-writable", place=f"--output {folder}"
         ) from None
     check_links(folder)
     plugins = {"--with": names(with_), "--without": names(without)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import UsageError
+from fastloop.problem import clause
 from fastloop_tools.shared.json_files import MALFORMED
 
 if TYPE_CHECKING:  # `fastloop --help` does not wait for numpy
@@ -103,7 +104,7 @@ def read_log(path: Path) -> dict[str, Series]:
                         found.setdefault(name, Series()).extend(points)
                 number += data.count(b"\n")
     except OSError as error:
-        raise UsageError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
+        raise UsageError(f"cannot be read: {clause(error)}.", code="file-unreadable", place=str(path)) from None
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import UsageError
+from fastloop.problem import clause
 from fastloop.recipe import safe_yaml
 from fastloop_tools.report.metrics import Series, read_log
 from fastloop_tools.shared.json_files import MALFORMED, read_json
@@ -179,7 +180,7 @@ def _run(folder: Path, name: str) -> TrainedRun:
         recipe = safe_yaml.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"cannot be read: {error}.", code="file-unreadable", place=str(folder / "recipe.yaml")
+            f"cannot be read: {clause(error)}.", code="file-unreadable", place=str(folder / "recipe.yaml")
         ) from None
     run.recipe = recipe if isinstance(recipe, dict) else {}
     if (path := folder / "metrics.jsonl").is_file():
@@ -199,7 +200,7 @@ def read_last_rows(path: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         last = [row for row in rows if row["step"] == rows[-1]["step"]]
     except (OSError, *MALFORMED) as error:
-        raise UsageError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
+        raise UsageError(f"cannot be read: {clause(error)}.", code="file-unreadable", place=str(path)) from None
     return last[:MOST_ROWS]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastloop import FastloopError, RecipeError, Strategy, hookimpl
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     from fastloop.plugins.resolve import ResolvedRecipe
@@ -158,9 +159,9 @@ def quiet(name: str = "fastloop", level: int = logging.ERROR) -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """The message for a model that has no fake step."""
     return (
-        f"the model cannot be built and trained without memory for its weights: {str(error).splitlines()[0]} `fastloop "
-        "plan` builds it on torch's meta device, where tensors have no values. Do not read values of tensors while "
-        "the model is built or in its forward, or leave a plugin out with --without."
+        f"the model cannot be built and trained without memory for its weights: {clause(error)}. "
+        "`fastloop plan` builds it on torch's meta device, where tensors have no values. Do not read values of tensors "
+        "while the model is built or in its forward, or leave a plugin out with --without."
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, Problem, RecipeError
 from fastloop.memory_estimates import Weight
+from fastloop.problem import clause
 from fastloop_plugins.models.blocks import transformer_blocks
 from fastloop_tools.scale.activations import PASSES, Activations, extrapolate, micro_step, state_bytes
 from fastloop_tools.scale.change import CHECKPOINTING
@@ -67,7 +68,7 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
         state = state_bytes(optimizer, fake.mode)
     except Exception as error:
         raise RecipeError(
-            f"{type(optimizer).__name__} cannot step without memory for weights: {str(error).splitlines()[0]}.",
+            f"{type(optimizer).__name__} cannot step without memory for weights: {clause(error)}.",
             code="unsupported-optimizer",
             place=f"{fake.run.recipe.where}: train.optimizer",
             remedy="Plan with another optimizer, such as train.optimizer=AdamW.",

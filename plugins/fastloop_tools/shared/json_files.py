@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import UsageError
+from fastloop.problem import clause
 
 MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors of reading a value from a record of another form. Pydantic's is a ``ValueError``."""
@@ -21,7 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
+        raise UsageError(f"cannot be read: {clause(error)}.", code="file-unreadable", place=str(path)) from None
     if not isinstance(content, dict):
         raise UsageError(code="wrong-format", place=str(path), expected="one JSON object")
     return content

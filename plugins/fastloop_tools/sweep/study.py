@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fastloop.errors import FastloopError, UsageError
 from fastloop.metric_modes import MetricMode
+from fastloop.problem import clause, typed_clause
 from fastloop.recipe import secrets
 from fastloop_tools.shared.differing_keys import dotted, rows_that_differ
 from fastloop_tools.shared.json_files import MALFORMED
@@ -81,9 +82,8 @@ def _open_storage(url: str, heartbeat: int) -> optuna.storages.RDBStorage:
             return optuna.storages.RDBStorage(url, {"connect_args": connect}, heartbeat_interval=heartbeat)
         except (SQLAlchemyError, StorageInternalError, ImportError, RuntimeError, ValueError) as error:
             if attempt == ATTEMPTS or not isinstance(error, SQLAlchemyError | StorageInternalError) or "://" not in url:
-                reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
                 raise UsageError(
-                    f"cannot be opened: {reason}.",
+                    f"cannot be opened: {clause(error)}.",
                     code="unreachable-url",
                     place=f"--storage {hide_password(url)}",
                     expected=(
@@ -113,7 +113,7 @@ def storage_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
-        reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+        reason = clause(error.__cause__ or error)
         raise FastloopError(
             f"the database failed: {reason}. Finished trials are kept: repeat the command to continue.",
             code="storage-failed",
@@ -131,9 +131,8 @@ def malformed(name: str) -> Iterator[None]:
     try:
         yield
     except MALFORMED as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".")
         raise UsageError(
-            f"the study {name!r} is malformed: {type(error).__name__}: {reason}. Restore its database, or set another "
+            f"the study {name!r} is malformed: {typed_clause(error)}. Restore its database, or set another "
             "output or another storage for a new search.",
             code="wrong-study",
             place="--storage",

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop_plugins.toolkit import computing_dtype, private_cache
+from fastloop_plugins.toolkit import clause, computing_dtype, private_cache
 from torch import bfloat16, randint
 from torch.autograd import profiler  # torch also loads its OpenMP runtime, which the libraries call
 
@@ -92,7 +92,7 @@ def load(source: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise KernelUnavailable(f"its library cannot be loaded: {error}") from None
+        raise KernelUnavailable(f"its library cannot be loaded: {clause(error)}") from None
 
 
 def _digest(source: Path, program: str) -> str:
@@ -116,7 +116,7 @@ def run_compiler(program: str, *arguments: str) -> None:
             [program, *arguments], capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelUnavailable(f"{program} failed: {error}") from None
+        raise KernelUnavailable(f"{program} failed: {clause(error)}") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise KernelUnavailable(f"{program} failed: {next((line for line in lines if 'error' in line), lines[0])}")

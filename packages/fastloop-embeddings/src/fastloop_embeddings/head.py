@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from fastloop import RecipeError
 from fastloop_plugins.text import pool, split
+from fastloop_plugins.toolkit import clause
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -135,7 +136,7 @@ def load_dense(modules: SentenceModules, module: ModuleEntry, size: int, where: 
         weights = load_file(place / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise RecipeError(
-            f"cannot be read: {error}.", code="file-unreadable", place=f"{where}: {place / WEIGHTS}"
+            f"cannot be read: {clause(error)}.", code="file-unreadable", place=f"{where}: {place / WEIGHTS}"
         ) from None
     expected = {"linear.weight": shape} | {
         f"activation_function.{name}": tuple(value.shape) for name, value in activation.state_dict().items()

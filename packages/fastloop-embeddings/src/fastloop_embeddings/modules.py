@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
+from fastloop_plugins.toolkit import clause
 
 if TYPE_CHECKING:
     from fastloop_embeddings.embedding import Embedding
@@ -157,7 +158,7 @@ def find_folder(recipe: Any, model: Any, download: bool) -> Path | None:
         return None  # fastloop reports that the model is missing
     except HfHubHTTPError as error:
         raise RecipeError(
-            f"{model.name} cannot be read from the hub: {error}.",
+            f"{model.name} cannot be read from the hub: {clause(error)}.",
             code="file-unreadable",
             place=f"{recipe.where}: model.name",
         ) from None
@@ -188,7 +189,9 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"cannot be read: {error}.", code="file-unreadable", place=f"{where}: {path}") from None
+        raise RecipeError(
+            f"cannot be read: {clause(error)}.", code="file-unreadable", place=f"{where}: {path}"
+        ) from None
     if not isinstance(content, dict):
         raise RecipeError(
             code="wrong-type", place=f"{where}: {path}", found=str(type(content).__name__), expected="an object"

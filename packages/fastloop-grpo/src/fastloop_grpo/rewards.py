@@ -12,7 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
-from fastloop_plugins.toolkit import did_you_mean, import_object
+from fastloop_plugins.toolkit import did_you_mean, import_object, typed_clause
 
 if TYPE_CHECKING:
     from fastloop import Recipe
@@ -85,7 +85,7 @@ class RewardFunction:
                 result = asyncio.run(wait_for(result))
         except Exception as error:
             line = traceback.extract_tb(error.__traceback__)[-1]
-            problem = f"raised {type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
+            problem = f"raised {typed_clause(error)} ({line.filename}, line {line.lineno})"
             raise RecipeError(f"{self.place} {problem}.", code="call-failed") from error
         return self.read(result, scored)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.state import PartialState
 from fastloop import RecipeError, UsageError
-from fastloop_plugins.toolkit import did_you_mean, import_object, metric_modes
+from fastloop_plugins.toolkit import clause, did_you_mean, import_object, metric_modes
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
@@ -52,7 +52,9 @@ def find_callbacks(
             inspect.signature(cls).bind(**arguments)
         except TypeError as error:
             known = ", ".join(inspect.signature(cls).parameters) or "none"
-            raise RecipeError(f"{error}. Arguments of the class: {known}.", code="call-failed", place=where) from None
+            raise RecipeError(
+                f"{clause(error)}. Arguments of the class: {known}.", code="call-failed", place=where
+            ) from None
         found.append((cls, arguments))
     return found
 

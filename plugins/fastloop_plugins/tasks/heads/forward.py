@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, UsageError
 from fastloop.errors import did_you_mean
+from fastloop.problem import clause
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -148,7 +149,7 @@ def _check_arguments(model: nn.Module, batch: Mapping[str, Any], error: TypeErro
         unknown = [name for name in batch if name not in signature.parameters]
         hint = _label_hint(batch) or (did_you_mean(unknown[0], signature.parameters) if unknown else "")
         raise UsageError(
-            f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {error}.",
+            f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {clause(error)}.",
             code="wrong-batch",
             remedy=hint,
         ) from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import Plugin, Problem, RecipeError, UsageError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
+from fastloop.problem import typed_clause
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,7 +191,7 @@ def targets_of(dataset: Any, where: str) -> Any:
     try:
         return torch.tensor([int(dataset[index][1]) for index in range(len(dataset))])
     except (TypeError, ValueError, KeyError, IndexError) as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = typed_clause(error)
         raise RecipeError(
             f"cannot read the class of each training sample: {problem}.",
             code="no-labels",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, RecipeError, UsageError
 from fastloop.errors import did_you_mean
+from fastloop.problem import typed_clause
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ def import_torchmetrics() -> None:
         callers = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
         package = [name for name in callers if name != "torch"][-1]  # torch raises errors about what others register
         raise UsageError(
-            f"torchmetrics cannot be imported: the package {package} fails with {type(error).__name__}: {error}.",
+            f"torchmetrics cannot be imported: the package {package} fails with {typed_clause(error)}.",
             code="import-failed",
             remedy=f"Install the version that fits your torch, or remove it: pip uninstall {package}",
         ) from error

@@ -18,7 +18,7 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset, default_collate
 
 from fastloop import Batch, Problem, RecipeError
-from fastloop_plugins.models.hub import first_line
+from fastloop.problem import clause
 from fastloop_plugins.tasks.image.data import MAX_PIXELS
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small
         ) from None
     except Exception as error:  # decoders raise errors of any type
         raise ValueError(
-            f"{path}: cannot be read as an image: {first_line(error)}. Replace or remove the file, or add the plugin "
+            f"{path}: cannot be read as an image: {clause(error)}. Replace or remove the file, or add the plugin "
             "skip-unreadable."
         ) from None
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
-from fastloop_plugins.models.hub import FAILURES, first_line, log_new, offline
+from fastloop.problem import clause, typed_clause
+from fastloop_plugins.models.hub import FAILURES, log_new, offline
 from fastloop_plugins.tasks.image.data import InputChanges, InputFormat
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class LibraryModel:
             from torch import __version__
 
             raise RecipeError(
-                f"{self.library} cannot be imported: {type(error).__name__}: {first_line(error)}.",
+                f"{self.library} cannot be imported: {typed_clause(error)}.",
                 code="import-failed",
                 place=f"{self.where}.name",
                 remedy=f"Install the build of torchvision for torch {__version__}: see pytorch.org.",
@@ -184,11 +185,11 @@ class LibraryModel:
             yield
         except FAILURES as error:
             given = f"{self.where}.arguments: {self.name} was called with {self.arguments}"
-            raise RecipeError(f"{first_line(error)}.", code="invalid-value", place=str(given)) from None
+            raise RecipeError(f"{clause(error)}.", code="invalid-value", place=str(given)) from None
 
     def _no_weights(self, source: str, error: BaseException) -> RecipeError:
         return RecipeError(
-            f"the weights of {self.name} cannot be loaded from {source}: {first_line(error)}.",
+            f"the weights of {self.name} cannot be loaded from {source}: {clause(error)}.",
             code="file-unreadable",
             place=f"{self.where}.pretrained",
             remedy=(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError, option
 from fastloop.options import parse
+from fastloop.problem import clause, typed_clause
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.hub import (
     FAILURES,
@@ -19,7 +20,6 @@ from fastloop_plugins.models.hub import (
     check_source,
     config_from_scratch,
     explaining,
-    first_line,
     log_new,
     offline,
     quiet,
@@ -194,7 +194,7 @@ class ImageModel:
             return self.library.processor_from(settings)
         except FAILURES as error:
             raise RecipeError(
-                f"{self.name} cannot use it: {first_line(error)}.",
+                f"{self.name} cannot use it: {clause(error)}.",
                 code="invalid-value",
                 place=f"{file}: input: {settings}",
             ) from None
@@ -248,7 +248,7 @@ class ImageModel:
             keys = ("classes",) if self.library is None else ("classes", "input")
             return {key: content[key] for key in keys}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+            problem = "no such file" if isinstance(error, FileNotFoundError) else typed_clause(error)
             raise RecipeError(
                 f"{problem}.",
                 code="wrong-format",

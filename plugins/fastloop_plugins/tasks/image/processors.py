@@ -24,7 +24,8 @@ from PIL import Image
 from torch import Tensor
 
 from fastloop import RecipeError
-from fastloop_plugins.models.hub import FAILURES, first_line, quiet
+from fastloop.problem import clause
+from fastloop_plugins.models.hub import FAILURES, quiet
 from fastloop_plugins.tasks.image.data import InputChanges, InputFormat
 
 SETTINGS = "preprocessor_config.json"
@@ -169,7 +170,7 @@ class ImageProcessor(ABC):
         except FAILURES as error:
             keys = ", ".join(given)
             raise RecipeError(
-                f"{self.name} cannot use this: {first_line(error)}.",
+                f"{self.name} cannot use this: {clause(error)}.",
                 code="invalid-value",
                 place=f"{where}: {keys}",
                 remedy=remedy,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
+from fastloop.problem import clause
 from fastloop_plugins.rows.roles import ROLES, meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
@@ -77,7 +78,9 @@ def template_text(recipe: Recipe, name: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise RecipeError(
-            f"cannot be read: {error}.", code="file-unreadable", place=f"{recipe.where}: data.chat_template: {path}"
+            f"cannot be read: {clause(error)}.",
+            code="file-unreadable",
+            place=f"{recipe.where}: data.chat_template: {path}",
         ) from None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
+from fastloop.problem import typed_clause
 from fastloop_plugins.models.hub import explain, offline, quiet
 from fastloop_plugins.rows.formats import explain_reading
 from fastloop_plugins.rows.index import unstreamed
@@ -137,6 +138,6 @@ def _saved(folder: Path, where: str) -> Shards:
             splits[split] = [str(folder / split / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(
-            f"{folder} cannot be loaded: {type(error).__name__}: {error}.", code="file-unreadable", place=where
+            f"{folder} cannot be loaded: {typed_clause(error)}.", code="file-unreadable", place=where
         ) from None
     return Shards(splits)

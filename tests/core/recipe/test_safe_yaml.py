@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop.recipe import load_recipe, make_recipe, safe_yaml
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.shared.recipe_text import inline
 
 ROOT = Path(__file__).parents[3]
@@ -45,10 +45,10 @@ VALUES = {
 }
 
 
-def refusal(text: str) -> str:
+def refusal(text: str) -> Problem:
     with pytest.raises(RecipeError) as refused:
         safe_yaml.load(text, "r.yaml")
-    return str(refused.value)
+    return refused.value.problem
 
 
 def scalars(tree: Any) -> list[Any]:
@@ -61,18 +61,18 @@ def scalars(tree: Any) -> list[Any]:
 @pytest.mark.parametrize("word", [*BOOLEANS, *NULLS, *NUMBERS.values()])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 def test_key_that_is_not_read_as_spelled_is_refused_with_its_quoted_form(place, word):
-    message = refusal(place.format(word))
-    assert message.startswith("r.yaml, line 3: YAML reads ")
-    assert f"'{word}'" in message
+    problem = refusal(place.format(word))
+    assert problem.place == "r.yaml, line 3"
+    assert_problem(problem, f"ambiguous-yaml '{word}'")
     assert word in scalars(safe_yaml.load(place.format(f"'{word}'"), "r.yaml")), "the proposed form is that text"
 
 
 @pytest.mark.parametrize("word", NUMBERS.values(), ids=NUMBERS.keys())
 @pytest.mark.parametrize("place", VALUES.values(), ids=VALUES.keys())
 def test_number_that_is_not_read_as_spelled_is_refused_with_its_quoted_form(place, word):
-    message = refusal(place.format(word))
-    assert message.startswith("r.yaml, line 3: YAML reads ")
-    assert f"'{word}'" in message
+    problem = refusal(place.format(word))
+    assert problem.place == "r.yaml, line 3"
+    assert_problem(problem, f"ambiguous-yaml '{word}'")
     assert word in scalars(safe_yaml.load(place.format(f"'{word}'"), "r.yaml"))
 
 
@@ -111,11 +111,11 @@ PAIRS = [(read, *pair) for read, spellings in ALIKE.items() for pair in itertool
 
 @pytest.mark.parametrize(("read", "first", "second"), PAIRS)
 def test_keys_that_are_read_alike_are_refused_with_both_lines(read, first, second):
-    message = refusal(f"data:\n  {first}: x\n  b: 1\n  {second}: y\n")
-    assert message.startswith("r.yaml, line 4: ")
-    assert "line 2" in message
+    problem = refusal(f"data:\n  {first}: x\n  b: 1\n  {second}: y\n")
+    assert problem.place == "r.yaml, line 4"
+    assert "line 2" in str(problem)
     for spelling in (first, second):
-        assert spelling.removeprefix("!!str ").strip("'\"").replace("\\x61", "a") in message
+        assert spelling.removeprefix("!!str ").strip("'\"").replace("\\x61", "a") in str(problem)
 
 
 def test_words_that_are_read_as_spelled_stay():
@@ -142,9 +142,9 @@ def test_words_that_are_read_as_spelled_stay():
 def test_override_with_such_a_number_is_refused_and_its_quoted_form_is_text(word):
     Path("r.yaml").write_text("data: {a: x}\n")
     for override in (f"data.a={word}", f"data.a=[{word}]", f"data.a={{{word}: x}}", f"data.b.c={word}"):
-        with pytest.raises(RecipeError) as refused:
+        with expect_problem(f"ambiguous-yaml {word}", RecipeError) as refused:
             load_recipe("r.yaml", [override])
-        assert str(refused.value).startswith(f"{override}: YAML reads {word} as ")
+        assert refused.value.problem.place == override
         recipe = load_recipe("r.yaml", [override.replace(word, f"'{word}'")])
         assert word in scalars(recipe.data)
 
@@ -152,7 +152,7 @@ def test_override_with_such_a_number_is_refused_and_its_quoted_form_is_text(word
 @pytest.mark.parametrize("key", BOOLEANS)
 def test_override_with_a_boolean_key_is_refused(key):
     Path("r.yaml").write_text("data: {a: x}\n")
-    with pytest.raises(RecipeError, match="as a boolean"):
+    with expect_problem("ambiguous-yaml boolean", RecipeError):
         load_recipe("r.yaml", [f"data.a={{{key}: 1}}"])
     assert load_recipe("r.yaml", [f"data.a.{key}=1"]).data["a"] == {key: 1}, "a key of a path is text"
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastloop import hookimpl
-from fastloop_plugins.tasks.heads.losses import ClassLoss
-from fastloop_plugins.tasks.heads.problems import make_problem
+from fastloop_plugins.tasks.shared.losses import ClassLoss
+from fastloop_plugins.tasks.shared.problems import make_problem
 from fastloop_plugins.tasks.text_classification import TextClassification
 from fastloop_plugins.text.batches import PaddedCollator, Width
 

@@ -66,8 +66,8 @@ def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
 def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
     """The speed of the search's result over that of the recipe made by hand, pair by pair."""
     from fastloop.recipe import load_recipe
+    from fastloop_tools.trials.measuring_process import Window
     from fastloop_tools.trials.pairs import TrialRunner, faster
-    from fastloop_tools.trials.worker import Window
 
     ours = load_recipe(str(target))
     hand = load_recipe(str(ROOT / "recipes" / "distilbert_imdb_cpu.yaml"), work(data), (), ("checkpoint-best",))

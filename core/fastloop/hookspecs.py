@@ -242,7 +242,7 @@ def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
     """Name -> value, at a log point or after an evaluation. Fires on the main process only, so call no collective
     operation. Names of the core: ``train/loss`` (mean since the last log point), ``grad_norm`` (before clipping),
     ``lr``, ``samples_per_second``, ``tokens_per_second``, ``memory_bytes``; ``validation/loss``, ``test/accuracy``, ...
-    Values may be NaN or infinite.
+    Values may be NaN or infinite. ``run.log`` adds others.
 
     On an accelerator, the values of a log point come when the device has computed them: at the next log point, or
     before an evaluation, a save or the end of the epoch. So read ``step``, not ``run.state.step``. A plugin that must

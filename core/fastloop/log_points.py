@@ -1,5 +1,7 @@
 """Log points: every ``train.log_every`` steps, the core adds its values to the plugins' and calls ``log_scalars``.
 
+Plugins add theirs by ``Run.log``; ``scalars`` keeps and reduces them.
+
 On the CPU a log point is logged in its own step. On an accelerator, the host would have to wait until the device has
 computed the losses. So the log point copies them to the host, and they are logged at the next log point, when they have
 long arrived:

@@ -75,7 +75,7 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
 @with_pinned_versions
 def test_torchmetrics_is_imported_without_scipys_signal_which_works_afterwards():
     code = (
-        "from fastloop_plugins.tasks.heads.metrics import import_torchmetrics; import_torchmetrics(); "
+        "from fastloop_plugins.tasks.shared.metrics import import_torchmetrics; import_torchmetrics(); "
         "assert 'torchmetrics' in sys.modules; assert 'scipy.stats' not in sys.modules; "
         "import scipy.signal; scipy.signal.windows.hann(4); from torchmetrics.classification import MulticlassAccuracy"
     )

@@ -89,8 +89,8 @@ def test_auto_is_refused_where_no_one_declares_a_direction(tiny_run, plugin, mod
 
 
 def test_the_metrics_of_tasks_declare_their_direction():
-    from fastloop_plugins.tasks.heads.metrics import classifier_metrics
-    from fastloop_plugins.tasks.heads.problems import MultiLabel, Regression
+    from fastloop_plugins.tasks.shared.metrics import classifier_metrics
+    from fastloop_plugins.tasks.shared.problems import MultiLabel, Regression
     from fastloop_plugins.tasks.tags.metrics import tag_metrics
 
     def modes(metrics: MetricCollection) -> dict[str, str | None]:

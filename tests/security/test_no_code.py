@@ -323,7 +323,8 @@ def test_started_processes_do_not_import_from_the_current_folder(command):
     code = (
         "import subprocess; from pathlib import Path; from fastloop.cli.launch import launch, module_command\n"
         "def measure():\n"
-        "    done = subprocess.run([*module_command('fastloop_tools.trials.worker')], capture_output=True, text=True)\n"
+        "    process = module_command('fastloop_tools.trials.measuring_process')\n"
+        "    done = subprocess.run(process, capture_output=True, text=True)\n"
         "    return 'local typer' in done.stderr\n"
         f"exit({command})"
     )

@@ -30,8 +30,8 @@ from fastloop_tools.bench import ablation
 from fastloop_tools.bench.ablation import check_numerics, variant_results
 from fastloop_tools.bench.plan import make_ablation
 from fastloop_tools.trials import pairs
+from fastloop_tools.trials.measuring_process import Spec, measure, switch_dropout_off
 from fastloop_tools.trials.statistics import break_even, interval, verdict
-from fastloop_tools.trials.worker import Spec, measure, switch_dropout_off
 
 CODE = """
 import torch

@@ -21,7 +21,7 @@ from fastloop_plugins._time import parse_time
 from fastloop_tools.bench.selected_recipe import text
 from fastloop_tools.bench.selection import EditSelection, decide
 from fastloop_tools.trials import pairs, profile_observer
-from fastloop_tools.trials.worker import Spec, Window, measure
+from fastloop_tools.trials.measuring_process import Spec, Window, measure
 
 CODE = """
 import os

@@ -11,7 +11,7 @@ from saving_helpers import RECIPE, write_recipe
 from fastloop.cli.quick_checks import without_publishers
 from fastloop.recipe import load_recipe
 from fastloop_tools.bench.plan import make_ablation
-from fastloop_tools.trials.worker import Spec, measure
+from fastloop_tools.trials.measuring_process import Spec, measure
 
 SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--profile-steps", "2")
 COMMANDS = {

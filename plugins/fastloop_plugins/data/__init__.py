@@ -5,5 +5,5 @@ _watched_loader                     # of ``dataloader_workers``
 _read_ahead                         # of ``device_prefetch``
 _skipping_reader                    # of ``skip_unreadable``
 _audit_files                        # of ``sample_audit``
-_shapes                             # lengths that keep the number of shapes small
+_padding_multiples                  # multiples to pad lengths to, so that a run has few shapes
 """

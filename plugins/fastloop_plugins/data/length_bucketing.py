@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Plugin, PluginError, Problem, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import hardware
 from fastloop_plugins._task_traits import recipe_traits
-from fastloop_plugins.data._shapes import MULTIPLE
+from fastloop_plugins.data._padding_multiples import MULTIPLE
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins._task_traits import recipe_traits
-from fastloop_plugins.data._shapes import MULTIPLE, cheap_multiple, multiple_for
+from fastloop_plugins.data._padding_multiples import MULTIPLE, cheap_multiple, multiple_for
 from fastloop_plugins.models.wrapped import BERT_LIKE, model_type, transformers_model
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from fastloop import (
 from fastloop_plugins._cache import private_cache
 from fastloop_plugins._listed_strategy import gathers_weights
 from fastloop_plugins._task_traits import recipe_traits
-from fastloop_plugins.data._shapes import MULTIPLE, SHAPES
+from fastloop_plugins.data._padding_multiples import MULTIPLE, SHAPES
 from fastloop_plugins.kernels._compiling import METRICS, compile_in_place, counts, seconds
 from fastloop_plugins.models.blocks import transformer_blocks
 

@@ -30,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Batch, Device, Plugin, PluginError, Problem, hookimpl, option
-from fastloop_plugins.data._shapes import SHAPES
+from fastloop_plugins.data._padding_multiples import SHAPES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

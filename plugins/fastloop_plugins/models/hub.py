@@ -32,7 +32,7 @@ def is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not name.startswith(".")
 
 
-def check_source(options: Any, where: str, example: str) -> None:
+def check_model_source(options: Any, where: str, example: str) -> None:
     """Raise an error unless the section ``model`` has one of ``name`` and ``config``, and the latter a ``model_type``,
     such as ``example``."""
     if (options.name is None) == (options.config is None):

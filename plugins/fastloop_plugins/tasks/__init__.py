@@ -7,7 +7,7 @@
 Their parts::
 
     _seq2seq_parts            # data, model and metrics of ``seq2seq``
-    heads                     # losses, metrics and predictions that several tasks share
+    shared                    # losses, metrics and predictions that several tasks share
     tags                      # sentences of tagged words, for ``token_classification``
     image                     # images: read, decoded, batched, and their models
 """

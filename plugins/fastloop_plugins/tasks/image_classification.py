@@ -28,10 +28,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Package, RecipeError, hookimpl, option
-from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks.heads.metrics import classifier_metrics, find_metrics
 from fastloop_plugins.tasks.image.data import ImageData, ImageDataOptions
 from fastloop_plugins.tasks.image.model import ImageModel, ImageModelOptions
+from fastloop_plugins.tasks.shared.losses import ClassifierOptions, ClassLoss
+from fastloop_plugins.tasks.shared.metrics import classifier_metrics, find_metrics
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -179,7 +179,7 @@ class ImageClassification(ClassifierOptions):
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks.heads.metrics import prediction_columns
+        from fastloop_plugins.tasks.shared.metrics import prediction_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
         return {"file": list(batch[2]), **prediction_columns(output, self.labels.names, self.threshold)}

@@ -24,8 +24,8 @@ from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop.problem import clause
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
-from fastloop_plugins.tasks.heads.losses import ClassLoss, targets_of, torch_loss, with_arguments
-from fastloop_plugins.tasks.heads.metrics import collect, find_metrics, make_metrics
+from fastloop_plugins.tasks.shared.losses import ClassLoss, targets_of, torch_loss, with_arguments
+from fastloop_plugins.tasks.shared.metrics import collect, find_metrics, make_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,7 +156,7 @@ class Module(Plugin):
 
     @hookimpl
     def build_collator(self) -> Callable[[list[Any]], Any]:
-        from fastloop_plugins.tasks.heads.collate import DefaultCollator, TargetCounter
+        from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter
 
         remedy = "Let the dataset pad them, or name a collator: plugins.module.collate=FILE.py:NAME."
         collate = self.found.get("plugins.module.collate") or DefaultCollator(None, remedy)
@@ -185,20 +185,20 @@ class Module(Plugin):
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
-        from fastloop_plugins.tasks.heads.micro_batches import warn_of_other_means
+        from fastloop_plugins.tasks.shared.micro_batches import warn_of_other_means
 
         run.plugins.unsubscribe(self, "before_step")
         warn_of_other_means(run, batches, self)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
-        from fastloop_plugins.tasks.heads.forward import forward
+        from fastloop_plugins.tasks.shared.forward import forward
 
         return forward(model, batch, self.criterion)
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks.heads.metrics import prediction_columns
+        from fastloop_plugins.tasks.shared.metrics import prediction_columns
 
         return prediction_columns(run.hooks.compute_loss(run=run, model=run.model, batch=batch))
 

@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, check_trains, shortest
-from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks.heads.metrics import find_metrics
-from fastloop_plugins.tasks.heads.problems import make_problem
+from fastloop_plugins.tasks.shared.losses import ClassifierOptions, ClassLoss
+from fastloop_plugins.tasks.shared.metrics import find_metrics
+from fastloop_plugins.tasks.shared.problems import make_problem
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import ModelOptions, TextModel
 from fastloop_plugins.text.options import DataOptions

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, shortest
-from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks.heads.metrics import find_metrics
+from fastloop_plugins.tasks.shared.losses import ClassifierOptions, ClassLoss
+from fastloop_plugins.tasks.shared.metrics import find_metrics
 from fastloop_plugins.tasks.tags.batches import (
     TaggedSentences,
     TagModel,

@@ -3,8 +3,10 @@
 Reads rows with named columns, tokenizes them with a cache, streams, pads and packs them, renders conversations, and
 loads and exports a model with its tokenizer. Importing it imports neither torch nor transformers.
 
-task, column_data                   # the base class of tasks, and its columns
-options, option_checks, data, sources, columns   # the ``data`` section, and its rows
+task, column_data                   # the base class of tasks, and its ``data`` section
+options, option_checks              # the keys of ``data``, and checks of them that read no file
+data, sources                       # finds the files and reads their rows; ``data.sources`` mixes several
+columns                             # the texts of a row: one column, or several
 labels, targets                     # classes, numbers and sets of classes
 dropped_rows, repeats               # rows that are left out, or repeat each other
 tokenizers, special_tokens, new_tokens, positions   # tokenizers, and what they lack
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.next_token_loss import add_loss
     from fastloop_plugins.text.options import DataOptions, padded_traits, text_traits
     from fastloop_plugins.text.reference import ReferenceModel
-    from fastloop_plugins.text.second_model import OtherModel
+    from fastloop_plugins.text.second_model import SecondModel
     from fastloop_plugins.text.special_tokens import end_tokens
     from fastloop_plugins.text.task import TextTask
     from fastloop_plugins.text.tokens import Split
@@ -47,7 +49,7 @@ PLACES = {
     "Completion": "generation",
     "DataOptions": "options",
     "ModelOptions": "model",
-    "OtherModel": "second_model",
+    "SecondModel": "second_model",
     "Ragged": "batches",
     "ReferenceModel": "reference",
     "RowError": "streaming.rows",
@@ -78,10 +80,10 @@ __all__ = [
     "Completion",
     "DataOptions",
     "ModelOptions",
-    "OtherModel",
     "Ragged",
     "ReferenceModel",
     "RowError",
+    "SecondModel",
     "Sequences",
     "Split",
     "TextTask",

@@ -21,8 +21,8 @@ from fastloop_plugins.models.adapters import Adapter, check_classes, continues, 
 from fastloop_plugins.models.checks import unsupported
 from fastloop_plugins.models.hub import (
     FROM_SCRATCH,
+    check_model_source,
     check_name,
-    check_source,
     config_from_scratch,
     explaining,
     log_new,
@@ -114,7 +114,7 @@ class TextModel:
         self.tokenizer: Any = None
         self.config: Any = None
         self._width: Width | None = None
-        check_source(self.options, self.where, "distilbert")
+        check_model_source(self.options, self.where, "distilbert")
         self.adapter = self._use_base_of_adapter()
         given = self.options.tokenizer
         self.tokenizer_key = "tokenizer" if isinstance(given, str) else "name"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 
-class OtherModel:
+class SecondModel:
     """A pretrained model beside the one that a run trains, such as a teacher.
 
     Args:

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-OWN = ("linear", "cosine", "constant")
+OWN: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "constant": lambda progress: 1.0,
+}
+"""Schedule of fastloop -> the share of the peak after a share of the steps that follow the warm-up, both 0 to 1."""
 LENGTHS = ("total_steps", "T_max", "num_training_steps")
 """Parameters that mean the run's optimizer steps."""
 INSTEAD = {"total_steps": "epochs", "num_training_steps": "num_stable_steps"}

@@ -19,7 +19,6 @@ same options. With ``CosineAnnealingLR`` or ``OneCycleLR``, it also needs the sa
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
@@ -90,7 +89,6 @@ class LRSchedule(Plugin):
             if self.schedule == "constant" or total is None:
                 return 1.0
             progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-            shape = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-            return self.min_ratio + (1 - self.min_ratio) * shape
+            return self.min_ratio + (1 - self.min_ratio) * OWN[self.schedule](progress)
 
         return LambdaLR(optimizer, ratio)

@@ -13,9 +13,9 @@ from fastloop.errors import UsageError
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable
 from fastloop_tools.shared.tables import json_safe
 from fastloop_tools.trials.measure import failed_measurement
+from fastloop_tools.trials.measuring_process import Window
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, verdict
-from fastloop_tools.trials.worker import Window
 
 QUALITY_SEEDS = 3
 START_SECONDS = 8.0

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fastloop.plugins.plugin import Plugin
     from fastloop.recipe import Recipe
     from fastloop_tools.bench.ablation import AblationSettings
-    from fastloop_tools.trials.worker import Window
+    from fastloop_tools.trials.measuring_process import Window
 
 SELECTION_BUDGET = "10m"
 """How long ``--select`` may take without ``--budget``."""
@@ -108,7 +108,7 @@ def bench(
     from fastloop.errors import UsageError
     from fastloop_plugins._time import parse_time
     from fastloop_tools.bench.ablation import AblationSettings
-    from fastloop_tools.trials.worker import Window
+    from fastloop_tools.trials.measuring_process import Window
 
     if ranks.world_size() > 1:
         raise UsageError("bench measures one process.", code="one-process-only", remedy="Start it without a launcher.")

@@ -28,9 +28,9 @@ from fastloop.recipe import Recipe
 from fastloop_tools.profile.suggestions import show_speedup, speedup, suggest
 from fastloop_tools.shared.changed_recipes import edited
 from fastloop_tools.trials.measure import failed_measurement
+from fastloop_tools.trials.measuring_process import Window
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, verdict
-from fastloop_tools.trials.worker import Window
 
 CLASSES = get_args(Numerics)
 """From the smallest to the largest effect on the numbers."""

@@ -16,7 +16,7 @@ from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_tools.trials.worker import Window
+    from fastloop_tools.trials.measuring_process import Window
 
 
 def profile(
@@ -44,7 +44,7 @@ def profile(
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
     from fastloop_tools.shared.command_lines import command_line, option_words
-    from fastloop_tools.trials.worker import Window
+    from fastloop_tools.trials.measuring_process import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)
@@ -84,8 +84,8 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     from fastloop_tools.report.page import render
     from fastloop_tools.report.read import read
     from fastloop_tools.shared.tables import dump
+    from fastloop_tools.trials.measuring_process import Spec, WarningCollector, train_short, whole_length
     from fastloop_tools.trials.profile_observer import ProfileObserver
-    from fastloop_tools.trials.worker import Spec, WarningCollector, train_short, whole_length
 
     trace = folder / f"rank{ranks.rank()}.trace.json"
     observer = ProfileObserver(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)

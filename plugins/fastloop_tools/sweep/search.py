@@ -184,7 +184,7 @@ def measure_mode(settings: SweepSettings, overrides: Iterable[str]) -> MetricMod
     """
     from fastloop.errors import UsageError
     from fastloop_tools.trials.measure import run_process
-    from fastloop_tools.trials.worker import Spec
+    from fastloop_tools.trials.measuring_process import Spec
 
     recipe = settings.load(overrides)
     tree = recipe.to_dict()

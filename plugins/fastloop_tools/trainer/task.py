@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
 from fastloop import Batch, Output, Plugin, Problem, Run, UsageError, hookimpl
-from fastloop_plugins.tasks.heads.collate import DefaultCollator, TargetCounter
-from fastloop_plugins.tasks.heads.forward import forward, outputs
-from fastloop_plugins.tasks.heads.losses import check_mean
-from fastloop_plugins.tasks.heads.micro_batches import warn_of_other_means
+from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter
+from fastloop_plugins.tasks.shared.forward import forward, outputs
+from fastloop_plugins.tasks.shared.losses import check_mean
+from fastloop_plugins.tasks.shared.micro_batches import warn_of_other_means
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.user_loader import UserLoader
 

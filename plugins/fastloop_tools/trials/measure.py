@@ -17,7 +17,7 @@ from typing import Any
 from fastloop.cli import launch
 from fastloop.errors import FastloopError, UsageError
 from fastloop.runtime.platform_support import KILL, explain_kill, kills
-from fastloop_tools.trials.worker import Spec
+from fastloop_tools.trials.measuring_process import Spec
 
 PATIENCE = 5.0
 """Seconds that a process gets to exit after a signal."""
@@ -71,7 +71,7 @@ def run_process(
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
         with errors.open("w") as stderr:
             process = subprocess.Popen(
-                [*launch.module_command("fastloop_tools.trials.worker"), str(source), str(target)],
+                [*launch.module_command("fastloop_tools.trials.measuring_process"), str(source), str(target)],
                 env={**environment, launch.LAUNCHER: f"{os.getpid()} "},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ from fastloop.errors import FastloopError
 from fastloop.recipe import Recipe, make_recipe
 from fastloop_tools.shared.changed_recipes import with_only
 from fastloop_tools.trials.measure import LOUD, foreign_load, run_process
-from fastloop_tools.trials.worker import Spec, Window
+from fastloop_tools.trials.measuring_process import Spec, Window
 
 Measurement = dict[str, Any]
 """The result of ``run_process``."""

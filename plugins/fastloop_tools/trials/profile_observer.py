@@ -21,8 +21,8 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
+from fastloop_tools.trials.measuring_process import Spec, StepMeter, WarningCollector
 from fastloop_tools.trials.timeline import LAUNCH, OPERATION, DeviceTimeline, build_host_timeline, read_timeline
-from fastloop_tools.trials.worker import Spec, StepMeter, WarningCollector
 
 if TYPE_CHECKING:
     from fastloop.run import Run

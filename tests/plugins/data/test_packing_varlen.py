@@ -19,7 +19,7 @@ from fastloop import PluginError
 from fastloop.testing import expect_problem
 from fastloop_plugins.data import _varlen
 from fastloop_plugins.data._packing import PackedCollator
-from fastloop_plugins.data._shapes import SHAPES, cheap_multiple, multiple_for
+from fastloop_plugins.data._padding_multiples import SHAPES, cheap_multiple, multiple_for
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer

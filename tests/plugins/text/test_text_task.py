@@ -20,7 +20,7 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop_plugins.data._packing import PackedCollator
-from fastloop_plugins.text import OtherModel, Ragged, compute, compute_all, pool, split
+from fastloop_plugins.text import Ragged, SecondModel, compute, compute_all, pool, split
 from fastloop_plugins.text.chat.template import BUILT_IN
 from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
@@ -135,7 +135,7 @@ def test_values_of_all_samples_and_another_model():
 
     found = compute_all(run, model, dataset, collate, vectors)
     assert (model.training, found.shape, found.requires_grad) == (True, (48, 2, 16), False)
-    other = OtherModel(run.recipe, {"name": "run/model"}, "AutoModel", "plugins.similarity.model")
+    other = SecondModel(run.recipe, {"name": "run/model"}, "AutoModel", "plugins.similarity.model")
     other.load_tokenizer(24)
     saved, missing = other.build()
     assert not missing
@@ -143,7 +143,7 @@ def test_values_of_all_samples_and_another_model():
         alone = [vectors(saved.eval(), collate([dataset[index]]).inputs)[0] for index in range(len(dataset))]
     torch.testing.assert_close(found, torch.stack(alone), rtol=1e-4, atol=1e-5)
     with pytest.raises(RecipeError, match=r"recipe.yaml: plugins.similarity.model.name: .*nowhere: no such folder"):
-        OtherModel(run.recipe, {"name": "./nowhere"}, "AutoModel", "plugins.similarity.model")
+        SecondModel(run.recipe, {"name": "./nowhere"}, "AutoModel", "plugins.similarity.model")
 
 
 def test_packed_pairs_train_to_the_same_numbers(caplog):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from fastloop import RecipeError
-from fastloop_plugins.text import OtherModel, compute
+from fastloop_plugins.text import SecondModel, compute
 from torch import Tensor
 
 PROBE = "The Quick brown fox, naïve; 12,345 Größen!\n"
@@ -37,7 +37,7 @@ class Teacher:
         is_run = (run_model / "config.json").is_file()
         self.source = str(run_model.resolve()) if is_run else name
         options = {"name": self.source, "trust_remote_code": recipe.model.get("trust_remote_code", False)}
-        self.saved = OtherModel(recipe, options, auto, "plugins.distill.teacher: model")
+        self.saved = SecondModel(recipe, options, auto, "plugins.distill.teacher: model")
 
     def check_inputs(self, student: Any, max_length: int) -> None:
         """Load configuration and tokenizer. Raise an error unless the teacher reads the token ids of the student's

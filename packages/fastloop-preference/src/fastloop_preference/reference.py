@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fastloop import UsageError
-from fastloop_plugins.text import OtherModel, add_loss, cache_token_ids, compute_all, split
+from fastloop_plugins.text import SecondModel, add_loss, cache_token_ids, compute_all, split
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -114,7 +114,7 @@ def load_model(run: Run, task: PolicyTask) -> nn.Module:
             code="nothing-to-predict",
             place=run.recipe.place(task.name),
         )
-    other = OtherModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model")
+    other = SecondModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model")
     other.load_tokenizer(task.data.options.max_length)
     model, _ = other.build()
     add_loss(model)

@@ -22,9 +22,9 @@ from fastloop.problem import clause
 from fastloop_plugins.tasks.image.data import MAX_PIXELS
 
 if TYPE_CHECKING:
-    from fastloop_plugins.tasks.heads.losses import ClassLoss
     from fastloop_plugins.tasks.image.data import Augment, ImageFiles
     from fastloop_plugins.tasks.image.processors import ImageProcessor
+    from fastloop_plugins.tasks.shared.losses import ClassLoss
 
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # read_image reports such an image as an error
 

@@ -16,8 +16,8 @@ from fastloop_plugins.models.adapters import Adapter, check_classes, continues, 
 from fastloop_plugins.models.hub import (
     FAILURES,
     FROM_SCRATCH,
+    check_model_source,
     check_name,
-    check_source,
     config_from_scratch,
     explaining,
     log_new,
@@ -75,7 +75,7 @@ class ImageModel:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.where = recipe, f"{recipe.where}: model"
         self.options = parse(ImageModelOptions, recipe.model, self.where)
-        check_source(self.options, self.where, "resnet")
+        check_model_source(self.options, self.where, "resnet")
         self.adapter = self._use_base_of_adapter()
         self.name = self.options.name or str((self.options.config or {}).get("model_type"))
         self.pretrained = self.options.pretrained and self.options.config is None

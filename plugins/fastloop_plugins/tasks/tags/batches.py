@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop_plugins.rows.index import Row
     from fastloop_plugins.rows.table import Bad
-    from fastloop_plugins.tasks.heads.losses import ClassLoss
+    from fastloop_plugins.tasks.shared.losses import ClassLoss
     from fastloop_plugins.tasks.tags.data import TagTextData
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split

@@ -32,7 +32,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from fastloop import Problem, RecipeError
-from fastloop_plugins.tasks.heads.metrics import collect, make_metrics
+from fastloop_plugins.tasks.shared.metrics import collect, make_metrics
 from fastloop_plugins.tasks.tags.batches import IGNORED
 
 if TYPE_CHECKING:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Output, RecipeError
-from fastloop_plugins.tasks.heads.losses import LossOptions
-from fastloop_plugins.tasks.heads.metrics import classifier_metrics, collect, make_metrics, prediction_columns
+from fastloop_plugins.tasks.shared.losses import LossOptions
+from fastloop_plugins.tasks.shared.metrics import classifier_metrics, collect, make_metrics, prediction_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torchmetrics import Metric, MetricCollection
 
     from fastloop import MetricMode
-    from fastloop_plugins.tasks.heads.losses import ClassLoss
+    from fastloop_plugins.tasks.shared.losses import ClassLoss
 
 
 class SingleLabel:

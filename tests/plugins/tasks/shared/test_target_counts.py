@@ -153,7 +153,7 @@ def test_one_target_for_each_sample_needs_no_batch():
     """A plugin that wraps the collator, such as a mixup, reads (inputs, targets)."""
     from torch.utils.data import default_collate
 
-    from fastloop_plugins.tasks.heads.collate import TargetCounter
+    from fastloop_plugins.tasks.shared.collate import TargetCounter
 
     rows = [(torch.ones(2), number % 3) for number in range(4)]
     _, targets = TargetCounter(default_collate, functional.cross_entropy)(rows)
@@ -163,8 +163,8 @@ def test_one_target_for_each_sample_needs_no_batch():
 
 
 def test_class_weights_replace_the_weight_of_a_collator():
-    from fastloop_plugins.tasks.heads.collate import TargetCounter
-    from fastloop_plugins.tasks.heads.losses import ClassLoss
+    from fastloop_plugins.tasks.shared.collate import TargetCounter
+    from fastloop_plugins.tasks.shared.losses import ClassLoss
 
     loss = ClassLoss({"name": "cross_entropy", "class_weights": [1.0, 2.0, 5.0]}, "here")
     loss.set_weights(lambda: None)

@@ -16,7 +16,7 @@ from fastloop import Batch, PluginError, Settings, Trainer
 from fastloop.data import Loader
 from fastloop.errors import DataError
 from fastloop.testing import ProcessResult
-from fastloop_plugins.tasks.heads.collate import TargetCounter, count_samples, values_and_targets
+from fastloop_plugins.tasks.shared.collate import TargetCounter, count_samples, values_and_targets
 
 SIZE = 41
 INPUTS = torch.randn(SIZE, 4, generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from fastloop import Batch, UsageError
 from fastloop.errors import DataError
-from fastloop_plugins.tasks.heads.losses import ClassLoss
+from fastloop_plugins.tasks.shared.losses import ClassLoss
 
 IGNORED = -100
 """Label of a padded token, as in transformers."""

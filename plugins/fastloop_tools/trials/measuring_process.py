@@ -1,4 +1,4 @@
-"""Runs one measurement in a separate process: ``python -m fastloop_tools.trials.worker SPEC.json RESULT.json``.
+"""The process of one measurement: ``python -m fastloop_tools.trials.measuring_process SPEC.json RESULT.json``.
 
 The specification holds a full recipe and the parts to measure; see ``Spec``. The result holds the measurement, or an
 error.

@@ -30,10 +30,16 @@ from fastloop.testing.runs import Trained, train
 from fastloop_plugins.text.tokenizers import check_saved_tokenizer
 from fastloop_tools.inference.chunks import Chunks, predict_dataset
 
-OK, REFUSED, WARNED, WRONG, ERROR = "ok", "refused", "warned", "WRONG", "ERROR"
+OK = "ok"
+REFUSED = "refused"
+WARNED = "warned"
+WRONG = "WRONG"
+ERROR = "ERROR"
 """Equal within the bound; refused by a message of fastloop; differs with a warning; differs without one; any other
 exception."""
-LOSS, UPDATE, BF16 = 1e-4, 1e-2, 0.03
+LOSS = 1e-4
+UPDATE = 1e-2
+BF16 = 0.03
 """Largest differences: of a step's loss, relative; of the weights, as a share of their change in training; of the last
 loss in bf16.
 
@@ -86,8 +92,13 @@ class Pair:
     """
 
     def __init__(self, task: str, kind: str, folder: Path) -> None:
-        self.name, self.kind, self.folder, self.task = task, kind, folder, plain.TASKS[task]
-        self.images, self.model, self.messages = task == "image-classification", folder / "model", list[str]()
+        self.name = task
+        self.kind = kind
+        self.folder = folder
+        self.task = plain.TASKS[task]
+        self.images = task == "image-classification"
+        self.model = folder / "model"
+        self.messages = list[str]()
         tokenizer = None if self.images else plain.make_tokenizer(padding_side(kind))
         make_model(kind, self.task.auto, tokenizer, self.model)
         if tokenizer is not None:
@@ -135,7 +146,8 @@ class Pair:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record the warnings of fastloop inside the block."""
-        handler, logger = logging.Handler(logging.WARNING), logging.getLogger("fastloop")
+        handler = logging.Handler(logging.WARNING)
+        logger = logging.getLogger("fastloop")
         self.messages = []
         handler.emit = lambda record: self.messages.append(record.getMessage())  # type: ignore[method-assign]
         logger.addHandler(handler)
@@ -180,7 +192,8 @@ class Pair:
 
     def same(self, ours: Trained, losses: Sequence[float], weights: Mapping[str, Tensor]) -> Cell:
         """Compare a run with the losses and weights of another one, within rounding, or within the noise."""
-        loss, update = largest_difference(ours.losses, losses), self.update(ours.weights, weights)
+        loss = largest_difference(ours.losses, losses)
+        update = self.update(ours.weights, weights)
         found = f"loss {loss:.1e}, update {update:.1e}"
         if loss <= LOSS and update <= UPDATE:
             return OK, found
@@ -275,14 +288,16 @@ class Pair:
     def check_predict(self) -> Cell:
         """Batched predictions of a trained model, against those of plain PyTorch for one sample at a time."""
         self.plain  # noqa: B018 # trains, and exports the model
-        model, rows = self.folder / "plain" / "model", plain.read_rows(self.folder, "validation", self.images)
+        model = self.folder / "plain" / "model"
+        rows = plain.read_rows(self.folder, "validation", self.images)
         if self.name in ("causal-lm", "seq2seq"):
             texts = [row["text"] for row in rows]
             ours = self.predict({self.name: {"max_new_tokens": NEW}}, texts)["text"]
             theirs = plain.generate(model, self.task, texts, NEW)
             wrong = sum(one != other for one, other in zip(ours, theirs, strict=True))
             return self.verdict(not wrong, f"{wrong} of {len(texts)} texts")
-        columns, logits = self.predict({}), plain.predict(model, self.task, rows)
+        columns = self.predict({})
+        logits = plain.predict(model, self.task, rows)
         probabilities = [row.float().softmax(-1) for row in logits]
         if self.name == "token-classification":
             found = [torch.tensor(row) for row in columns["probabilities"]]

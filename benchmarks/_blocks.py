@@ -72,7 +72,8 @@ are defaults of nanoGPT."""
 
 def generate(blocks: int, size: Size, seed: int) -> NDArray[np.uint16]:
     """Generate (blocks, tokens). The same rule for all seeds determines which token follows another."""
-    chance, follower = np.random.default_rng(seed), np.random.default_rng(0).permutation(size.tokens)
+    chance = np.random.default_rng(seed)
+    follower = np.random.default_rng(0).permutation(size.tokens)
     weights = np.cumsum(1 / np.arange(1, size.tokens + 1))
     drawn = np.searchsorted(weights, chance.random((blocks, size.length)) * weights[-1]).clip(max=size.tokens - 1)
     follows = chance.random((blocks, size.length)) < FOLLOWS
@@ -125,7 +126,8 @@ def validation_loss(weights: Mapping[str, Any], size: Size, blocks: NDArray[np.u
     import torch
     from torch.nn.functional import cross_entropy
 
-    model, total = build_model(size).to(device).eval(), 0.0
+    model = build_model(size).to(device).eval()
+    total = 0.0
     model.load_state_dict(weights)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         for first in range(0, len(blocks), size.batch):

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-STEPS, BATCH, MAX_LENGTH = 5, 4, 96
+STEPS = 5
+BATCH = 4
+MAX_LENGTH = 96
 ADAPTER = {"r": 8, "alpha": 16}
 """Options of ``lora`` in the rows that have adapters; the peers get the same by PEFT's names."""
 

@@ -132,7 +132,8 @@ def make_recorder(numbers: Numbers) -> Any:
             if self.reads_samples:
                 return
             for batch in batches:
-                inputs, mask = batch.inputs, batch.inputs.get("attention_mask")
+                inputs = batch.inputs
+                mask = batch.inputs.get("attention_mask")
                 numbers.ids += unpadded(inputs["input_ids"], mask)
                 if "completion" in inputs:  # 1 where the next token is one of a completion
                     rows = unpadded(inputs["completion"], mask)
@@ -263,7 +264,8 @@ def train_trl(row: Row, adapters: bool, model: Path, folder: Path) -> Numbers:
     import transformers
     import trl
 
-    numbers, is_reward = Numbers(), row.peer == "RewardTrainer"
+    numbers = Numbers()
+    is_reward = row.peer == "RewardTrainer"
     config = getattr(trl, row.peer.replace("Trainer", "Config"))
     auto = transformers.AutoModelForSequenceClassification if is_reward else transformers.AutoModelForCausalLM
     options = {"num_labels": 1} if is_reward else {}
@@ -306,12 +308,14 @@ def train_sentence_transformers(row: Row, adapters: bool, model: Path, folder: P
     numbers = Numbers()
     if row.peer == "CrossEncoderTrainer":
         encoder: Any = sentence_transformers.CrossEncoder(str(model), num_labels=1, max_length=MAX_LENGTH, device="cpu")
-        kind, loss = "SEQ_CLS", of_pairs.BinaryCrossEntropyLoss
+        kind = "SEQ_CLS"
+        loss = of_pairs.BinaryCrossEntropyLoss
         arguments = sentence_transformers.CrossEncoderTrainingArguments
     else:
         encoder = sentence_transformers.SentenceTransformer(str(model), device="cpu")
         encoder.max_seq_length = MAX_LENGTH
-        kind, loss = "FEATURE_EXTRACTION", of_vectors.MultipleNegativesRankingLoss
+        kind = "FEATURE_EXTRACTION"
+        loss = of_vectors.MultipleNegativesRankingLoss
         arguments = sentence_transformers.SentenceTransformerTrainingArguments
     if adapters:
         encoder.add_adapter(adapter_config(kind))
@@ -345,7 +349,8 @@ def main(side: str, folder: Path, names: list[str]) -> None:
             for adapters in (False, True):
                 if row.name not in names:
                     continue
-                model, train = folder / row.model, PEERS[row.peer]
+                model = folder / row.model
+                train = PEERS[row.peer]
                 own = folder / f"{side}-{row.name}-{'lora' if adapters else 'full'}"
                 own.mkdir(exist_ok=True)
                 try:

@@ -21,7 +21,10 @@ from _blocks import SIZES, BlockTask, Size, build_model, validation_loss, write_
 from _windows import Windows
 from numpy.typing import NDArray
 
-LR, WEIGHT_DECAY, BETAS, NORM = 6e-4, 0.1, (0.9, 0.95), 1.0
+LR = 6e-4
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+NORM = 1.0
 WARMUP_STEPS = 30
 """Steps of the window ``warmup`` at most: the compiler and CUDA graphs are done after three of one shape."""
 
@@ -85,7 +88,8 @@ def run_plain(work: LanguageWork, windows: Windows) -> None:
     import torch
 
     torch.set_float32_matmul_precision("high")  # as the script does
-    size, tokens = SIZES[work.size], work.load("train").ravel()
+    size = SIZES[work.size]
+    tokens = work.load("train").ravel()
     model = build_model(size).to(work.device)
     compiled = torch.compile(next_token_loss, backend=work.compile_backend)
     optimizer = torch.optim.AdamW(adamw_groups(model, WEIGHT_DECAY), lr=LR, betas=BETAS, fused=True)
@@ -122,7 +126,8 @@ def prepare_recipe(work: LanguageWork) -> Any:
     """Build the recipe of fastloop's arm."""
     from fastloop.recipe import make_recipe
 
-    size, folder = SIZES[work.size], work.folder / "tokenizer"
+    size = SIZES[work.size]
+    folder = work.folder / "tokenizer"
     train = {
         "epochs": 1000,
         "batch_size": size.batch,

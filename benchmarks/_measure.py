@@ -73,7 +73,9 @@ def spawn(
     """
     command = [sys.executable, *map(str, arguments)]
     merged = os.environ | dict(environment or {})
-    busy, own, start = busy_seconds(), sum(os.times()[:4]), time.perf_counter()
+    busy = busy_seconds()
+    own = sum(os.times()[:4])
+    start = time.perf_counter()
     variables = {name: value for name, value in merged.items() if value is not None}
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
@@ -82,7 +84,8 @@ def spawn(
     if done.returncode != 0:
         sys.exit(f"{' '.join(command[1:])} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    wall, used = time.perf_counter() - start, sum(os.times()[:4]) - own
+    wall = time.perf_counter() - start
+    used = sum(os.times()[:4]) - own
     return result | {"wall_seconds": wall, "foreign_cores": foreign_cores(busy, used, wall)}
 
 
@@ -92,10 +95,12 @@ def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         SystemExit: The process failed.
     """
-    busy, start = busy_seconds(), time.perf_counter()
+    busy = busy_seconds()
+    start = time.perf_counter()
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
-    wall, used = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+    wall = time.perf_counter() - start
+    used = usage.ru_utime + usage.ru_stime
     if status:
         sys.exit(f"error: {' '.join(arguments)} ended with status {status}")
     return {"wall": wall, "processor": used, "foreign_cores": foreign_cores(busy, used, wall)}

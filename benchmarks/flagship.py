@@ -102,7 +102,8 @@ def paired(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 def report(results: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
-    runs, found = results["runs"], results["profile"]
+    runs = results["runs"]
+    found = results["profile"]
     lines = [
         [
             str(run["seed"]),
@@ -114,7 +115,8 @@ def report(results: dict[str, Any]) -> str:
         for run in runs
     ]
     mean = statistics.mean(run["summary"]["test"]["accuracy"] for run in runs)
-    reached, peak = found["flops"] / found["seconds"], found["peaks"][found["precision"]]
+    reached = found["flops"] / found["seconds"]
+    peak = found["peaks"][found["precision"]]
     peaks = ", ".join(f"{value / 1e9:,.0f} in {dtype}" for dtype, value in found["peaks"].items())
     without, full = results["pairs"]["points"]
     gap = (
@@ -153,7 +155,8 @@ def main() -> None:
         "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
     )
     options = parser.parse_args()
-    data, folder = options.data.resolve(), options.folder.resolve()
+    data = options.data.resolve()
+    folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"machine": machine("torch", "transformers", "fastloop-train")}
     results["runs"] = [train(data, seed, folder / f"seed-{seed}") for seed in SEEDS]

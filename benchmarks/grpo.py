@@ -49,7 +49,12 @@ from _measure import (
 )
 
 ARMS = ("fastloop", "trl")
-PROMPTS, GROUP, NEW_TOKENS, AT_ONCE, LR, WARMUP = 4, 8, 16, 16, 1e-6, 1
+PROMPTS = 4
+GROUP = 8
+NEW_TOKENS = 16
+AT_ONCE = 16
+LR = 1e-6
+WARMUP = 1
 PACKAGES = ("torch", "transformers", "trl", "fastloop-train")
 RECIPES = ROOT / "packages" / "fastloop-grpo" / "recipes"
 
@@ -62,7 +67,8 @@ def train_fastloop(model: Path, folder: Path, steps: int, seed: int) -> dict[str
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
 
-    clock, lengths = Clock(), list[float]()
+    clock = Clock()
+    lengths = list[float]()
 
     class Watch(Plugin):
         name = "watch"
@@ -182,7 +188,8 @@ def work(arm: str, model: Path, steps: int, seed: int) -> dict[str, Any]:
 
 def summary(found: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, Any], str, str]:
     """Ratios, and the tables of arms and of ratios."""
-    lines, ratios = [], {}
+    lines = []
+    ratios = {}
     for arm in ARMS:
         rows = [one[arm] for one in found]
         seconds, peak, tokens = (
@@ -206,7 +213,8 @@ def main() -> None:
     started = time.perf_counter()
     found = run_arms(__file__, ARMS, options, lambda row: f"{row['seconds']:.2f} s a step")
     ratios, arms, compared = summary(found)
-    facts, every = machine(*PACKAGES), [row for one in found for row in one.values()]
+    facts = machine(*PACKAGES)
+    every = [row for one in found for row in one.values()]
     results = {"machine": facts, "steps": options.steps, "load": load(every), "model": options.model.name}
     results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
     print(f"\n{arms}\n\n{compared}\n\n{load(every)}\n{write('grpo', results, options.results)}")

@@ -76,8 +76,14 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Configurations of transformers."""
-SIZES, RATES = {"vit": 224, "resnet": 32}, {"vit": 5e-4, "resnet": 2e-3}
-BATCH, WARMUP, TRAIN, HELD_OUT, CLASSES, SCALE = 32, 5, 1280, 500, 10, (0.7, 1.0)
+SIZES = {"vit": 224, "resnet": 32}
+RATES = {"vit": 5e-4, "resnet": 2e-3}
+BATCH = 32
+WARMUP = 5
+TRAIN = 1280
+HELD_OUT = 500
+CLASSES = 10
+SCALE = (0.7, 1.0)
 FACTORS = {"vit": 1, "resnet": 10}
 """Steps of the model per step of the ViT."""
 WORKERS = {"vit": 1, "resnet": 2}
@@ -114,7 +120,8 @@ def train_fastloop(kind: str, images: Path, output: Path, steps: int, seed: int)
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
 
-    watch, results = Watch(), dict[str, float]()
+    watch = Watch()
+    results = dict[str, float]()
 
     class Watching(Plugin):
         name = "watching"
@@ -172,7 +179,8 @@ def train_timm(kind: str, images: Path, steps: int, seed: int, best: bool) -> di
     timm: Any = import_module("timm")  # it exports its functions without declaring so
     for part in ("data", "optim", "utils"):
         import_module(f"timm.{part}")
-    watch, device = Watch(), torch.device("cpu")
+    watch = Watch()
+    device = torch.device("cpu")
     timm.utils.random_seed(seed, 0)
     is_vit = kind == "vit"
     model = timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES) if is_vit else transformers_model(kind)
@@ -221,7 +229,9 @@ def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best:
     from torchvision.transforms import CenterCrop, Compose, Normalize, RandomResizedCrop, Resize, ToTensor
     from transformers import Trainer, TrainingArguments, set_seed
 
-    watch, size, workers = Watch(), SIZES[kind], WORKERS[kind]
+    watch = Watch()
+    size = SIZES[kind]
+    workers = WORKERS[kind]
     set_seed(seed)
 
     class Watched(Trainer):
@@ -298,7 +308,8 @@ def import_torchvision() -> None:
 def work(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
     """Train one arm in this process. ``name``: ``MODEL/ARM``."""
     kind, _, arm = name.partition("/")
-    images, output = folder / kind, folder / f"{kind}-{arm}-{seed}"
+    images = folder / kind
+    output = folder / f"{kind}-{arm}-{seed}"
     import_torchvision()  # torchmetrics imports it too
     if arm == "fastloop":
         return train_fastloop(kind, images, output, steps, seed)
@@ -312,7 +323,8 @@ def work(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
 
 def summary(found: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, Any], str, str]:
     """Ratios of speed, and the tables of arms and of ratios."""
-    lines, ratios = [], dict[str, Any]()
+    lines = []
+    ratios = dict[str, Any]()
 
     def spread(name: str, key: str) -> str:
         values = [one[name][key] for one in found]
@@ -366,7 +378,8 @@ def main() -> None:
             shown = f"{1000 * row['seconds']:.0f} ms a step, loss {row['loss']:.3f}, {row['wall_seconds']:.0f} s"
             print(f"round {number + 1} {name:21} {shown}", flush=True)
     ratios, arms, speeds = summary(found)
-    facts, every = machine(*PACKAGES), [row for one in found for row in one.values()]
+    facts = machine(*PACKAGES)
+    every = [row for one in found for row in one.values()]
     results = {"machine": facts, "steps": options.steps, "batch": BATCH, "load": load(every)}
     results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
     print(f"\n{arms}\n\n{speeds}\n\n{load(every)}\n{write('images', results, options.results)}")

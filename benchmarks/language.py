@@ -166,7 +166,8 @@ def nanogpt(model: str, folder: Path, seed: int, steps: int, source: Path) -> di
     import warnings
 
     warnings.simplefilter("ignore")
-    work, printed = MODELS[model], io.StringIO()
+    work = MODELS[model]
+    printed = io.StringIO()
     given = {
         "out_dir": folder / "out", "dataset": folder, "device": "cpu", "dtype": "float32", "compile": False,
         "eval_interval": steps,
@@ -198,7 +199,9 @@ def nanogpt(model: str, folder: Path, seed: int, steps: int, source: Path) -> di
 
 def summary(found: list[dict[str, dict[str, Any]]], model: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Results of a model over the rounds, and rows of a table."""
-    work, rows, lines = MODELS[model], [], []
+    work = MODELS[model]
+    rows = []
+    lines = []
     speeds = {
         arm: [
             work["batch"]
@@ -253,7 +256,8 @@ def main() -> None:
     if not (source / "train.py").is_file():
         parser.error(f"{source}/train.py: no such file. --nanogpt names a checkout of nanoGPT.")
     if options.arm:
-        model, folder = options.models[0], Path(options.folder)
+        model = options.models[0]
+        folder = Path(options.folder)
         if options.arm == "tokens":
             tokens(model, folder)
             found: Any = {}
@@ -270,7 +274,8 @@ def main() -> None:
         for number, name in rounds(arms, options.repeats):
             model, arm = name.split()
             steps = options.steps or MODELS[model]["steps"]
-            data, folder = Path(temporary, model), Path(temporary, f"{number}-{model}-{arm}")
+            data = Path(temporary, model)
+            folder = Path(temporary, f"{number}-{model}-{arm}")
             common = [__file__, "--nanogpt", source, "--models", model, "--steps", steps, "--seed", number]
             if not data.exists():
                 data.mkdir()
@@ -287,7 +292,8 @@ def main() -> None:
                 flush=True,
             )
 
-    rows, lines = [], []
+    rows = []
+    lines = []
     for model in options.models:
         more, shown = summary(runs, model)
         rows += more
@@ -297,7 +303,8 @@ def main() -> None:
         lines,
         text_columns=2,
     )
-    facts, every = machine("torch", "transformers", "fastloop-train"), [row for one in runs for row in one.values()]
+    facts = machine("torch", "transformers", "fastloop-train")
+    every = [row for one in runs for row in one.values()]
     results = {"machine": facts, "models": MODELS, "llama": LLAMA, "load": load(every), "summary": rows, "rounds": runs}
     print(f"\n{shown_table}\n\n{load(every)}\n{write('language', results, options.results)}")
     if options.results == RESULTS:

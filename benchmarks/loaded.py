@@ -61,7 +61,8 @@ def busy_processes(count: int) -> Iterator[None]:
 
 def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
     """Results of each arm over the rounds, and the same as a table."""
-    rows, lines = [], []
+    rows = []
+    lines = []
     for arm in arms:
         speeds = {state: [one[f"{arm} {state}"]["samples_per_second"] for one in found] for state in ("idle", "busy")}
         row = {state: statistics.median(values) for state, values in speeds.items()} | {

@@ -80,7 +80,8 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.measure)))
         return
-    page, found = Path(__file__).resolve().parent.parent / "docs" / "streaming.md", list[dict[str, Any]]()
+    page = Path(__file__).resolve().parent.parent / "docs" / "streaming.md"
+    found = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         os.chdir(name)
         from checkpoint_helpers import tokenizer

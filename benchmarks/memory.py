@@ -23,7 +23,8 @@ from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 
-BATCH, ROWS = 12, 12_000
+BATCH = 12
+ROWS = 12_000
 """Samples of a step, and of an epoch."""
 FIRST = 50
 """Step that later ones are compared with: one-time work is done."""

@@ -95,7 +95,8 @@ class Copy:
             check=True,
         )
         for name in filter(None, listed.stdout.split("\0")):
-            source, target = ROOT / name, folder / name
+            source = ROOT / name
+            target = folder / name
             if source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
@@ -188,7 +189,8 @@ def select_tests(reach: Path, number: int) -> list[str]:
     recorded = reach / str(number)
     if not recorded.exists():
         return []
-    files, tests = set(), set()
+    files = set()
+    tests = set()
     for line in recorded.read_text().splitlines():
         test, _, phase = line.rpartition(" ")
         if phase == "(call)":

@@ -57,7 +57,13 @@ NEEDS = {
 }
 DISTRIBUTIONS = {"fastloop": "fastloop-train"}
 """Package -> its distribution, where the names differ."""
-ROWS, WIDTH, CLASSES, BATCH, LOG_EVERY, WARMUP, SEED = 1024, 64, 10, 8, 10, 200, 0
+ROWS = 1024
+WIDTH = 64
+CLASSES = 10
+BATCH = 8
+LOG_EVERY = 10
+WARMUP = 200
+SEED = 0
 LR = 1e-3
 models: list[Any] = []  # every model made by ``work``; the last one is compared across arms
 devices: list[Any] = []  # the device of the last input
@@ -286,13 +292,11 @@ def time_arm(arm: str, steps: int, repeats: int, device: str) -> dict[str, Any]:
 
 def report(rounds: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
     """The summary of each arm, and the same as a markdown table."""
-    rows, lines = (
-        [],
-        [
-            "| arm | us per step | over raw, us | ratio to raw | 95% interval | same weights as raw |",
-            "|---|---:|---:|---:|---:|---|",
-        ],
-    )
+    rows = []
+    lines = [
+        "| arm | us per step | over raw, us | ratio to raw | 95% interval | same weights as raw |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
     for arm in arms:
         cost = statistics.median(r[arm]["us_per_step"] for r in rounds)
         extra = statistics.median(r[arm]["us_per_step"] - r["raw"]["us_per_step"] for r in rounds)
@@ -339,7 +343,9 @@ def main() -> None:
         print(f"The arm {arm} is left out: the package {NEEDS[arm]} is not installed.")
         arms.remove(arm)
     rounds: list[dict[str, dict[str, Any]]] = []
-    started, rows, shown = time.perf_counter(), [], ""
+    started = time.perf_counter()
+    rows = []
+    shown = ""
     for number in range(args.rounds):
         if rounds and args.seconds and (time.perf_counter() - started) * (number + 1) / number > args.seconds:
             break

@@ -85,7 +85,8 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 """Environment variables of ``+allocator``: those of the first installed allocator, as set by fastloop's plugin
 ``allocator``."""
 ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-BATCH, WARMUP = 12, 2
+BATCH = 12
+WARMUP = 2
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "fastloop-train")
 CHOICES = [arm for arm in ARMS if arm != "hf-trainer-compile"]  # hf-trainer-compile takes minutes to compile on a CPU
 ALLOCATED = "+allocator"
@@ -102,7 +103,8 @@ def work(arm: str, folder: Path, seed: int, more: list[str]) -> dict[str, Any]:
     import torch
     from transformers import set_seed
 
-    splits, found = load_reviews(folder / "reviews.npz"), []
+    splits = load_reviews(folder / "reviews.npz")
+    found = []
     for name in ("warmup", "train"):
         reviews = splits[f"{'naive_' * (arm == 'naive')}{name}"]
         set_seed(seed)
@@ -111,7 +113,8 @@ def work(arm: str, folder: Path, seed: int, more: list[str]) -> dict[str, Any]:
                 model=str(minilm()), device="cpu", folder=Path(own), batch_size=BATCH, seed=seed, plugins=plugins
             )
             ARMS[arm](given, reviews, Windows("cpu", lambda: "measure", found.append))
-    window, tokens = found[-1], int(reviews.lengths.sum())
+    window = found[-1]
+    tokens = int(reviews.lengths.sum())
     if window["samples"] != len(reviews):
         raise SystemExit(f"{arm}: it trained on {window['samples']} of {len(reviews)} reviews.")
     rates = {"tokens_per_second": tokens / window["seconds"], "padding": 1 - tokens / window["computed"]}
@@ -128,7 +131,8 @@ def draw(source: Path, folder: Path, steps: int, seed: int) -> None:
     from pyarrow import parquet
     from transformers import AutoTokenizer
 
-    rows, tokenizer = parquet.read_table(source, columns=["text", "label"]), AutoTokenizer.from_pretrained(minilm())
+    rows = parquet.read_table(source, columns=["text", "label"])
+    tokenizer = AutoTokenizer.from_pretrained(minilm())
     lengths = pyarrow.compute.utf8_length(rows["text"]).to_numpy()
     splits = {}
     for name, count in (("train", steps), ("warmup", WARMUP), ("naive_train", max(2, steps // 4)), ("naive_warmup", 1)):
@@ -144,7 +148,8 @@ def third(losses: list[float]) -> list[float]:
 
 def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
     """Results of each arm over the rounds, and the same as a table."""
-    rows, lines = [], []
+    rows = []
+    lines = []
     for arm in arms:
         speeds = [one[arm]["samples_per_second"] for one in found]
         row = {

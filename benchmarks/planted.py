@@ -220,7 +220,8 @@ def error(trial: dict[str, Any]) -> float:
 def sign(trial: dict[str, Any]) -> str:
     """Whether an estimate has the sign of the measured effect: `right` or `wrong`; empty if the measured range contains
     1, or if the estimate is about 1."""
-    low, high = min(trial["ratios"]), max(trial["ratios"])
+    low = min(trial["ratios"])
+    high = max(trial["ratios"])
     if low <= 1 <= high or trial["estimate"] < ABOUT_ONE:
         return ""
     return "right" if low > 1 else "wrong"
@@ -274,7 +275,8 @@ def main() -> None:
             "yes" if found["named"] else "no",
         ]
         for trial in found["trials"][:1]:
-            ratios, measured = trial["ratios"], [trial["why"], "", ""]
+            ratios = trial["ratios"]
+            measured = [trial["why"], "", ""]
             if ratios:
                 spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                 measured = [spread, f"{error(trial):+.0%}", sign(trial)]

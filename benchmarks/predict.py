@@ -49,7 +49,8 @@ from _measure import (
 )
 from _reviews import minilm
 
-BATCH, LENGTH = 32, 512
+BATCH = 32
+LENGTH = 512
 PACKAGES = ("torch", "transformers", "accelerate", "fastloop-train")
 PIPELINE = f"""
 import json, sys
@@ -115,7 +116,9 @@ def prepare(reviews: Path, folder: Path, rows: int) -> None:
 
 def commands(folder: Path) -> dict[str, list[str]]:
     """The arguments of Python for each arm."""
-    rows, run, model = str(folder / "test.jsonl"), str(folder / "run"), str(folder / "run" / "model")
+    rows = str(folder / "test.jsonl")
+    run = str(folder / "run")
+    model = str(folder / "run" / "model")
     length = f"data.max_length={LENGTH}"
     predict = ["-m", "fastloop", "predict", run, rows, length, "--out"]
     return {

@@ -287,7 +287,8 @@ def main() -> None:
             run_suite(page.suite, *reports, FASTLOOP_RELIABILITY=options.times)
         found, times = read(page, *reports)
     rows = [row for group in found.values() for row in group.values()]
-    tried, lost = sum(row.tried for row in rows), sum(row.lost for row in rows)
+    tried = sum(row.tried for row in rows)
+    lost = sum(row.lost for row in rows)
     figures = f"**{tried:,} {page.what} tried, {tried - lost:,} survived, {lost} lost.**"
     intro = page.text.format(script=Path(__file__).name, figures=figures, times=" and ".join(sorted(times)))
     page.table.write_text(f"{intro}\n{tables(page, found)}", encoding="utf-8")

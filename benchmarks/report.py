@@ -36,9 +36,11 @@ def main() -> None:
             file.writelines(lines(options.steps))
         megabytes = (folder / "metrics.jsonl").stat().st_size / 1e6
         print(f"{options.steps:,} log points, {megabytes:,.0f} MB")
-        walls, processor = [], []
+        walls = []
+        processor = []
         for _ in range(options.rounds):
-            started, before = time.perf_counter(), os.times()
+            started = time.perf_counter()
+            before = os.times()
             subprocess.run([sys.executable, "-m", "fastloop", "report", str(folder)], cwd=scratch, check=True)
             walls.append(time.perf_counter() - started)
             after = os.times()

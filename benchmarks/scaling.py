@@ -35,7 +35,9 @@ from _measure import RESULTS, load, machine, memory, rounds, show_machine, sourc
 
 PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "fused-optimizer", "fast-dropout", "allocator"]
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
-VOCABULARY, SAMPLES, STEPS = 2000, 240, 400
+VOCABULARY = 2000
+SAMPLES = 240
+STEPS = 400
 MODEL = {
     "model_type": "distilbert",
     "dim": 128,
@@ -75,7 +77,8 @@ def train_ids(length: int, batch: int, folder: Path) -> dict[str, Any]:
     ids = torch.randint(VOCABULARY, (SAMPLES, length))
     data = [{"input_ids": row, "labels": row[0] % 2} for row in ids]
     before = memory("VmRSS")
-    kind, rest = MODEL["model_type"], {key: value for key, value in MODEL.items() if key != "model_type"}
+    kind = MODEL["model_type"]
+    rest = {key: value for key, value in MODEL.items() if key != "model_type"}
     model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **rest))
     times = Times()
     settings: dict[str, Any] = {
@@ -104,7 +107,8 @@ def data(value: int, folder: Path) -> dict[str, Any]:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    chance, file = random.Random(0), folder / "rows.parquet"
+    chance = random.Random(0)
+    file = folder / "rows.parquet"
     words = [f"word{number}" for number in range(VOCABULARY)]
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -149,7 +153,8 @@ def first_step(file: Path, folder: Path) -> dict[str, Any]:
             "output": str(folder / "run"),
         }
     )
-    before, resident = memory("VmRSS"), Resident()
+    before = memory("VmRSS")
+    resident = Resident()
     with open_run(resolve(recipe), [resident]) as run:
         summary = execute(run)
     return {"seconds": summary["startup_seconds"], "bytes": resident.found - before}
@@ -239,7 +244,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(STUDIES[options.point[0]](int(options.point[1]), Path(folder))))
         return
-    started, raw, medians = time.perf_counter(), [], {}
+    started = time.perf_counter()
+    raw = []
+    medians = {}
     environment = {"OMP_NUM_THREADS": None, "HF_HUB_OFFLINE": "1"}
     for study in options.only:
         values = [value for value in POINTS[study] if options.most is None or value <= options.most]

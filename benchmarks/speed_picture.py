@@ -23,10 +23,14 @@ PEERS = {
     "hf-trainer+allocator": "the same, with our allocator",
 }
 """Arm of ``peers.json`` -> its name in the picture."""
-WIDTH, ROW, LEFT, LONGEST = 900, 30, 230, 500
+WIDTH = 900
+ROW = 30
+LEFT = 230
+LONGEST = 500
 """Sizes in units of the picture: its width, a row, the names, and the longest bar."""
 PICTURE = ROOT / "docs" / "speed.svg"
-GRAY, GREEN = "#8a8f98", "#2a7f62"
+GRAY = "#8a8f98"
+GREEN = "#2a7f62"
 STYLE = ".head { font-weight: 600; }"
 
 

@@ -65,7 +65,8 @@ def count_instructions(run: Run, steps: int) -> int:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal instructions
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
         instructions += event == "opcode"
         return trace
 
@@ -102,7 +103,8 @@ def quiet() -> Any:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    kept, null = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    kept = (os.dup(1), os.dup(2))
+    null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1), os.dup2(null, 2)
     try:
         yield

@@ -37,7 +37,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-STEPS, BATCH, LENGTH, WORDS, WIDTH, BLOCKS = 30, 16, 32, 8000, 256, 6
+STEPS = 30
+BATCH = 16
+LENGTH = 32
+WORDS = 8000
+WIDTH = 256
+BLOCKS = 6
 COUNTED = (10, 20)
 """Bytes on the wire are counted between these steps."""
 ZERO = {f"zero-{stage}": {"deepspeed": {"stage": stage}} for stage in range(4)}
@@ -75,8 +80,10 @@ def work(name: str, output: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-            self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-            self.wide, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.first = nn.LayerNorm(WIDTH)
+            self.second = nn.LayerNorm(WIDTH)
+            self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+            self.back = nn.Linear(4 * WIDTH, WIDTH)
 
         def forward(self, hidden: Tensor) -> Tensor:
             inner = self.first(hidden)
@@ -86,7 +93,8 @@ def work(name: str, output: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+            self.words = nn.Embedding(WORDS, WIDTH)
+            self.places = nn.Embedding(LENGTH, WIDTH)
             self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
             self.head = nn.Linear(WIDTH, 4)
 
@@ -261,7 +269,8 @@ def report(rows: list[dict[str, Any]], parameters: int) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        arm, n = row["arm"], row["processes"]
+        arm = row["arm"]
+        n = row["processes"]
         difference = max(
             abs(ours - theirs) / abs(theirs) for ours, theirs in zip(row["losses"], plain["losses"], strict=True)
         )

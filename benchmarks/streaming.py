@@ -88,14 +88,18 @@ def measure(kind: str, minutes: float, paths: list[str]) -> dict[str, Any]:
         run = make_run("causal-lm", model, data_section(paths, buffer | {"blocks": True, "max_length": 64}))
     else:
         run = classify(paths, max_length=4, **buffer)
-    built, cpu, samples, first = time.perf_counter(), time.process_time(), 0, None
+    built = time.perf_counter()
+    cpu = time.process_time()
+    samples = 0
+    first = None
     for batch in run.train_loader.batches():
         samples += batch.samples
         if first is None and samples >= FIRST:
             first = memory("VmRSS")
         if time.perf_counter() - built > 60 * minutes:
             break
-    end, used = time.perf_counter(), time.process_time() - cpu
+    end = time.perf_counter()
+    used = time.process_time() - cpu
     sizes = {
         "samples": samples,
         "rows": len(run.datasets["train"]),
@@ -178,7 +182,8 @@ def main() -> None:
     for kind in options.kinds:
         part = KINDS[kind]
         with tempfile.TemporaryDirectory() as name:
-            folder, suffix = Path(name), Path(kind).suffix
+            folder = Path(name)
+            suffix = Path(kind).suffix
             for size in sorted(options.sizes):
                 rows = round(size * 1e9 / part / ROW / GROUP) * GROUP
                 for path in folder.iterdir():

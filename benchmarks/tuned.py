@@ -71,11 +71,9 @@ def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
 
     ours = load_recipe(str(target))
     hand = load_recipe(str(ROOT / "recipes" / "distilbert_imdb_cpu.yaml"), work(data), (), ("checkpoint-best",))
-    shop, window, ratios = (
-        TrialRunner(dict(os.environ), folder / "cache", print),
-        Window(steps=8, seconds=5.0, warmup=2),
-        [],
-    )
+    shop = TrialRunner(dict(os.environ), folder / "cache", print)
+    window = Window(steps=8, seconds=5.0, warmup=2)
+    ratios = []
     for number in range(PAIRS):
         arms = [ours, hand] if number % 2 == 0 else [hand, ours]
         measured = {id(recipe): shop.measure(recipe, window, number) for recipe in arms}
@@ -119,7 +117,8 @@ def main() -> None:
 
 def report(results: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
-    report, rows = results["report"], []
+    report = results["report"]
+    rows = []
     for trial in report["trials"]:
         estimate = f"{trial['estimate']:.2f}" if trial["estimate"] else ""
         measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"]

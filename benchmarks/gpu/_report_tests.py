@@ -59,7 +59,8 @@ def pytest_runtest_logreport(report: Any) -> None:
     outcome = "failed" if report.failed else report.outcome
     reason = ""
     if report.failed and (package := missing_package(str(report.longrepr))):
-        outcome, reason = "skipped", f"{package} is not installed"
+        outcome = "skipped"
+        reason = f"{package} is not installed"
     elif report.failed:
         reason = str(report.longrepr)[-1200:]
     elif report.skipped:

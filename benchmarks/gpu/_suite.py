@@ -172,7 +172,8 @@ def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
         "copy_bytes": (lambda: target.copy_(source), 2 * size),
     }
     for name, (function, work) in parts.items():
-        end, rates = time.monotonic() + seconds, list[float]()
+        end = time.monotonic() + seconds
+        rates = list[float]()
         while time.monotonic() < end or len(rates) < 3:
             rates.append(work / seconds_of(function, where))
         found |= {name: statistics.median(rates[1:]), f"{name}_best": max(rates)}

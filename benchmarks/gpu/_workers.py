@@ -50,8 +50,12 @@ class Worker:
     def __init__(
         self, name: str, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str], warmups: int = 1
     ) -> None:
-        self.name, self.spec, self.environment, self.warmups = name, spec, environment, warmups
-        self.parent, self.starts = folder, 0
+        self.name = name
+        self.spec = spec
+        self.environment = environment
+        self.warmups = warmups
+        self.parent = folder
+        self.starts = 0
         self.window_seconds = 0.0  # of its last window
         self.start()
 
@@ -83,7 +87,8 @@ class Worker:
                 bufsize=0,
             )
         os.close(write)
-        self.replies, self.unread = read, b""
+        self.replies = read
+        self.unread = b""
 
     def warm_up(self, records: Records, budget: Budget, kept: float) -> bool:
         """Wait until it is warm, and record that or its failure.

@@ -60,7 +60,8 @@ from _workers import (
 
 from fastloop.recipe import load_recipe
 
-BATCH, EPOCHS = 12, 3
+BATCH = 12
+EPOCHS = 3
 WORKER_BYTES = 10 * 2**30
 """Memory of the GPU that a worker needs: 3.3 GiB of tensors at the peak of ``batch-48``, the pools of its CUDA graphs,
 and the context."""
@@ -289,9 +290,11 @@ def main() -> None:
         parser.add_argument("--parallel", type=int, help="workers that start at once (default: half of the cores)")
 
     settings = options(__doc__, prepare)
-    budget, records = command_budget(settings.seconds), Records(settings.results / "gpu-ablation.jsonl")
+    budget = command_budget(settings.seconds)
+    records = Records(settings.results / "gpu-ablation.jsonl")
     device = find_device()
-    cuda, machine = device == "cuda", facts(device)
+    cuda = device == "cuda"
+    machine = facts(device)
     settings.rounds = settings.rounds or (1 if settings.tiny else 3)
     settings.hold = settings.hold or held_at_once(machine.get("memory_bytes"), WORKER_BYTES, HELD)
     settings.parallel = settings.parallel or max(2, (os.cpu_count() or 2) // 2)

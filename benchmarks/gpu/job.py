@@ -69,7 +69,8 @@ def load_tokenizer() -> Any:
     ids = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103}  # as in BERT's vocabulary
     words = {index: f"w{index}" for index in range(VOCABULARY)} | {index: name for name, index in ids.items()}
     tokenizer = Tokenizer(models.WordPiece({word: index for index, word in words.items()}, unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 101), ("[SEP]", 102)]
     )
@@ -169,7 +170,8 @@ def main() -> None:
 
     settings = options(__doc__, prepare)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # as fastloop sets it; all.sh turns it off
-    budget, records = command_budget(settings.seconds), Records(settings.results / "gpu-job.jsonl")
+    budget = command_budget(settings.seconds)
+    records = Records(settings.results / "gpu-job.jsonl")
     device = find_device()
     model = "tiny" if settings.tiny else "distilbert"
     records.add("facts", **facts(device), tiny=settings.tiny, model=model)
@@ -177,7 +179,8 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     with scratch() as folder:
         splits, length = read_reviews(35_000, settings.tiny)
-        tokenizer, characters = load_tokenizer(), {}
+        tokenizer = load_tokenizer()
+        characters = {}
         for split, reviews in splits.items():
             characters[split] = write_texts(reviews, tokenizer, work / f"{split}.jsonl")
         build_model(model).save_pretrained(work / "model")

@@ -140,18 +140,22 @@ def main() -> None:
         )
 
     settings = options(__doc__, prepare)
-    budget, records = command_budget(settings.seconds), Records(settings.results / "gpu-lm.jsonl")
+    budget = command_budget(settings.seconds)
+    records = Records(settings.results / "gpu-lm.jsonl")
     device = find_device()
     settings.rounds = settings.rounds or (1 if settings.tiny else 3)
     name = "tiny" if settings.tiny else "gpt2"
-    size, machine = SIZES[name], facts(device)
+    size = SIZES[name]
+    machine = facts(device)
     hold = settings.hold or arms_at_once(machine.get("memory_bytes"))
     work = {"batch": size.batch, "length": size.length, "token_flops": token_flops(size)}
     records.add("facts", **machine, tiny=settings.tiny, steps=size.steps, model=name, **work)
     arms = leave_out(make_arms(size), settings.arms, records)
     with scratch() as folder:
         record_ceilings(records, device, 0.2 if settings.tiny else 1.5)
-        tokens, windows = folder / "tokens.npz", settings.rounds + 1  # one for the warm-up and the probes
+        # one for the warm-up and the probes
+        tokens = folder / "tokens.npz"
+        windows = settings.rounds + 1
         splits = {"train": windows * size.steps * size.batch, "validation": VALIDATION}
         np.savez(tokens, **{split: generate(blocks, size, seed) for seed, (split, blocks) in enumerate(splits.items())})
         specs = {}

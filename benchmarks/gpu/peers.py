@@ -74,9 +74,11 @@ def step_cost(device: str, tiny: bool, records: Records, budget: Budget, folder:
     )
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
-        output, failed = done.stderr, done.returncode
+        output = done.stderr
+        failed = done.returncode
     except subprocess.TimeoutExpired as error:
-        output, failed = str(error), 1
+        output = str(error)
+        failed = 1
     if target.exists():
         for row in json.loads(target.read_text())["summary"]:
             records.add("overhead", f"{row['us_per_step']:.0f} us a step", name=row["arm"], **row)
@@ -102,12 +104,15 @@ def main() -> None:
         )
 
     settings = options(__doc__, prepare)
-    budget, records = command_budget(settings.seconds), Records(settings.results / "gpu-peers.jsonl")
+    budget = command_budget(settings.seconds)
+    records = Records(settings.results / "gpu-peers.jsonl")
     device = find_device()
-    cuda, machine = device == "cuda", facts(device)
+    cuda = device == "cuda"
+    machine = facts(device)
     repeats = settings.rounds or (1 if settings.tiny else 3)
     hold = settings.hold or held_at_once(machine.get("memory_bytes"), WORKER_BYTES, HELD)
-    steps, model = settings.steps or (4 if settings.tiny else 192), "tiny" if settings.tiny else "distilbert"
+    steps = settings.steps or (4 if settings.tiny else 192)
+    model = "tiny" if settings.tiny else "distilbert"
     variant = shrunk(VARIANTS[settings.variant]) if settings.tiny else VARIANTS[settings.variant]
     listed = [{name: dict(given)} for name, given in variant.plugins.items()]
     records.add(
@@ -121,7 +126,8 @@ def main() -> None:
     with scratch() as folder:
         record_ceilings(records, device, 0.2 if settings.tiny else 1.5)
         splits, longest = read_reviews(steps * BATCH, settings.tiny)
-        source, reviews = splits["train"], folder / "window.npz"
+        source = splits["train"]
+        reviews = folder / "window.npz"
         save(reviews, train=source.keep(spread(source.lengths, steps * BATCH, seed=1)))
 
         def start(arm: str) -> tuple[dict[str, Any], dict[str, str], int]:

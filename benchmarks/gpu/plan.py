@@ -27,7 +27,8 @@ SETUP_SECONDS = 12.0
 """Seconds of ``setup.sh``."""
 REPORT_SECONDS = 4.0
 """Seconds of a command's part that are reserved for the end of its workers and its tables."""
-TINY_SECONDS, TINY_LEAST = 2.0, 0.4
+TINY_SECONDS = 2.0
+TINY_LEAST = 0.4
 """With ``--tiny``: a part has twice its seconds, since a busy CPU compiles slowly, and begins with fewer."""
 
 
@@ -175,7 +176,8 @@ def main() -> None:
     whole = sum(part.seconds for part in parts) + SETUP_SECONDS
     budget = Budget(settings.seconds or (whole if settings.tiny else CALL_SECONDS), used=settings.used)
     memory = gpu_memory()
-    worked, planned_end = True, SETUP_SECONDS
+    worked = True
+    planned_end = SETUP_SECONDS
     for part in parts:
         planned_end += part.seconds
         given = options_of(part, memory)

@@ -162,7 +162,8 @@ def show_ablation(lines: Lines) -> str:
     """The section of command 2."""
     from ablation import VARIANTS
 
-    windows, warmups = of_kind(lines, "measure"), of_kind(lines, "warmup")
+    windows = of_kind(lines, "measure")
+    warmups = of_kind(lines, "warmup")
     rows = []
     for name, found in windows.items():
         over = VARIANTS[name].over
@@ -233,7 +234,8 @@ def show_probes(lines: Lines) -> str:
 
 def show_peers(lines: Lines) -> str:
     """The section of command 5."""
-    windows, warmups = of_kind(lines, "measure"), of_kind(lines, "warmup")
+    windows = of_kind(lines, "measure")
+    warmups = of_kind(lines, "warmup")
     rows = []
     for name, found in windows.items():
         compiling = [line["compile_seconds"] for line in warmups[name]]

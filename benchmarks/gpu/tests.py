@@ -110,7 +110,8 @@ def run_part(
         with lock:
             records.skip(part.name, "tests", START_SECONDS, budget)
         return
-    outcomes, log = folder / f"{part.stem}.jsonl", folder / f"{part.stem}.log"
+    outcomes = folder / f"{part.stem}.jsonl"
+    log = folder / f"{part.stem}.log"
     environment = {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
         "FASTLOOP_TEST_RECORDS": str(outcomes),
@@ -164,7 +165,8 @@ def main() -> None:
         )
 
     settings = options(__doc__, prepare)
-    budget, records = command_budget(settings.seconds), Records(settings.results / "gpu-tests.jsonl")
+    budget = command_budget(settings.seconds)
+    records = Records(settings.results / "gpu-tests.jsonl")
     device = find_device()
     command = "plugin-tests" if settings.plugins else "tests"
     records.add("facts", **facts(device), tiny=settings.tiny, command=command)

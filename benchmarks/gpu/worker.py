@@ -63,9 +63,12 @@ def main() -> None:
     parser.add_argument("spec", type=json.loads, help="what to train")
     arguments = parser.parse_args()
     given = dict(arguments.spec)
-    arm, job, trace = given.pop("arm"), given.pop("job", 0), given.pop("trace", None)
+    arm = given.pop("arm")
+    job = given.pop("job", 0)
+    trace = given.pop("trace", None)
     language = "tokens" in given
-    folder, file = Path(given.pop("folder")), Path(given.pop("tokens" if language else "reviews"))
+    folder = Path(given.pop("folder"))
+    file = Path(given.pop("tokens" if language else "reviews"))
     work: Any = (
         LanguageWork(**given, folder=folder, tokens=file)
         if language

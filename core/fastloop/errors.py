@@ -115,7 +115,8 @@ class MetricError(UsageError):
 
     def __init__(self, text: str, output: Output | None, values: Mapping[str, Any], **fields: Unpack[Fields]) -> None:
         super().__init__(text, **fields)
-        self.output, self.values = output, values
+        self.output = output
+        self.values = values
 
 
 class PluginCrash(FastloopError):

@@ -85,7 +85,10 @@ class EvaluationResults:
         split: str = "validation",
         processes: Processes | None = None,
     ) -> None:
-        self.metrics, self.where, self.split, self.processes = metrics, where, split, processes
+        self.metrics = metrics
+        self.where = where
+        self.split = split
+        self.processes = processes
         self.newest: Output | None = None
         self.losses: list[Tensor] = []
         self.weights: list[float] = []
@@ -118,7 +121,8 @@ class EvaluationResults:
         if self.waiting and self.metrics is not None:
             predictions, targets = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
             self._measure(self.metrics.update, predictions, targets)
-        self.waiting, self.bytes = [], 0
+        self.waiting = []
+        self.bytes = 0
 
     def _measure(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the metrics. Its error is raised as one that names the split."""

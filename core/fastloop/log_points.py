@@ -46,7 +46,9 @@ class LogPoint:
     """
 
     def __init__(self, step: int, values: LoggedValues, measured: Mapping[str, float]) -> None:
-        self.step, self.values, self.measured = step, values, measured
+        self.step = step
+        self.values = values
+        self.measured = measured
 
     def read(self, processes: Processes) -> dict[str, float]:
         """The values for ``log_scalars``: those of the core first. Every process must call it.
@@ -110,7 +112,8 @@ def after_step(run: Run, loss: Tensor) -> None:
 
 def log_pending(run: Run) -> None:
     """Log the log point whose values were left to arrive, if any. Every process must call it."""
-    pending, run._pending_log_point = run._pending_log_point, None
+    pending = run._pending_log_point
+    run._pending_log_point = None
     if pending is not None:
         emit(run, pending.read(run.processes), pending.step)
 
@@ -120,7 +123,8 @@ def log_after_error(run: Run) -> None:
 
     A problem with it is only logged: the error of the run is the one to report.
     """
-    pending, run._pending_log_point = run._pending_log_point, None
+    pending = run._pending_log_point
+    run._pending_log_point = None
     if pending is None:
         return
     failure = run.plugins.manager.failure

@@ -92,7 +92,9 @@ def train(run: Run) -> None:
     Raises:
         DataError: An epoch gave no sample.
     """
-    state, hooks, schedule = run.state, run.hooks, run.schedule
+    state = run.state
+    hooks = run.hooks
+    schedule = run.schedule
     while not schedule.are_epochs_done() and not schedule.should_stop():
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
@@ -121,7 +123,8 @@ def train(run: Run) -> None:
         if state.epoch_samples == 0:
             raise DataError(no_sample(run, "train"), code="empty-split")
         run.train_loader.check_length(state.epoch_samples)
-        state.epoch, state.epoch_samples = state.epoch + 1, 0
+        state.epoch = state.epoch + 1
+        state.epoch_samples = 0
         hooks.after_epoch(run=run)
         if schedule.evaluation_due(epoch_ended=True):
             evaluate(run, "validation")
@@ -201,12 +204,14 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
             )
         several.select(optimizer)
     run.hooks.after_backward(run=run, loss=loss)
-    max_norm, grad_norm = run.recipe.train.max_grad_norm, None
+    max_norm = run.recipe.train.max_grad_norm
+    grad_norm = None
     if max_norm is not None:
         with region("clip"):
             grad_norm = run.strategy.clip_gradients(run, max_norm)
     # run.gradient_norm() works until the optimizer steps
-    run._clipped_at, run._gradient_norm = run.state.step, grad_norm
+    run._clipped_at = run.state.step
+    run._gradient_norm = grad_norm
     is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
     if is_log_point:
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)

@@ -146,7 +146,8 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
 
 def _explain(cls: type, error: ValidationError, where: str) -> Iterator[Problem]:
     """The problems of options: those that are unknown or missing first."""
-    invalid, fields = dict[str, list[Any]](), dataclasses.fields(cls)
+    invalid = dict[str, list[Any]]()
+    fields = dataclasses.fields(cls)
     for item in error.errors():
         name = ".".join(map(str, item["loc"][:1]))
         if not item["loc"]:  # __post_init__ refused a combination of options
@@ -184,7 +185,8 @@ def help_text(field: dataclasses.Field[Any]) -> str:
 
 def type_name(hint: Any) -> str:
     """The type of an option as users read it, such as ``int | null``."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is typing.Annotated:
         return type_name(args[0])
     if origin is typing.Literal:

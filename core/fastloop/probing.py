@@ -26,7 +26,8 @@ def probing(model: nn.Module) -> Iterator[None]:
     from fastloop.evaluation_results import evaluating
     from fastloop.runtime.random_states import cpu_random_states, restore_random_states
 
-    states, restore = cpu_random_states(), remember(model)
+    states = cpu_random_states()
+    restore = remember(model)
     try:
         with evaluating(model), torch.no_grad():
             yield
@@ -40,7 +41,9 @@ def remember(model: nn.Module) -> list[Callable[[], None]]:
     """Functions that restore everything that a model consists of, except its parameters."""
     from torch import Tensor, nn
 
-    found, known, waiting = list[Callable[[], None]](), set[int](), list[Any]([model])
+    found = list[Callable[[], None]]()
+    known = set[int]()
+    waiting = list[Any]([model])
     while waiting:
         value = waiting.pop()
         if id(value) in known or isinstance(value, nn.Parameter):

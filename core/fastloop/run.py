@@ -89,9 +89,15 @@ class Run:
     """
 
     def __init__(self, recipe: Recipe, plugins: PluginSet) -> None:
-        self.recipe, self.plugins, self.hooks, self.strategy = recipe, plugins, plugins.hooks, plugins.strategy
-        self.state, self.folder = State(), Path(recipe.output)
-        self.processes, self.saver, self.signals = Processes(), CheckpointSaver(), StopSignals()
+        self.recipe = recipe
+        self.plugins = plugins
+        self.hooks = plugins.hooks
+        self.strategy = plugins.strategy
+        self.state = State()
+        self.folder = Path(recipe.output)
+        self.processes = Processes()
+        self.saver = CheckpointSaver()
+        self.signals = StopSignals()
         self.resume_point: tuple[Path, list[str]] | None = None
         self.settings: Settings
         self.accelerator: Accelerator
@@ -165,7 +171,8 @@ class Run:
     @contextmanager
     def substitute_model(self, model: nn.Module) -> Iterator[None]:
         """Make ``unwrap_model()`` return another model inside the block."""
-        original, self._built_model = self._built_model, model
+        original = self._built_model
+        self._built_model = model
         try:
             yield
         finally:
@@ -364,10 +371,12 @@ class Run:
         Raises:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
         """
-        state, saver = self.state, self.saver
+        state = self.state
+        saver = self.saver
         if saver.pending is not None:
             saver.poll()
-        signal_name, failure = self.signals.name, saver.failure
+        signal_name = self.signals.name
+        failure = saver.failure
         saver.failure = None
         if self.processes.world_size > 1:
             has_reason = signal_name is not None or failure is not None or state.stop_reason is not None

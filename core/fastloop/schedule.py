@@ -54,12 +54,14 @@ class Schedule:
         epoch_samples: int | None,
         eval_loaders: Mapping[str, Any],
     ) -> None:
-        self._train, self._state = train, state
+        self._train = train
+        self._state = state
         self._periods = [
             steps for steps in (train.max_steps, train.evaluate_every, train.save_every) if isinstance(steps, int)
         ]
         self.total_steps: int | None = run_length(steps_per_epoch, train.epochs, train.max_steps)
-        self.epoch_samples, self._eval_loaders = epoch_samples, eval_loaders
+        self.epoch_samples = epoch_samples
+        self._eval_loaders = eval_loaders
         self.epochs: int | None = train.epochs
         if train.epochs is None and train.max_steps is not None and steps_per_epoch is not None:
             self.epochs = math.ceil(train.max_steps / steps_per_epoch)
@@ -103,13 +105,15 @@ class Schedule:
 
     def evaluation_due(self, epoch_ended: bool = False) -> bool:
         """Whether to evaluate now."""
-        state, every = self._state, self._train.evaluate_every
+        state = self._state
+        every = self._train.evaluate_every
         due = epoch_ended if every == "epoch" else every is not None and state.step > 0 and state.step % every == 0
         return (due or state.evaluate_requested) and self.needs_evaluation()
 
     def save_due(self, epoch_ended: bool = False) -> bool:
         """Whether to save now."""
-        state, every = self._state, self._train.save_every
+        state = self._state
+        every = self._train.save_every
         if state.save_requested or every is None:
             return state.save_requested
         if epoch_ended:

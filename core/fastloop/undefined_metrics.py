@@ -200,8 +200,12 @@ def _constant_squares(metric: Any) -> str | None:
     from torchmetrics import ExplainedVariance
 
     if isinstance(metric, ExplainedVariance):
-        squares, total, count = metric.sum_squared_target, metric.sum_target, metric.num_obs
+        squares = metric.sum_squared_target
+        total = metric.sum_target
+        count = metric.num_obs
     else:  # R2Score names the sums of targets so
-        squares, total, count = metric.sum_squared_error, metric.sum_error, metric.total
+        squares = metric.sum_squared_error
+        total = metric.sum_error
+        count = metric.total
     deviations = squares - total * total / count
     return CONSTANT_TARGETS if bool((deviations.abs() <= NEAR_ZERO).any()) else None

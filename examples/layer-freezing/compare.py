@@ -34,7 +34,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="pairs to train (default: 3)")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_args()
-    full, frozen = [], []
+    full = []
+    frozen = []
     for seed in range(given.seeds):
         arms = [(full, "without", ("--without", "layer-freezing")), (frozen, "with", ())]
         for results, name, options in arms if seed % 2 else arms[::-1]:  # alternate which one runs first

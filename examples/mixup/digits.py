@@ -18,7 +18,8 @@ def digits(train: int = 600, wrong: int = 240) -> dict[str, Dataset]:
     random."""
     images, targets = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32) / 16  # pixel values are 0 to 16
-    labels, random = torch.tensor(targets), torch.Generator().manual_seed(0)
+    labels = torch.tensor(targets)
+    random = torch.Generator().manual_seed(0)
     order = torch.randperm(len(labels), generator=random)
     labels[order[600 : 600 + wrong]] = torch.randint(10, (wrong,), generator=random)
     parts = {"validation": order[:300], "test": order[300:600], "train": order[600 : 600 + train]}

@@ -15,7 +15,9 @@ class ForeignLoad:
     """
 
     def __init__(self) -> None:
-        self._started, self._busy, self._own = perf_counter(), _busy_seconds(), _own_seconds()
+        self._started = perf_counter()
+        self._busy = _busy_seconds()
+        self._own = _own_seconds()
 
     def cores(self) -> float:
         """Cores that other programs kept busy on average, at least 0. A hypervisor that takes a core counts as such a

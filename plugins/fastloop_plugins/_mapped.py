@@ -44,7 +44,8 @@ class RandomReads:
 
     def __init__(self, array: NDArray[Any], mapping: mmap.mmap) -> None:
         array = stored(array)
-        self.mapping, self.item = mapping, array.strides[0]
+        self.mapping = mapping
+        self.item = array.strides[0]
         self.first = _address(array) - _address(np.frombuffer(mapping, np.uint8))
         self.end = self.first + len(array) * self.item
         mapping.madvise(mmap.MADV_RANDOM)
@@ -212,7 +213,8 @@ def row_spans(ends: NDArray[np.int64]) -> Iterator[tuple[slice, slice]]:
         stop = max(int(np.searchsorted(ends, begin + AT_ONCE, side="right")), first + 1)
         end = int(ends[stop - 1])
         yield slice(first, stop), slice(begin, end)
-        first, begin = stop, end
+        first = stop
+        begin = end
 
 
 def take(values: NDArray[Any], ids: NDArray[Any]) -> NDArray[Any]:
@@ -259,15 +261,19 @@ def convert(values: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
 
 def flat(rows: Iterable[Sequence[int]]) -> Flat:
     """Put rows of ids end to end."""
-    ids, lengths = GrowingArray(np.int32), GrowingArray(np.int64)
-    block, sizes = array("i"), array("q")
+    ids = GrowingArray(np.int32)
+    lengths = GrowingArray(np.int64)
+    block = array("i")
+    sizes = array("q")
     for row in rows:
         block.extend(row)
         sizes.append(len(row))
         if len(block) > AT_ONCE or len(sizes) > AT_ONCE:
             ids.extend(block)
             lengths.extend(sizes)
-            block, sizes = array("i"), array("q")  # new ones: the parts are views of the old ones
+            # new ones: the parts are views of the old ones
+            block = array("i")
+            sizes = array("q")
     ids.extend(block)
     lengths.extend(sizes)
     return ids.finish(), lengths.finish()

@@ -48,8 +48,12 @@ class PartialEntry:
     """
 
     def __init__(self, folder: Path, facts: dict[str, int]) -> None:
-        self.folder, self.facts, self.rows, self.size = folder, facts, 0, 0
-        self._ids, self._lengths = array("i"), array("q")
+        self.folder = folder
+        self.facts = facts
+        self.rows = 0
+        self.size = 0
+        self._ids = array("i")
+        self._lengths = array("q")
         self._read_state()
         self._ids_file = self._open("ids.bin", 4 * self.size)
         self._lengths_file = self._open("lengths.bin", 8 * self.rows)
@@ -120,14 +124,16 @@ class PartialEntry:
         """Set ``rows``, ``size`` and ``facts`` from a process that was killed, if its files are as it says."""
         try:
             state = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
-            rows, size = int(state["rows"]), int(state["ids"])
+            rows = int(state["rows"])
+            size = int(state["ids"])
             facts = {str(name): int(value) for name, value in state["facts"].items()}
             is_whole = (self.folder / "ids.bin").stat().st_size >= 4 * size
             is_whole &= (self.folder / "lengths.bin").stat().st_size >= 8 * rows
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return
         if is_whole:
-            self.rows, self.size = rows, size
+            self.rows = rows
+            self.size = size
             self.facts.update(facts)
 
     def _open(self, name: str, size: int) -> IO[bytes]:

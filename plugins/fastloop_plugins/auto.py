@@ -255,7 +255,8 @@ def warn_of_changes(before: Mapping[str, Recommendation], after: Mapping[str, Re
         if name not in after:
             logger.warning(Problem(f"{name} is not selected beside {who}.", code="selection-differs", place="auto"))
         elif after[name].options != recommendation.options:
-            now, then = dict(after[name].options), dict(recommendation.options)
+            now = dict(after[name].options)
+            then = dict(recommendation.options)
             logger.warning(
                 Problem(
                     f"beside {who}, {name} gets the options {now}, without it {then}.",

@@ -47,7 +47,8 @@ def hole(path: str, head: bytes, size: int) -> str:
 
 def varint(value: int) -> bytes:
     """A number as in Thrift's compact protocol."""
-    value, found = value * 2, bytearray()
+    value = value * 2
+    found = bytearray()
     while value > 127:
         found.append(value & 127 | 128)
         value >>= 7
@@ -73,15 +74,14 @@ def edit_parquet(path: str, page: int | None = None, chunk: int | None = None, r
         group = file.metadata.row_group(0)
         text = group.column(1)
         first = text.dictionary_page_offset or text.data_page_offset
-        unpacked, stored, count, size = (
-            text.total_uncompressed_size,
-            text.total_compressed_size,
-            group.num_rows,
-            group.total_byte_size,
-        )
+        unpacked = text.total_uncompressed_size
+        stored = text.total_compressed_size
+        count = group.num_rows
+        size = group.total_byte_size
     data = Path(path).read_bytes()
     length = struct.unpack("<I", data[-8:-4])[0]
-    body, footer = data[: -8 - length], data[-8 - length : -8]
+    body = data[: -8 - length]
+    footer = data[-8 - length : -8]
     if page is not None:
         start = body.index(b"\x15", first + 1) + 1
         end = body.index(b"\x15", start)
@@ -89,7 +89,8 @@ def edit_parquet(path: str, page: int | None = None, chunk: int | None = None, r
         new = stored + len(varint(page)) - (end - start)
     else:
         new = stored
-    sizes, total = (b"\x16" + varint(unpacked) + b"\x16", b"\x16" + varint(size) + b"\x16")
+    sizes = b"\x16" + varint(unpacked) + b"\x16"
+    total = b"\x16" + varint(size) + b"\x16"
     assert footer.count(sizes + varint(stored)) == footer.count(total + varint(count)) == 1
     footer = footer.replace(
         sizes + varint(stored), b"\x16" + varint(unpacked if chunk is None else chunk) + b"\x16" + varint(new)
@@ -114,8 +115,10 @@ def png(
     written: int | None = None,
 ) -> Path:
     """A black PNG. ``written``: rows in the file, if they are not all."""
-    line, rows = b"\0" * (1 + -(-width * bits // 8)), height if written is None else written
-    packer, pixels = zlib.compressobj(9), io.BytesIO()
+    line = b"\0" * (1 + -(-width * bits // 8))
+    rows = height if written is None else written
+    packer = zlib.compressobj(9)
+    pixels = io.BytesIO()
     for _ in range(rows):
         pixels.write(packer.compress(line))
     pixels.write(packer.flush())

@@ -151,7 +151,8 @@ broken("60 MB of spaces in 60 kB", "a.jsonl.gz", gzip.compress(SPACES.encode()))
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
-FIRST, SECOND = '{"text": "a", "label": "neg"}', '{"text": "b", "label": "neg", "label": "pos"}'
+FIRST = '{"text": "a", "label": "neg"}'
+SECOND = '{"text": "b", "label": "neg", "label": "pos"}'
 broken("a repeated key in a jsonl", "a.jsonl", f"{FIRST}\n{SECOND}", ", line 2")
 broken("a repeated key in a list", "a.json", f"[{FIRST}, {SECOND}]", ", line 1")
 BEGIN = '{"text": "a", "label": "0"}\n'

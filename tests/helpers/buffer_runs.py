@@ -32,7 +32,8 @@ class Constant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.last = nn.Linear(8, 9), nn.Linear(9, 1)
+        self.first = nn.Linear(8, 9)
+        self.last = nn.Linear(9, 1)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))

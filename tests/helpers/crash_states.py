@@ -47,7 +47,8 @@ class Node:
         """
         key = (durable, known, variant, cut)
         if key not in self.contents:
-            before, after = _apply(self.changes[:durable]), _apply(self.changes[:known])
+            before = _apply(self.changes[:durable])
+            after = _apply(self.changes[:known])
             if variant == "none":
                 after = before
             elif variant == "first":
@@ -154,7 +155,8 @@ class History:
     # -- reading a trace -----------------------------------------------------------------------------------------------
 
     def _add(self, record: Record) -> None:
-        at, node = record.position, self.nodes.get(record.inode)
+        at = record.position
+        node = self.nodes.get(record.inode)
         if record.kind == "K":
             self.marks.append((at, record.first))
         elif record.kind in "OM":
@@ -226,7 +228,8 @@ class History:
         open_names = [change for change in known if change not in durable]
         open_files = []
         for node in dict.fromkeys(node for change in known for _, _, node in change.sets if node is not None):
-            first, end = node.before(synced.get(node, 0)), node.before(position)
+            first = node.before(synced.get(node, 0))
+            end = node.before(position)
             if first < end:
                 open_files.append((node, first, end, sum(len(data or b"") for _, _, data in node.changes[first:end])))
 

@@ -42,7 +42,8 @@ aten = torch.ops.aten
 DEVICE = torch.device("meta")
 """The name that the emulated device goes by: autograd runs its tensors' backward in the calling thread, as the
 CPU's."""
-READS, SHAPES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+READS = torch.Tag.data_dependent_output
+SHAPES = torch.Tag.dynamic_output_shape
 PACKAGES = ("fastloop", "fastloop_plugins", "transformers", "torchmetrics", "accelerate")
 
 
@@ -113,7 +114,8 @@ class EmulatedEvent:
 
     def record(self) -> None:
         """Recorded after the work so far."""
-        self.operations, self.copies = STREAM.operations, list(STREAM.in_flight)
+        self.operations = STREAM.operations
+        self.copies = list(STREAM.in_flight)
 
     def query(self) -> bool:
         """Whether the device is past it: once it has been given further work, or time has passed."""
@@ -264,7 +266,8 @@ class EmulatedDevice(Plugin):
     @contextmanager
     def emulate(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Build and execute the run inside of this."""
-        optimizer, foreach = import_module("torch.optim.optimizer"), import_module("torch.utils._foreach_utils")
+        optimizer = import_module("torch.optim.optimizer")
+        foreach = import_module("torch.utils._foreach_utils")
         for module in (optimizer, foreach):  # as on CUDA, where torch steps all weights at once
             for kind in ("foreach", "fused"):
                 monkeypatch.setattr(module, f"_get_{kind}_kernels_supported_devices", lambda: ["cpu", DEVICE.type])

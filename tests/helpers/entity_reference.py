@@ -20,7 +20,8 @@ SPANS = {
 
 def spans(tags: Sequence[str], scheme: str | None) -> list[tuple[str, int, int]]:
     """The entities of a sentence: type, first and last word."""
-    letters, types = [tag[0] for tag in tags], [tag[2:] or "_" for tag in tags]
+    letters = [tag[0] for tag in tags]
+    types = [tag[2:] or "_" for tag in tags]
 
     def has(place: int, chosen: str, same: str | None = None, other: str | None = None) -> bool:
         """Whether the tag at a place has one of these letters, and the type ``same``, or another than ``other``."""
@@ -85,7 +86,8 @@ def count(
 
 def scores(right: int, predicted: int, actual: int) -> dict[str, float]:
     """Precision, recall and F1; 0 where they are undefined."""
-    precision, recall = right / max(predicted, 1), right / max(actual, 1)
+    precision = right / max(predicted, 1)
+    recall = right / max(actual, 1)
     return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / ((precision + recall) or 1)}
 
 

@@ -92,7 +92,8 @@ def record(
 
 def read(trace: Path) -> Iterator[Record]:
     """The records of a trace."""
-    data, position = trace.read_bytes(), 0
+    data = trace.read_bytes()
+    position = 0
     while position < len(data):
         kind, first, second, size, inode, value = HEADER.unpack_from(data, position)
         ends = [position + HEADER.size]

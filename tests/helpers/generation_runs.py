@@ -40,7 +40,9 @@ class Complete(Plugin):
 
     def __init__(self, settings: dict[str, Any], count: int = 1, seed: int | None = None) -> None:
         super().__init__()
-        self.settings, self.count, self.seed = settings, count, seed
+        self.settings = settings
+        self.count = count
+        self.seed = seed
         self.completions: list[list[Completion]] = []
         self.training: list[bool] = []
 

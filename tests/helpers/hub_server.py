@@ -40,7 +40,9 @@ class Hub:
     """
 
     def __init__(self, root: Path, closed: Mapping[str, str]) -> None:
-        self.root, self.closed, self.requests = root, closed, list[str]()
+        self.root = root
+        self.closed = closed
+        self.requests = list[str]()
 
     def folder(self, name: str, revision: str | None) -> Path | None:
         """The files of a revision: a branch, or a commit."""
@@ -75,7 +77,10 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(200)
         if (match := ROUTE.match(url.path)) is None:
             return self._send(404)
-        name, kind, revision, path = match[1], match[2], match[3], unquote(match[4] or "")
+        name = match[1]
+        kind = match[2]
+        revision = match[3]
+        path = unquote(match[4] or "")
         if name in self.hub.closed:
             return self._send(401, error=self.hub.closed[name])
         if not (self.hub.root / name).is_dir():
@@ -108,7 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": sha, "ETag": f'"{_oid(content)}"', "Accept-Ranges": "bytes"}
         if (span := re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range", ""))) is None:
             return self._send(200, content, headers)
-        first, last = int(span[1]), min(int(span[2] or len(content) - 1), len(content) - 1)
+        first = int(span[1])
+        last = min(int(span[2] or len(content) - 1), len(content) - 1)
         if first > last:
             return self._send(416, headers={"Content-Range": f"bytes */{len(content)}"})
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"

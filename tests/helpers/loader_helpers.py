@@ -113,7 +113,8 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
 
 def expected(name: str, epochs: int) -> list[list[int]]:
     """The batches that the loader itself gives, epoch after epoch."""
-    loader, batches = LOADERS[name](Numbers()), []
+    loader = LOADERS[name](Numbers())
+    batches = []
     for epoch in range(epochs):
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)

@@ -168,7 +168,8 @@ class ForkingPython:
     """
 
     def __init__(self, python: str | Path, environment: Mapping[str, str]) -> None:
-        self.command, self.environment = [python, "-c", FORKS], environment
+        self.command = [python, "-c", FORKS]
+        self.environment = environment
 
     def __enter__(self) -> ForkingPython:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

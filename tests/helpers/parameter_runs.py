@@ -72,7 +72,8 @@ class LastExaminedStep(Plugin):
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     """One run, or its error."""
-    warnings, ended = Warnings(), LastExaminedStep()
+    warnings = Warnings()
+    ended = LastExaminedStep()
     plugins = [
         {"log": False},
         {"progress": False},

@@ -72,7 +72,8 @@ DATA = {"lengths": lengths, "map": lambda: data(67, 0), "stream": lambda: Stream
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     """One run, or its error."""
-    model, losses = Deep(), Losses()
+    model = Deep()
+    losses = Losses()
     for block in model.blocks:
         block.dropout.p = spec.get("dropout", 0.2)
     objects: list[Plugin] = [losses]

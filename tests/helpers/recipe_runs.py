@@ -16,7 +16,11 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 from fastloop.run import Run
 
-EPOCHS, BATCH, LR, SEED, SAMPLES = 2, 8, 0.05, 7, 64
+EPOCHS = 2
+BATCH = 8
+LR = 0.05
+SEED = 7
+SAMPLES = 64
 
 CODE = """
 import torch

@@ -189,7 +189,8 @@ def rows(job: Job) -> Iterator[dict[str, Any]]:
 
 def read_texts(loaded: Loaded, result: Result, mean: Weighted) -> None:
     """One text, or a pair, with a class, a set of classes or a number. The loss is that of ``config.problem_type``."""
-    job, tokenizer = loaded.job, loaded.tokenizer
+    job = loaded.job
+    tokenizer = loaded.tokenizer
     names = loaded.class_names()
     problem = "single_label_classification"
     if job.library != "peft":
@@ -227,7 +228,8 @@ def read_tags(loaded: Loaded, result: Result, mean: Weighted) -> None:
 
 def add_tokens(loaded: Loaded, mean: Weighted, ids: list[int], trained: list[bool]) -> None:
     """Add the loss of the next token in one row."""
-    ids, trained = ids[: loaded.job.max_length], trained[: loaded.job.max_length]
+    ids = ids[: loaded.job.max_length]
+    trained = trained[: loaded.job.max_length]
     inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
     targets = torch.tensor([token if wanted else IGNORED for token, wanted in zip(ids[1:], trained[1:], strict=True)])
     mean.add(cross_entropy(loaded.logits(inputs)[0, :-1], targets), int((targets != IGNORED).sum()))
@@ -351,7 +353,8 @@ def generate(loaded: Loaded, result: Result, asked: list[Mapping[str, Tensor]], 
 @torch.no_grad()
 def reload(job: Job) -> Result:
     """Load a folder and compute the test rows."""
-    result, mean = Result(), Weighted()
+    result = Result()
+    mean = Weighted()
     try:
         loaded = Loaded(job)
         READERS[job.kind](loaded, result, mean)

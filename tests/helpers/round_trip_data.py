@@ -67,7 +67,8 @@ def rows(count: int) -> list[dict[str, Any]]:
         label = CLASSES[index % 3]
         adjectives = ADJECTIVES[label].split()
         animal = animals[index % len(animals)]
-        question, answer = f"what does the {animal} eat", f"the {animal} eats {MEALS[animal]}"
+        question = f"what does the {animal} eat"
+        answer = f"the {animal} eats {MEALS[animal]}"
         made.append(
             {
                 "text": f"a {adjectives[index % 2]} film with number{index % 11}" + " indeed" * (index * 5 % 4),

@@ -102,7 +102,8 @@ class Watch(Plugin):
     def compute_loss(self) -> Generator[None, Any, Any]:
         output = yield
         if self._evaluating and output.predictions is not None:
-            predictions, targets = output.predictions, output.targets
+            predictions = output.predictions
+            targets = output.targets
             if predictions.dim() == 2 and targets.dim() == 1:
                 predictions = predictions[targets != reload_exports.IGNORED]  # ends of sentences
             self.outputs += (predictions if predictions.dim() == 2 else predictions[:, None]).float().tolist()
@@ -286,7 +287,8 @@ class RoundTrip:
         )
 
     def _reload(self) -> None:
-        jobs, results = self.folder / "jobs.json", self.folder / "results.json"
+        jobs = self.folder / "jobs.json"
+        results = self.folder / "results.json"
         jobs.write_text(json.dumps([asdict(job) for job in self.jobs.values()]), encoding="utf-8")
         arguments = [sys.executable, "-W", "ignore", reload_exports.__file__, str(jobs), str(results)]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -304,7 +306,8 @@ def differences(case: Case, trained: Trained, result: Result) -> list[str]:
     if abs(result.loss - trained.loss) > 1e-5 * max(1.0, abs(trained.loss)):
         found.append(f"loss {result.loss:.6f}, the run's is {trained.loss:.6f}")
     if trained.outputs and not KINDS[case.kind].generates:
-        ours, theirs = torch.tensor(trained.outputs), torch.tensor(result.outputs)
+        ours = torch.tensor(trained.outputs)
+        theirs = torch.tensor(result.outputs)
         if ours.shape != theirs.shape:
             found.append(f"outputs of shape {tuple(theirs.shape)}, the run's are {tuple(ours.shape)}")
         elif not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5):

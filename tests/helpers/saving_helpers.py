@@ -155,7 +155,8 @@ class Forked:
             os.dup2(said, 1)
             os.dup2(said, 2)
             faulthandler.enable(2, all_threads=True)  # SIGABRT shows where a hanging process waits
-            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            sys.stdout = os.fdopen(1, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
             os.environ.update(environment or {})
             sys.argv = ["fastloop", "train", "recipe.yaml", *arguments]
             from accelerate.state import AcceleratorState
@@ -259,7 +260,8 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-NEW_MOUNTS, NEW_USER = 0x00020000, 0x10000000
+NEW_MOUNTS = 0x00020000
+NEW_USER = 0x10000000
 """CLONE_NEWNS and CLONE_NEWUSER of unshare(2)."""
 
 
@@ -275,7 +277,8 @@ def with_tmpfs(folder: str, size: str) -> Callable[[], None]:
         pytest.skip(f"a process cannot have its own mounts here: {done.stderr.strip()}")
 
     def enter() -> None:
-        user, group = os.getuid(), os.getgid()
+        user = os.getuid()
+        group = os.getgid()
         if ctypes.CDLL(None, use_errno=True).unshare(NEW_MOUNTS | NEW_USER):
             raise OSError(ctypes.get_errno(), "unshare")
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):

@@ -56,8 +56,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.wide, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.first = nn.LayerNorm(WIDTH)
+        self.second = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.back = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
         inner = self.first(hidden)
@@ -68,7 +70,8 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
         self.head = nn.Linear(WIDTH, 4)
 
@@ -236,7 +239,8 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self, processes: int) -> None:
         super().__init__()
-        self.processes, self.bytes = processes, 0
+        self.processes = processes
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()

@@ -65,7 +65,9 @@ def data(size: int, seed: int) -> TensorDataset:
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.linear, self.dropout = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(0.0)
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + self.dropout(self.linear(self.norm(hidden)).relu())
@@ -79,8 +81,10 @@ class Deep(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.blocks = nn.ModuleList([Block(9) for _ in range(3)])
-        self.first, self.last = nn.Linear(8, 9), nn.Linear(9, 9, bias=False)
-        self.tied, self.head = nn.Linear(9, 9), nn.Linear(9, 3)
+        self.first = nn.Linear(8, 9)
+        self.last = nn.Linear(9, 9, bias=False)
+        self.tied = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 3)
         self.tied.weight = self.last.weight
         self.register_buffer("scale", torch.full((9,), 1.5), persistent=False)
 
@@ -134,9 +138,13 @@ class Routed(nn.Module):
     def __init__(self, unequal: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.one = nn.Linear(8, 9), nn.Linear(9, 9)
+        self.first = nn.Linear(8, 9)
+        self.one = nn.Linear(9, 9)
         self.other = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 9)) if unequal else nn.Linear(9, 9)
-        self.paused, self.never, self.head, self.step = nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 3), 0
+        self.paused = nn.Linear(9, 9)
+        self.never = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 3)
+        self.step = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs)
@@ -152,12 +160,10 @@ class Skipped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.blocks, self.head, self.step = (
-            nn.Linear(8, 9),
-            nn.ModuleList([Block(9) for _ in range(5)]),
-            nn.Linear(9, 3),
-            0,
-        )
+        self.first = nn.Linear(8, 9)
+        self.blocks = nn.ModuleList([Block(9) for _ in range(5)])
+        self.head = nn.Linear(9, 3)
+        self.step = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs)
@@ -214,7 +220,8 @@ class Fp16(Plugin):
 
         imported("cpu").accelerator.get_accelerator().is_fp16_supported = lambda: True
         run.accelerator.state._mixed_precision = "fp16"
-        run.accelerator.scaler, run.accelerator.scaler_handler = object(), None
+        run.accelerator.scaler = object()
+        run.accelerator.scaler_handler = None
         return (yield)
 
     @hookimpl
@@ -237,7 +244,8 @@ class Overflow(Plugin):
 
     @hookimpl(wrapper=True)
     def build_collator(self, run: Any) -> Generator[None, Any, Any]:
-        run.accelerator.state._mixed_precision, run.accelerator.native_amp = "fp16", True
+        run.accelerator.state._mixed_precision = "fp16"
+        run.accelerator.native_amp = True
         run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
         return (yield)
 
@@ -350,7 +358,8 @@ def from_recipe(spec: dict[str, Any], plugins: list[Any]) -> dict[str, Any]:
 
 def run_one(spec: dict[str, Any], is_last: bool) -> dict[str, Any]:
     """One run, or its error."""
-    watch, before = Watch(), dict(os.environ)
+    watch = Watch()
+    before = dict(os.environ)
     model = MODELS[spec.get("model", "net")]().train(spec.get("model_mode") != "eval")
     plugins: list[Any] = [
         {"log": spec.get("log", False)},
@@ -398,7 +407,8 @@ def wait_for_errors(name: str, error: FastloopError) -> None:
     have left, until the time limit of the start."""
     if not torch.distributed.is_initialized():
         return
-    store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    store = torch.distributed.distributed_c10d._get_default_store()
+    rank = torch.distributed.get_rank()
     store.set(f"{name}/{rank}", "failed")
     names = [f"{name}/{other}" for other in range(torch.distributed.get_world_size())]
     try:

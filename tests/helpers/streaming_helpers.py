@@ -67,7 +67,8 @@ def write_lines(path: str, table: Sequence[Mapping[str, Any]]) -> str:
 
 def write_shards(count: int = 403) -> list[str]:
     """Two Parquet files and one JSONL file with ``count`` different rows."""
-    table, third = rows(count, NAMES), count // 3
+    table = rows(count, NAMES)
+    third = count // 3
     return [
         write_parquet("a.parquet", table[:third]),
         write_parquet("b.parquet", table[third : 2 * third], group=50),

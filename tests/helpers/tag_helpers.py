@@ -84,10 +84,8 @@ def tags_by_hand(folder: Path, sentences: Iterable[list[str]]) -> list[tuple[lis
     """The tag of each word and its probability, by transformers' classes and the first token of each word."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForTokenClassification.from_pretrained(folder).eval(),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []
     for words in sentences:
         inputs = tokenizer(words, is_split_into_words=True, return_tensors="pt")

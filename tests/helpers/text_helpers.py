@@ -28,7 +28,8 @@ TINY = {
     "max_position_embeddings": 32,
 }
 TINY_GPT = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16}
-GOOD, BAD = "a fine and lovely film", "a dull and dreadful bore"
+GOOD = "a fine and lovely film"
+BAD = "a dull and dreadful bore"
 
 
 def rows(count: int = 24, labels: tuple[Any, Any] = (0, 1)) -> list[dict[str, Any]]:

@@ -29,7 +29,10 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
 }
 DISTILBERT = TINY | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
-EPOCHS, BATCH, LR, SEED = 2, 8, 1e-2, 7
+EPOCHS = 2
+BATCH = 8
+LR = 1e-2
+SEED = 7
 TRAIN = {"epochs": EPOCHS, "batch_size": BATCH, "lr": LR, "seed": SEED, "optimizer": "SGD"}
 
 
@@ -78,7 +81,8 @@ def plain_loop(
         columns: The tokenizer's arguments ``text`` and, for pairs, ``text_pair``.
         loss: Logits and targets of a batch -> its mean loss.
     """
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.0)
     model.train()
     for epoch in range(EPOCHS):

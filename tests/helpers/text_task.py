@@ -18,7 +18,9 @@ from fastloop.recipe import Recipe
 from fastloop_plugins.text.batches import Ragged, cache_token_ids
 from fastloop_plugins.text.next_token_loss import IGNORED, add_loss
 
-PAD, CLS, WORDS = 0, 1, 2
+PAD = 0
+CLS = 1
+WORDS = 2
 
 
 class Texts:
@@ -30,7 +32,8 @@ class Texts:
         texts = [row["text"] for row in rows]
         encoded = ([CLS, *(vocabulary[word] for word in text.split())] for text in texts)
         self.ids, self.lengths = cache_token_ids([*vocabulary, "texts", *texts], encoded)
-        self.ends, self.labels = self.lengths.cumsum(), [int(row["label"]) for row in rows]
+        self.ends = self.lengths.cumsum()
+        self.labels = [int(row["label"]) for row in rows]
 
     def __len__(self) -> int:
         return len(self.labels)

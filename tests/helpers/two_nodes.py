@@ -37,7 +37,9 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "eth0"
 """The name of each node's interface."""
 # ETH_P_ALL, SOL_PACKET and PACKET_VNET_HDR of <linux/if_packet.h>
-ALL_PROTOCOLS, PACKET_LEVEL, HEADER_OPTION = 0x0003, 263, 15
+ALL_PROTOCOLS = 0x0003
+PACKET_LEVEL = 263
+HEADER_OPTION = 15
 LARGEST = 1 << 17
 """Bytes to read at once: more than a packet that the kernel has not yet split, with its header."""
 
@@ -120,7 +122,8 @@ class TwoNodes:
 def relay() -> None:
     """Make the namespaces, print the processes that hold them, and pass packets between them until standard input is
     closed."""
-    holders, ends = [], []
+    holders = []
+    ends = []
     for node, address in enumerate(ADDRESSES):
         holder = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo ready; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -148,7 +151,8 @@ def relay() -> None:
 
 def _pass_packets(ends: Sequence[socket.socket]) -> None:
     link = {"delay": 0.0, "loss": 0.0}
-    lost, numbers = random.Random(0), count()
+    lost = random.Random(0)
+    numbers = count()
     waiting: list[tuple[float, int, socket.socket, bytes]] = []
     while True:
         while waiting and waiting[0][0] <= time.monotonic():

@@ -69,11 +69,9 @@ def forward(
     """In float64. Tokens outside all sequences stay NaN; the kernel does not write them."""
     check(query, key, value, ends_q, ends_k)
     seed = int(torch.randint(2**31, ())) if p else 0
-    output, groups, scale = (
-        torch.full_like(query, math.nan),
-        query.shape[1] // key.shape[1],
-        scale or query.shape[-1] ** -0.5,
-    )
+    output = torch.full_like(query, math.nan)
+    groups = query.shape[1] // key.shape[1]
+    scale = scale or query.shape[-1] ** -0.5
     for queries, keys, keep in parts(query, key, ends_q, ends_k, max_q, max_k, p, seed):
         q, k, v = (
             query[queries].double(),
@@ -113,19 +111,19 @@ def backward(
     check(query, key, value, ends_q, ends_k)
     assert logsumexp.shape == (query.shape[1], query.shape[0])
     results = tuple(torch.full_like(tensor, math.nan) for tensor in (query, key, value))
-    groups, scale = query.shape[1] // key.shape[1], scale or query.shape[-1] ** -0.5
+    groups = query.shape[1] // key.shape[1]
+    scale = scale or query.shape[-1] ** -0.5
     for queries, keys, keep in parts(query, key, ends_q, ends_k, max_q, max_k, p, int(state[0])):
         q, k, v = (
             query[queries].double(),
             *(tensor[keys].double().repeat_interleave(groups, 1) for tensor in (key, value)),
         )
-        of_output, found = gradient[queries].double(), probabilities(q, k, scale, causal)
+        of_output = gradient[queries].double()
+        found = probabilities(q, k, scale, causal)
         of_found = torch.einsum("qhd,khd->hqk", of_output, v) * keep
         of_scores = found * (of_found - (of_found * found).sum(-1, keepdim=True)) * scale
-        of_key, of_value = (
-            torch.einsum("hqk,qhd->khd", of_scores, q),
-            torch.einsum("hqk,qhd->khd", found * keep, of_output),
-        )
+        of_key = torch.einsum("hqk,qhd->khd", of_scores, q)
+        of_value = torch.einsum("hqk,qhd->khd", found * keep, of_output)
         results[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, k).to(query.dtype)
         for result, expanded in zip(results[1:], (of_key, of_value), strict=True):
             result[keys] = expanded.unflatten(1, (-1, groups)).sum(2).to(result.dtype)

@@ -77,7 +77,8 @@ def differences(ours: Ended, expected: Ended, allowed: Tolerance) -> list[str]:
     assert expected.trained is not None
     problems = _unequal_steps(ours.trained, expected.trained, allowed)
     for kind in ("state", "buffers"):
-        tensors, others = getattr(ours, kind), getattr(expected, kind)
+        tensors = getattr(ours, kind)
+        others = getattr(expected, kind)
         for name in sorted(tensors.keys() & others.keys()):
             if not allowed.holds(tensors[name], others[name]):
                 problems.append(
@@ -140,9 +141,11 @@ def export_differences(ours: Path, expected: Path, allowed: Tolerance) -> list[s
         return [f"exported files {names} instead of {_files(expected / 'model')}"]
     problems = []
     for name in names:
-        mine, other = ours / "model" / name, expected / "model" / name
+        mine = ours / "model" / name
+        other = expected / "model" / name
         if name.endswith(".safetensors"):
-            weights, others = load_file(mine), load_file(other)
+            weights = load_file(mine)
+            others = load_file(other)
             if weights.keys() != others.keys():
                 problems.append(f"exported weights {sorted(weights)} instead of {sorted(others)}")
                 continue

@@ -70,7 +70,8 @@ class BatchNorm(nn.BatchNorm1d, TracksSomePasses):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.training or self.is_tracked():
             return super().forward(inputs)
-        mean, variance = self.running_mean.clone(), self.running_var.clone()
+        mean = self.running_mean.clone()
+        variance = self.running_var.clone()
         return nn.functional.batch_norm(inputs, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
 
 
@@ -102,7 +103,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.linear(self.norm(hidden)).relu()
@@ -114,11 +116,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.center, self.norm = Centered(8), BatchNorm(13)
+        self.center = Centered(8)
+        self.norm = BatchNorm(13)
         self.first = nn.Linear(8, 13, bias=False)  # batch norm subtracts a bias, whose gradient would be noise
         self.blocks = nn.ModuleList([Block(13), Block(13)])
         self.frozen = nn.Linear(13, 13).requires_grad_(False)
-        self.tied, self.again = nn.Linear(13, 13), nn.Linear(13, 13, bias=False)
+        self.tied = nn.Linear(13, 13)
+        self.again = nn.Linear(13, 13, bias=False)
         self.again.weight = self.tied.weight
         self.register_buffer("scale", torch.full((13,), 1.5), persistent=False)
         self.head = nn.Linear(13, 3)

@@ -30,7 +30,8 @@ class CheckpointSaver:
 
     def start(self, pending: futures.Future[None], step: int) -> None:
         """Set the future of a save at ``step``."""
-        self.pending, self._pending_step = pending, step
+        self.pending = pending
+        self._pending_step = step
 
     def wait(self) -> None:
         """Wait for the pending save. ``poll`` then records its outcome."""
@@ -45,7 +46,8 @@ class CheckpointSaver:
         """
         if self.pending is None or not self.pending.done():
             return
-        error, self.pending = self.pending.exception(), None
+        error = self.pending.exception()
+        self.pending = None
         if error is None:
             self.last_saved_step = self._pending_step
         elif isinstance(error, SaveError):

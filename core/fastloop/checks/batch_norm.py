@@ -85,7 +85,8 @@ def _has_lone_sample(run: Run) -> bool:
     With 60 samples, batches of 8 and micro-batches of 4, the last step has one micro-batch of 4. With two processes,
     the second one repeats its first sample, alone.
     """
-    sampler, processes = run.train_loader.sampler, run.loaders.processes.world_size
+    sampler = run.train_loader.sampler
+    processes = run.loaders.processes.world_size
     if sampler is None or run.settings.split is not None:
         return False
     last_step = sampler.size % sampler.batch_size
@@ -102,7 +103,8 @@ def _fails_on_one_sample(run: Run, norms: list[BatchNorm]) -> bool:
     """Try the loss of one sample with batch norm in train mode. The model and the random states stay as they were.
 
     Other errors are left to the run, which reports them where they belong."""
-    sampler, loader = run.train_loader.sampler, run.train_loader.loader
+    sampler = run.train_loader.sampler
+    loader = run.train_loader.loader
     assert sampler is not None
     reader: Any = loader.dataset
     problem = ""
@@ -121,7 +123,9 @@ def _fails_on_one_sample(run: Run, norms: list[BatchNorm]) -> bool:
 
 
 def _refuse_lone_sample(run: Run) -> None:
-    train, sampler, processes = run.recipe.train, run.train_loader.sampler, run.loaders.processes.world_size
+    train = run.recipe.train
+    sampler = run.train_loader.sampler
+    processes = run.loaders.processes.world_size
     assert sampler is not None
     if sampler.micro_batch_size == 1:
         raise RecipeError(

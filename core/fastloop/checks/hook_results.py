@@ -139,7 +139,8 @@ class HookChecks:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.optimizer_steps = run, 0
+        self.run = run
+        self.optimizer_steps = 0
         self.last_step = 0
         self._counting: RemovableHandle | None = None
         self.has_loss: dict[str, bool] = {}  # plugin -> whether its compute_loss returned one
@@ -358,7 +359,8 @@ def _check_json(where: str, summary: Mapping[str, Any]) -> None:
 
 
 def _matches(value: Any, expected: Any) -> bool:
-    kind, parts = get_origin(expected), get_args(expected)
+    kind = get_origin(expected)
+    parts = get_args(expected)
     if kind is UnionType:
         return any(_matches(value, part) for part in parts)
     if kind is tuple:

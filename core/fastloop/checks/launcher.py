@@ -66,7 +66,8 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
     Raises:
         PluginError: They contradict each other.
     """
-    strategy, environment = plugins.in_slot("strategy"), os.environ
+    strategy = plugins.in_slot("strategy")
+    environment = os.environ
     if world_size() == 1 and recipe.inference is None:
         warn_of_one_process(recipe)
     given = environment.get("ACCELERATE_MIXED_PRECISION", "no")

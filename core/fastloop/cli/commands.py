@@ -108,7 +108,8 @@ def summary(point: EntryPoint) -> str:
     assert spec is not None
     assert spec.origin is not None
     source = Path(spec.origin).read_text(encoding="utf-8")
-    function, group = rf'def {point.attr}\(.*?^    """(.*?)"""', rf'{point.attr} = typer\.Typer\(.*?help="(.*?)"'
+    function = rf'def {point.attr}\(.*?^    """(.*?)"""'
+    group = rf'{point.attr} = typer\.Typer\(.*?help="(.*?)"'
     found = re.search(rf"^(?:{function}|{group})", source, re.MULTILINE | re.DOTALL)
     return (found[1] or found[2]) if found else ""
 

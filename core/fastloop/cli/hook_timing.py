@@ -61,7 +61,9 @@ class HookTimer:
 
     @contextmanager
     def _measure(self, calls: HookTime) -> Iterator[None]:
-        outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
+        outer_seconds = self.nested_seconds
+        self.nested_seconds = 0.0
+        started = perf_counter()
         try:
             yield
         finally:

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 BOUNDS = {"bitwise": 0.0, "reassociated": 1e-5, "reduced-precision": 0.1}
 """Largest relative difference of a step's loss that a class allows. ``changes-training`` has no bound."""
-HOLDS, BROKEN, FAILED, NOT_COMPARED = "holds", "broken", "failed", "not compared"
+HOLDS = "holds"
+BROKEN = "broken"
+FAILED = "failed"
+NOT_COMPARED = "not compared"
 
 
 def compare(promise: str, ours: dict[str, Any], control: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def recipe_schema(every: bool = False, others: bool = True) -> tuple[dict[str, A
     definitions: dict[str, Any] = {"interpolation": _INTERPOLATION, "train": _mapping(Train, "train", "How to train.")}
     descriptions: dict[str, str] = {}
     sections: dict[str, dict[type, list[str]]] = {"model": {}, "data": {}}
-    opaque, problems = [], []
+    opaque = []
+    problems = []
     for name, point in installed().items():
         if not others and not is_own(point):
             continue

@@ -141,13 +141,16 @@ class Collate:
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any], in_one_copy: bool = False) -> None:
-        self.collator, self.in_one_copy = collator, in_one_copy
+        self.collator = collator
+        self.in_one_copy = in_one_copy
 
     def __call__(self, samples: list[Any]) -> Batch:
         read = samples if isinstance(samples, MicroBatchSamples) else MicroBatchSamples()
-        ids, first = read.ids, next(iter(samples), None)
+        ids = read.ids
+        first = next(iter(samples), None)
         if isinstance(first, Numbered):
-            ids, samples = tuple(position for position, _ in samples), [sample for _, sample in samples]
+            ids = tuple(position for position, _ in samples)
+            samples = [sample for _, sample in samples]
         if isinstance(first, Filler):
             batch = self._collate_filler(first)
             batch.samples = batch.drawn = batch.tokens = 0

@@ -70,7 +70,9 @@ class Loader:
         reading = settings.of(split)
         self.unreadable = 0
         self.has_warned_of_length = False
-        self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.world_size = world_size
         self.micro_steps = batch_size // (micro_batch_size * world_size)
         # False: processes may have different numbers of batches
         self.in_step = not getattr(dataset, "shards_itself", False)
@@ -186,9 +188,11 @@ class Loader:
                 remedy="Resume from a checkpoint of an epoch's end (train.save_every: epoch).",
             )
         if self.sampler is not None:
-            self.sampler.epoch, self.sampler.start = epoch, start
+            self.sampler.epoch = epoch
+            self.sampler.start = start
         elif self.stream is not None:
-            self.stream.position[0], self.stream.position[1] = epoch, start
+            self.stream.position[0] = epoch
+            self.stream.position[1] = start
         batches: Iterator[Batch] | None = None
         group: list[Batch] = []
         while True:

@@ -180,7 +180,9 @@ class Loaders:
         (self.train if split == "train" else self.evaluation[split]).close()
         loader = self._build_loader(split, size, pieces)
         if split == "train":
-            self.train, self.micro_batch_size, self.micro_steps = loader, size, loader.micro_steps
+            self.train = loader
+            self.micro_batch_size = size
+            self.micro_steps = loader.micro_steps
         else:
             self.evaluation[split] = loader
 
@@ -192,7 +194,8 @@ class Loaders:
         """Build the loader of another dataset for an evaluated split."""
         if split in self.evaluation:
             self.evaluation[split].close()
-        self.datasets[split], self.samplers[split] = dataset, None
+        self.datasets[split] = dataset
+        self.samplers[split] = None
         self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or self.micro_batch_size)
         return self.evaluation[split]
 

@@ -154,7 +154,8 @@ class AnnouncedMicroBatches(Sampler[MicroBatchIds]):
     """
 
     def __init__(self, sampler: Sampler[MicroBatchIds], announce: Callable[[Sequence[int]], None]) -> None:
-        self.sampler, self.announce = sampler, announce
+        self.sampler = sampler
+        self.announce = announce
 
     def __iter__(self) -> Iterator[MicroBatchIds]:
         waiting = deque[MicroBatchIds]()

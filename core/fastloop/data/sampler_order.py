@@ -36,10 +36,12 @@ def build_sampler(run: Run, split: str) -> Generator[None, BatchSampler | None, 
     Raises:
         UsageError: A run could not resume in the sampler's order; see ``SamplerOrder``.
     """
-    sampler, dataset = (yield), run.datasets[split]
+    sampler = yield
+    dataset = run.datasets[split]
     if sampler is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return sampler
-    trains, settings = split == "train" and run.recipe.inference is None, run.settings
+    trains = split == "train" and run.recipe.inference is None
+    settings = run.settings
     if is_default_order(sampler.sampler, dataset, trains, settings.arrange is not None):
         return sampler
     return BatchSampler(
@@ -71,7 +73,8 @@ class SamplerOrder(Sampler[int]):
         inner = getattr(sampler, "user_sampler", sampler)
         self.name = type(inner).__name__
         self.where = f"the {split} split's sampler ({self.name})"
-        self.seed, self.original = seed, sampler
+        self.seed = seed
+        self.original = sampler
         try:
             self.size = len(sampler)
         except (TypeError, NotImplementedError):
@@ -81,7 +84,8 @@ class SamplerOrder(Sampler[int]):
                 remedy="Give it a __len__.",
             ) from None
         self.start = self._copy(sampler)
-        self.sampler, self.next = self._copy(self.start), 0
+        self.sampler = self._copy(self.start)
+        self.next = 0
         self.newest: tuple[int, list[int]] = (-1, [])
         try:
             first = self(0)
@@ -111,7 +115,8 @@ class SamplerOrder(Sampler[int]):
         if epoch == self.newest[0]:
             return self.newest[1]
         if epoch < self.next:
-            self.sampler, self.next = self._copy(self.start), 0
+            self.sampler = self._copy(self.start)
+            self.next = 0
         while self.next <= epoch:
             ids = self._iterate(self.next)
             self.next += 1

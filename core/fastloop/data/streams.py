@@ -29,7 +29,8 @@ class IsolatedRandomState:
         self.inner: dict[str, Any] | None = None
 
     def __enter__(self) -> None:
-        self.info, worker._worker_info = worker._worker_info, None
+        self.info = worker._worker_info
+        worker._worker_info = None
         self.outer = cpu_random_states()
         if self.inner is None:
             seed_all(self.seed)
@@ -65,8 +66,12 @@ class Stream(IterableDataset[Any]):
         batches_per_step: int = 0,
         has_workers: bool = False,
     ) -> None:
-        self.dataset, self.batch, self.batches_per_step = dataset, batch, batches_per_step
-        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.dataset = dataset
+        self.batch = batch
+        self.batches_per_step = batches_per_step
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
         self.position = torch.zeros(2, dtype=torch.int64)  # epoch and start
         if has_workers:
             self.position.share_memory_()  # type: ignore[no-untyped-call]
@@ -94,7 +99,8 @@ class Stream(IterableDataset[Any]):
             yield from self.dataset
             return
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        reader, readers = self.rank + self.world_size * worker, self.world_size * workers
+        reader = self.rank + self.world_size * worker
+        readers = self.world_size * workers
         if hasattr(self.dataset, "read_ranges"):
             yield from self._read_ranges(epoch, start, reader, readers)
             return

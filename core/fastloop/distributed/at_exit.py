@@ -61,7 +61,8 @@ class GroupAtExit:
 
     def end(self) -> None:
         """Destroy the group if fastloop made it and no process waits in it, and wait until gloo's threads are idle."""
-        group, self.group = self.group, None
+        group = self.group
+        self.group = None
         if self.is_idle and group is not None and group is torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group()
         del group  # gloo's threads end with the last reference

@@ -32,7 +32,8 @@ class SharedBuffers:
     """
 
     def __init__(self, model: nn.Module, processes: Processes, strategy_shares: bool) -> None:
-        self._processes, self._strategy_shares = processes, strategy_shares
+        self._processes = processes
+        self._strategy_shares = strategy_shares
         self._places = persistent_buffers(model) if processes.world_size > 1 else []
         self._trials = TRIALS
         self._training_changes_them = strategy_shares

@@ -33,9 +33,12 @@ class Processes:
     """
 
     def __init__(self, accelerator: Accelerator | None = None, timeout: timedelta | None = None) -> None:
-        self.rank, self.world_size, needs_group = 0, 1, False
+        self.rank = 0
+        self.world_size = 1
+        needs_group = False
         if accelerator is not None:
-            self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+            self.rank = accelerator.process_index
+            self.world_size = accelerator.num_processes
             needs_group = self.world_size > 1 and accelerator.device.type != "cpu"
         self.is_main = self.rank == 0
         self._timeout = timeout

@@ -89,7 +89,8 @@ class ModelCard:
                 "model.load_state_dict(weights)",
             ]
         auto = find_auto_class(self.architecture or next(iter(config.get("architectures") or ["AutoModel"])))
-        names, lines = [auto], [place, f"model = {auto}.from_pretrained(folder)"]
+        names = [auto]
+        lines = [place, f"model = {auto}.from_pretrained(folder)"]
         if (folder / "tokenizer_config.json").is_file():
             names.append("AutoTokenizer")
             lines.append("tokenizer = AutoTokenizer.from_pretrained(folder)")

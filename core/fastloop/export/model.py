@@ -60,7 +60,8 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
     Raises:
         OSError: The model cannot be written.
     """
-    weights, model = run.full_state_dict() if weights is None else weights, run.unwrap_model()
+    weights = run.full_state_dict() if weights is None else weights
+    model = run.unwrap_model()
     if not run.is_main:
         return folder
     first: dict[int, str] = {}  # parameter -> its first name

@@ -25,7 +25,8 @@ def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
     Raises:
         RecipeError: It does not exist, or is not an optimizer.
     """
-    name, where = recipe.train.optimizer_name, f"{recipe.where}: train.optimizer"
+    name = recipe.train.optimizer_name
+    where = f"{recipe.where}: train.optimizer"
     if ":" in name:
         found: Callable[..., torch.optim.Optimizer] = import_object(name, recipe, "train.optimizer")
         if not callable(found) or (isinstance(found, type) and not issubclass(found, torch.optim.Optimizer)):
@@ -60,7 +61,9 @@ def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
     Raises:
         RecipeError: The optimizer has no such argument, or another key of ``train`` sets it.
     """
-    train, function, where = recipe.train, optimizer_function(recipe), f"{recipe.where}: train.optimizer"
+    train = recipe.train
+    function = optimizer_function(recipe)
+    where = f"{recipe.where}: train.optimizer"
     parameters = inspect.signature(function).parameters.values()
     taken = [parameter.name for parameter in parameters][1:]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

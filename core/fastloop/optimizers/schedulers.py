@@ -27,16 +27,15 @@ class Schedulers:
         names = optimizers.members if isinstance(optimizers, Optimizers) else {}
         for name in members:
             if name not in names:
-                has, hint = (
-                    f"the optimizers {', '.join(names)}" if names else "one optimizer without a name",
-                    did_you_mean(name, names),
-                )
+                has = f"the optimizers {', '.join(names)}" if names else "one optimizer without a name"
+                hint = did_you_mean(name, names)
                 raise PluginError(
                     f"build_scheduler returned a scheduler for {name!r}.{hint} The run has {has}.",
                     code="unknown-optimizer",
                     place=where,
                 )
-        self.optimizers, self.members = optimizers, dict(members)
+        self.optimizers = optimizers
+        self.members = dict(members)
 
     def __getitem__(self, name: str) -> LRScheduler:
         """One scheduler."""

@@ -35,7 +35,8 @@ class HookCallers(HookTypes):
     """
 
     def __init__(self, manager: pluggy.PluginManager, on_error: OnError) -> None:
-        self._manager, self._on_error = manager, on_error
+        self._manager = manager
+        self._on_error = on_error
         self._unsubscribed: dict[str, list[Any]] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -118,7 +119,8 @@ def make_caller(
                     place=f"plugin {plugin.name!r}",
                 )
             except StopIteration as done:
-                result, failure = done.value, None
+                result = done.value
+                failure = None
             except BaseException as error:
                 if error is not failure and isinstance(error, Exception | SystemExit):
                     on_error(plugin, name, error)

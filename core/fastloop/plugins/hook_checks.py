@@ -127,7 +127,8 @@ def check_argument(where: str, known: Sequence[str], parameter: inspect.Paramete
     Raises:
         PluginError: It is none of these arguments, or cannot be passed by position.
     """
-    name, has_default = parameter.name, parameter.default is not parameter.empty
+    name = parameter.name
+    has_default = parameter.default is not parameter.empty
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (has_default and name not in known):
         return
     if name not in known:

@@ -20,7 +20,8 @@ def replace(plugins: PluginSet, replacement: Replacement) -> Callable[..., None]
     Returns:
         A function that undoes it for all hooks, or for the given ones where no other replacement followed.
     """
-    manager, replaced = plugins.manager, []
+    manager = plugins.manager
+    replaced = []
     for plugin in plugins:
         for impl, hook in manager.implementations(plugin) if plugin.name not in manager.disabled else ():
             before = impl.function
@@ -54,15 +55,18 @@ def enclose(
     @functools.wraps(function)
     def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
         generator = function(*arguments)
-        value, resume = None, generator.send
+        value = None
+        resume = generator.send
         try:
             while True:
                 with around():
                     resume(value)
                 try:
-                    value, resume = (yield), generator.send
+                    value = yield
+                    resume = generator.send
                 except BaseException as error:
-                    value, resume = error, generator.throw
+                    value = error
+                    resume = generator.throw
         except StopIteration as done:
             return done.value
 

@@ -28,7 +28,8 @@ def snapshot() -> dict[str, str]:
 
 
 def _settings() -> Iterator[tuple[str, Any]]:
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    cudnn = torch.backends.cudnn
+    cuda = torch.backends.cuda
     yield "torch.get_num_threads()", torch.get_num_threads()
     yield "torch.get_num_interop_threads()", torch.get_num_interop_threads()
     yield "torch.get_default_dtype()", torch.get_default_dtype()

@@ -113,7 +113,8 @@ def start(
             code="not-picklable",
             remedy="Define the function at the top level of a module, and pass arguments that pickle can write.",
         ) from error
-    context, folder = _context(), Path(folder or Path.cwd())
+    context = _context()
+    folder = Path(folder or Path.cwd())
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as aside:
         processes = []
@@ -166,7 +167,8 @@ def _end(process: Any) -> None:
 
 
 def _process_result(report: Path, process: Any, in_time: bool, limit: float) -> ProcessResult:
-    log, pickled = report.with_suffix(".log"), report.with_suffix(".result")
+    log = report.with_suffix(".log")
+    pickled = report.with_suffix(".result")
     said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     if process.exitcode == -signal.SIGABRT and not in_time:
         return ProcessResult(None, None, f"{said}\nIt was ended: {limit:g} seconds were over.")

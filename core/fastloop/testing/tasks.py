@@ -101,8 +101,10 @@ class Network(nn.Module):
 
     def __init__(self, dropout: float = 0.1, batch_norm: bool = False) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(8, 13), nn.BatchNorm1d(13) if batch_norm else nn.LayerNorm(13)
-        self.dropout, self.second = nn.Dropout(dropout), nn.Linear(13, 3)
+        self.first = nn.Linear(8, 13)
+        self.norm = nn.BatchNorm1d(13) if batch_norm else nn.LayerNorm(13)
+        self.dropout = nn.Dropout(dropout)
+        self.second = nn.Linear(13, 3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(batch, 8) float32 -> (batch, 3) scores."""
@@ -144,7 +146,8 @@ def write_texts(folder: Path) -> None:
     """Write texts of 3 to 20 words with two labels. About every third word depends on the label."""
     (folder / "texts").mkdir(exist_ok=True)
     for split, size in SIZES.items():
-        rng, rows = random.Random(split), []
+        rng = random.Random(split)
+        rows = []
         for index in range(size):
             label_words = (("fine", "lovely"), ("dull", "dreadful"))[index % 2]
             words = [

@@ -96,7 +96,10 @@ class TinyResult:
     """
 
     def __init__(self, trainer: Trainer, summary: dict[str, Any], model: nn.Module, recorder: Recorder) -> None:
-        self.trainer, self.summary, self.model, self.recorder = trainer, summary, model, recorder
+        self.trainer = trainer
+        self.summary = summary
+        self.model = model
+        self.recorder = recorder
         self.losses: list[float] = recorder.losses
         self.weights: dict[str, torch.Tensor] = {
             name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()

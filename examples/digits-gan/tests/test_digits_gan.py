@@ -43,7 +43,8 @@ def test_it_draws_digits(fit):
     torch.manual_seed(0)
     real = digits()["validation"].tensors[0]
     with torch.no_grad():
-        untrained, drawn = Networks().sample(500), run.unwrap_model().eval().sample(500)
+        untrained = Networks().sample(500)
+        drawn = run.unwrap_model().eval().sample(500)
     assert distance(drawn, real) < 0.25 * distance(untrained, real)
     images, targets = load_digits(return_X_y=True)
     reader = KNeighborsClassifier(5).fit(images / 16, targets)

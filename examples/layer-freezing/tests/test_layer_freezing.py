@@ -8,12 +8,14 @@ from torch import nn
 
 from layer_freezing import LayerFreezing
 
-FIRST, LAST = 8 * 16 + 16, 16 * 3 + 3
+FIRST = 8 * 16 + 16
+LAST = 16 * 3 + 3
 """Weights of the tiny model's two layers."""
 
 
 def test_from_the_step_on_the_first_layer_stays_as_it_is_and_the_last_trains_on(tiny_run):
-    plain, before = tiny_run(), tiny_run(max_steps=8)
+    plain = tiny_run()
+    before = tiny_run(max_steps=8)
     frozen = tiny_run([LayerFreezing(start=0.2, until=0.4)])  # of 18 steps: 8 are less than 0.4 of them
     assert frozen.losses[:9] == plain.losses[:9]
     assert frozen.losses[9:] != plain.losses[9:]

@@ -78,7 +78,8 @@ def test_it_learns_better_from_digits_with_wrong_labels(tmp_path):
     random = torch.Generator().manual_seed(0)
     order = torch.randperm(len(labels), generator=random)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order])
-    train, validation = TensorDataset(*data[:600]), TensorDataset(*data[600:])
+    train = TensorDataset(*data[:600])
+    validation = TensorDataset(*data[600:])
     train.tensors[1][:240] = torch.randint(10, (240,), generator=random)
     found = {}
     for name, plugins in (("plain", []), ("mixup", [Mixup(alpha=1.0)])):

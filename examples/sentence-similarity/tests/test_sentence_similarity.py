@@ -11,7 +11,8 @@ WORDS = "red blue green old new big small fast slow dog cat bird fish house tree
 
 def pairs(count: int = 64):
     """Rows of words, and of the same words in another order, with the similarity 1."""
-    draw, rows = random.Random(0), []
+    draw = random.Random(0)
+    rows = []
     for _ in range(count):
         words = draw.sample(WORDS, draw.randint(2, 9))
         rows.append({"text": " ".join(words), "other": " ".join(draw.sample(words, len(words))), "score": 1.0})

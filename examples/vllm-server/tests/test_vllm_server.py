@@ -30,7 +30,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, folder, reloads):
         super().__init__(("localhost", 0), Handler)
-        self.folder, self.reloads = folder, reloads
+        self.folder = folder
+        self.reloads = reloads
         self.model = None
         self.requests = []
 
@@ -42,7 +43,8 @@ class Server(ThreadingHTTPServer):
 
     def complete(self, ids, body, draw):
         """A choice of ``/v1/completions``."""
-        new, found = [], []
+        new = []
+        found = []
         with torch.no_grad():
             while len(new) < body["max_tokens"] and (not new or new[-1] not in body["stop_token_ids"]):
                 logits = self.model(torch.tensor([ids + new])).logits[0, -1] / body["temperature"]

@@ -55,7 +55,8 @@ def kept(
 ) -> list[torch.Tensor]:
     """The dropout mask of each sequence. Equal scores give equal weights, and values that are one-hot show which of
     them are kept."""
-    queries, keys = int(ends[0][-1]), int(ends[1][-1])
+    queries = int(ends[0][-1])
+    keys = int(ends[1][-1])
     spans = [(int(first), int(last)) for first, last in zip(ends[1], ends[1][1:], strict=False)]
     rows = [(int(first), int(last)) for first, last in zip(ends[0], ends[0][1:], strict=False)]
     masks = [
@@ -89,12 +90,11 @@ def expected(
     masks: Any,
 ) -> torch.Tensor:
     """The same in plain operations of the inputs' dtype."""
-    outputs, group = [], query.shape[1] // key.shape[1]
+    outputs = []
+    group = query.shape[1] // key.shape[1]
     for index, mask in enumerate(masks):
-        rows, columns = (
-            slice(int(ends[0][index]), int(ends[0][index + 1])),
-            slice(int(ends[1][index]), int(ends[1][index + 1])),
-        )
+        rows = slice(int(ends[0][index]), int(ends[0][index + 1]))
+        columns = slice(int(ends[1][index]), int(ends[1][index + 1]))
         keys, values = (tensor[columns].transpose(0, 1).repeat_interleave(group, 0) for tensor in (key, value))
         scores = query[rows].transpose(0, 1) @ keys.transpose(1, 2) * scale
         if causal:
@@ -116,7 +116,8 @@ def test_output_and_gradients_are_those_of_float64(size, key_heads, lengths, for
     shapes = [(int(ends[0][-1]), 4), (int(keys[-1]), key_heads), (int(keys[-1]), key_heads)]
     inputs = [torch.randn(*shape, size).bfloat16().requires_grad_() for shape in shapes]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    gradient, causal = torch.randn(shapes[0][0], 4, size).bfloat16(), form == "causal"
+    gradient = torch.randn(shapes[0][0], 4, size).bfloat16()
+    causal = form == "causal"
     masks = kept(ends, 4, key_heads, size, p, seed=9) if p else [torch.ones(())] * len(lengths)
     torch.manual_seed(9)
     output = RowAttention.apply(*inputs, ends, size**-0.5, p, causal)
@@ -125,14 +126,16 @@ def test_output_and_gradients_are_those_of_float64(size, key_heads, lengths, for
     wanted.backward(gradient.double())
     gradients = [(one.grad, other.grad) for one, other in zip(inputs, exact, strict=True)]
     for found, right in [(output.detach(), wanted.detach()), *gradients]:
-        size_of, difference = right.square().mean().sqrt(), (found - right).square().mean().sqrt()
+        size_of = right.square().mean().sqrt()
+        difference = (found - right).square().mean().sqrt()
         assert difference < 0.008 * max(1.0, size_of), "bf16 keeps eight bits"
 
 
 @needs_kernel
 def test_dropout_has_the_rate_and_its_elements_are_independent():
     ends = (ends_of([256, 256]), ends_of([256, 256]))
-    first, second = torch.stack(kept(ends, 4, 4, 64, 0.3, seed=1)), torch.stack(kept(ends, 4, 4, 64, 0.3, seed=2))
+    first = torch.stack(kept(ends, 4, 4, 64, 0.3, seed=1))
+    second = torch.stack(kept(ends, 4, 4, 64, 0.3, seed=2))
     total = first.numel()
 
     def near(count: torch.Tensor, probability: float) -> bool:

@@ -45,7 +45,8 @@ def draw(*shape: int) -> torch.Tensor:
 
 def assert_near(found: torch.Tensor, right: torch.Tensor) -> None:
     """Fail if the difference is larger than the rounding to bf16."""
-    size, difference = right.square().mean().sqrt(), (found - right).square().mean().sqrt()
+    size = right.square().mean().sqrt()
+    difference = (found - right).square().mean().sqrt()
     assert difference <= 0.004 * size, "bf16 keeps eight bits"
 
 
@@ -115,7 +116,8 @@ def test_gelu_of_large_numbers_and_of_no_numbers():
 
 @needs_kernel
 def test_dropout_has_the_rate_and_its_elements_are_independent():
-    first, second = find_kept(512, 384, 0.3, seed=1), find_kept(512, 384, 0.3, seed=2)
+    first = find_kept(512, 384, 0.3, seed=1)
+    second = find_kept(512, 384, 0.3, seed=2)
     total = first.numel()
 
     def near(count: torch.Tensor, probability: float) -> bool:
@@ -192,7 +194,8 @@ def test_gradients_are_nearly_as_exact_as_those_of_amp_alone():
     torch.manual_seed(0)
     config = AutoConfig.for_model(**BERT | {"num_hidden_layers": 4, "initializer_range": 0.1})
     model = AutoModelForSequenceClassification.from_config(config).eval()
-    ids, labels = torch.randint(config.vocab_size, (8, 40)), torch.arange(8) % 2
+    ids = torch.randint(config.vocab_size, (8, 40))
+    labels = torch.arange(8) % 2
 
     def gradients(enabled: bool) -> torch.Tensor:
         model.zero_grad()

@@ -152,7 +152,8 @@ def test_a_trained_bias_of_attention_is_added_and_gets_gradients(kind, drops):
             "image_size": 8,
         }
         config = transformers.BeitConfig(**sizes, patch_size=4, use_relative_position_bias=True, drop_path_rate=0.0)
-        model, inputs = transformers.BeitForImageClassification(config), {"pixel_values": torch.randn(1, 3, 8, 8)}
+        model = transformers.BeitForImageClassification(config)
+        inputs = {"pixel_values": torch.randn(1, 3, 8, 8)}
     name = "relative_attention_bias" if kind == "t5" else "relative_position_bias_table"
     biases = [parameter for key, parameter in model.named_parameters() if name in key]
     with torch.no_grad():
@@ -170,7 +171,8 @@ def test_a_trained_bias_of_attention_is_added_and_gets_gradients(kind, drops):
 
 
 def test_a_model_trains_resumes_to_the_bit_and_evaluates_as_without(tiny_run, tmp_path):
-    whole, plain = tiny_run([FastDropout()], device="cpu"), tiny_run([], device="cpu")
+    whole = tiny_run([FastDropout()], device="cpu")
+    plain = tiny_run([], device="cpu")
     assert whole.losses != plain.losses
     assert whole.losses[-1] == pytest.approx(plain.losses[-1], abs=0.5)
     tiny_run([FastDropout()], device="cpu", max_steps=9, save_every=9, output=tmp_path / "cut")
@@ -227,7 +229,8 @@ def test_a_transformer_learns_with_it(amp):
 
 
 def test_a_transformer_evaluates_as_without_it():
-    ours, plain = text_run(FastDropout()), text_run()
+    ours = text_run(FastDropout())
+    plain = text_run()
     batch = next(ours.train_loader.batches()).inputs
     with torch.no_grad():
         losses = [

@@ -42,7 +42,8 @@ class Watch(Plugin):
 
 def test_the_teacher_is_no_part_of_the_student_and_known_texts_are_not_computed_again():
     shutil.copytree(teacher("texts"), "copy")
-    watch, options = Watch(), {"teacher": "copy"}
+    watch = Watch()
+    options = {"teacher": "copy"}
     found = train(recipe("texts", epochs=3, save_every=2, options=options), watch)
     assert watch.passes == [5, 0, 0, 0]
     assert not {id(weight) for weight in watch.teacher.parameters()} & watch.optimized
@@ -90,7 +91,8 @@ BESIDE = {
 
 
 def test_losses_are_the_same_beside_other_plugins():
-    keys, plain = {"micro_batch_size": 4, "evaluate_every": None}, {}
+    keys = {"micro_batch_size": 4, "evaluate_every": None}
+    plain = {}
     for case, (kind, options, plugins, tolerance) in BESIDE.items():
         given = (kind, *options)
         plain[given] = plain.get(given) or train(recipe(kind, options=options, **keys)).losses

@@ -17,7 +17,10 @@ CLASSES = {"texts": AutoModelForSequenceClassification, "language": AutoModelFor
 def reference(kind, options, double):
     """The gradients of the first step, text by text, by torch and transformers alone."""
     large = CLASSES[kind].from_pretrained(f"{teacher(kind)}/model").double().eval()
-    small, temperature, losses, counts = double.model.train(), options["temperature"], [], []
+    small = double.model.train()
+    temperature = options["temperature"]
+    losses = []
+    counts = []
     for sample in double.samples:
         ids = torch.tensor(sample["input_ids"]).long()[None]
         if kind == "language":
@@ -28,7 +31,8 @@ def reference(kind, options, double):
         loss = (wanted * (wanted.log() - ours.log_softmax(1))).sum(1) * temperature**2
         states = torch.zeros(())
         for layer, place in enumerate((1, 3)) if options["states"] != "none" else ():
-            mine, right = outputs[0].hidden_states[layer + 1][0], outputs[1].hidden_states[place + 1][0].detach()
+            mine = outputs[0].hidden_states[layer + 1][0]
+            right = outputs[1].hidden_states[place + 1][0].detach()
             mine = small.distill_projections[str(layer)](mine)
             mse = ((mine - right) ** 2).mean(1)
             distance = mse if options["states"] == "mse" else 1 - cosine_similarity(mine, right, dim=1)
@@ -50,7 +54,8 @@ def same(found, expected):
 @pytest.mark.parametrize("states", ["none", "mse", "cosine"])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_gradients_equal_those_of_a_plain_loop(kind, states):
-    options, double = {"weight": 1.0, "temperature": 3.0, "states": states, "states_weight": 0.5}, Double()
+    options = {"weight": 1.0, "temperature": 3.0, "states": states, "states_weight": 0.5}
+    double = Double()
     whole = train(recipe(kind, options=options, max_steps=1), double).gradients
     same(whole, reference(kind, options, double))
     packing = ["packing"] if (kind, states) == ("texts", "none") else []
@@ -70,9 +75,11 @@ def test_rows_are_those_of_a_packed_batch(ends):
 
 
 def test_two_processes_have_the_same_gradients(processes):
-    alone, divided = [], []
+    alone = []
+    divided = []
     for kind, strategy, states in (("texts", "ddp", "mse"), ("language", "fsdp", "none")):
-        options, keys = {"weight": 1.0, "states": states}, {"micro_batch_size": 2, "max_steps": 1}
+        options = {"weight": 1.0, "states": states}
+        keys = {"micro_batch_size": 2, "max_steps": 1}
         alone.append(recipe(kind, options=options, **keys))
         divided.append(recipe(kind, strategy, options=options, **keys))
     found = processes(2, train_double, divided)[0].result

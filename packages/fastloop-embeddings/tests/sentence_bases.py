@@ -10,7 +10,8 @@ from text_runs import write_recipe
 
 SIZE = 16
 """Numbers of a token's vector."""
-OLD, NEW = "sentence_transformers.models", "sentence_transformers.sentence_transformer.modules"
+OLD = "sentence_transformers.models"
+NEW = "sentence_transformers.sentence_transformer.modules"
 IDENTITY = "torch.nn.modules.linear.Identity"
 LEGACY = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 LENGTH = 24

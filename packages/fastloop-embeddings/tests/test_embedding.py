@@ -26,7 +26,9 @@ SUFFIXES = {"multiple_negatives": "npy", "triplet": "jsonl", "cosent": "parquet"
 def trained(tmp_path_factory):
     """A folder for each case, with a trained model in ``run``, vectors of ``TEXTS_TO_PREDICT`` and others, and for a
     collection those of its documents and ``TEXTS_TO_PREDICT`` in ``documents.npy``."""
-    folders, commands, more = {}, [], {}
+    folders = {}
+    commands = []
+    more = {}
     for case, (options, data, (metric, _)) in CASES.items():
         folders[case] = folder = tmp_path_factory.mktemp(case)
         if "beir" in data:

@@ -11,7 +11,8 @@ from torch import nn
 
 from fastloop_embeddings import losses
 
-ROWS, SIZE = 5, 6
+ROWS = 5
+SIZE = 6
 SCORES = torch.tensor([0.125, 0.5, 0.875, 0.5, -0.25], dtype=torch.float64)
 """Numbers that float32 holds exactly, because one loss of Sentence Transformers rounds them; two are equal."""
 EXPECTED = Path(__file__).with_name("expected_losses.json")
@@ -39,7 +40,8 @@ def columns(case):
 
 def ours(case):
     """Our loss of a case, and the gradient of each column."""
-    vectors, loss = columns(case), OURS[case.removesuffix(", dims")][1]
+    vectors = columns(case)
+    loss = OURS[case.removesuffix(", dims")][1]
     sizes = DIMS if case.endswith("dims") else ()
     found = sum(loss(losses.truncate(vectors, size)) for size in sizes) if sizes else loss(vectors)
     return found, torch.autograd.grad(found, vectors)
@@ -59,7 +61,9 @@ def theirs(case):
     """The same by Sentence Transformers."""
     from sentence_transformers.sentence_transformer import losses as them
 
-    name, model, vectors = case.removesuffix(", dims"), Given(), columns(case)
+    name = case.removesuffix(", dims")
+    model = Given()
+    vectors = columns(case)
     loss = {
         "multiple_negatives": lambda: them.MultipleNegativesRankingLoss(model),
         "multiple_negatives, hard": lambda: them.MultipleNegativesRankingLoss(model),
@@ -94,7 +98,8 @@ def test_losses_and_gradients_equal_the_recorded_ones(case):
 
 
 def test_a_loss_of_one_row_by_hand():
-    first, second = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    first = torch.tensor([[1.0, 0.0]])
+    second = torch.tensor([[0.0, 1.0]])
     assert losses.multiple_negatives([first, second], 0.05).item() == 0
     hard = losses.multiple_negatives([first, second, first], 1.0)
     assert hard.item() == pytest.approx(math.log(1 + math.e))

@@ -27,7 +27,9 @@ def test_rankings_by_hand():
     found = {
         name: value.item() for name, value in rank(queries, documents, relevant, relevant >= 0, (1, 3, 10)).items()
     }
-    second, third, fifth = 1 / math.log2(3), 1 / math.log2(4), 1 / math.log2(6)
+    second = 1 / math.log2(3)
+    third = 1 / math.log2(4)
+    fifth = 1 / math.log2(6)
     assert found == pytest.approx(
         {
             "recall@1": (1 / 2 + 0 + 0) / 3,
@@ -46,13 +48,15 @@ def test_candidates_by_hand():
     absent = float("nan")
     scores = torch.tensor([[0.5, 0.9, 0.4, 0.0], [1, 2, 3, 0.0], [0.1, 0.1, 0.1, 0.0]])
     labels = torch.tensor([[2, 0, 1, absent], [0, 0, 0, absent], [1, 0, 0, absent]])
-    whole, parts = Ranking(), Ranking()
+    whole = Ranking()
+    parts = Ranking()
     whole.update(scores, labels)
     for row in range(3):
         parts.update(scores[row : row + 1], labels[row : row + 1])
     found = {name: value.item() for name, value in whole.compute().items()}
     assert found == pytest.approx({name: value.item() for name, value in parts.compute().items()})
-    second, third = 1 / math.log2(3), 1 / math.log2(4)
+    second = 1 / math.log2(3)
+    third = 1 / math.log2(4)
     first = (2 * second + third) / (2 + second)
     assert found == pytest.approx({"recall@1": 0, "mrr@10": (1 / 2 + 1 / 3) / 2, "ndcg@10": (first + third) / 2})
 
@@ -60,7 +64,8 @@ def test_candidates_by_hand():
 def test_candidates_equal_those_of_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics")
     draw = torch.Generator().manual_seed(0)
-    scores, labels = torch.randn(50, 30, generator=draw), torch.randint(4, (50, 30), generator=draw).float()
+    scores = torch.randn(50, 30, generator=draw)
+    labels = torch.randint(4, (50, 30), generator=draw).float()
     labels[labels == 3] = -1
     ranking = Ranking()
     ranking.update(scores, labels)
@@ -73,7 +78,8 @@ def test_batches_and_equal_texts_do_not_change_the_values():
     keys = torch.tensor([[1, -5, 7], [2, 8, 7], [1, 9, -5]])
     angles = {1: 0, 2: 44, -5: 5, 7: 30, 8: 50, 9: 20}
     vectors = torch.tensor([[vector(angles[key]) for key in row] for row in keys.tolist()])
-    whole, parts = Retrieval(), Retrieval()
+    whole = Retrieval()
+    parts = Retrieval()
     whole.update(vectors, keys)
     for index in range(3):
         parts.update(vectors[index : index + 1], keys[index : index + 1])
@@ -85,7 +91,8 @@ def test_batches_and_equal_texts_do_not_change_the_values():
 
 def test_more_queries_than_one_part_compares(monkeypatch):
     draw = torch.Generator().manual_seed(0)
-    queries, documents = torch.randn(7, 4, generator=draw), torch.randn(20, 4, generator=draw)
+    queries = torch.randn(7, 4, generator=draw)
+    documents = torch.randn(20, 4, generator=draw)
     relevant = torch.arange(7)[:, None]
     expected = rank(queries, documents, relevant, torch.ones(7, 1), (5,))
     monkeypatch.setattr("fastloop_embeddings.metrics.CHUNK", 3)

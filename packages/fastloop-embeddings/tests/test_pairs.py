@@ -34,7 +34,8 @@ def tokenizer(single, pair, **options):
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_joined_ids_equal_those_of_the_tokenizer(template, side):
-    made, chance = tokenizer(**TEMPLATES[template], truncation_side=side), random.Random(0)
+    made = tokenizer(**TEMPLATES[template], truncation_side=side)
+    chance = random.Random(0)
     for _ in range(200):
         join = Joiner(made, chance.randint(6, 20), "model")
         texts = [" ".join(chance.choices(WORDS, k=chance.randint(0, 15))) for _ in range(2)]
@@ -69,7 +70,8 @@ class Rows(Sequences):
 
 @pytest.mark.parametrize("names", [("other",), ("other", "negative")])
 def test_a_query_is_compared_with_texts_of_other_rows(names):
-    rows, seen = Rows(20), set()
+    rows = Rows(20)
+    seen = set()
     lists = draw(rows, names, 4, seed=3)
     assert len(lists) == 20
     for index in range(20):

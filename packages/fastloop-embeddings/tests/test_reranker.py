@@ -21,7 +21,8 @@ PAIRS = [("red dog", "dog red"), ("red dog", "old slow house"), ("fish", "fish")
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder for each case, with a trained model in ``run``, and the scores of ``PAIRS`` in ``scores.npy``."""
-    folders, commands = {}, []
+    folders = {}
+    commands = []
     for case, (options, data, (metric, _)) in CASES.items():
         folders[case] = folder = tmp_path_factory.mktemp(case)
         monitored = {"early-stopping": {"monitor": metric, "patience": 99}}
@@ -60,7 +61,8 @@ def write_candidates(folder):
 def test_a_ranking_of_candidates_equals_one_by_scikit_learn(trained, tmp_path):
     metrics = pytest.importorskip("sklearn.metrics")
     pairs, shape, relevant = write_candidates(tmp_path)
-    gains, scores = np.zeros(shape), np.full(shape, -1.0)
+    gains = np.zeros(shape)
+    scores = np.full(shape, -1.0)
     scores[tuple(np.transpose(pairs))] = np.load(trained["multiple_negatives"] / "candidates.npy")
     for query, document, gain in relevant:
         gains[query, document] = gain

@@ -29,7 +29,9 @@ class Rows:
 
     def __init__(self, names, made, queries, labels):
         self.ids = {name: made(COLUMNS[name])["input_ids"] for name in names}
-        self.queries, self.labels, self.lengths = queries, labels, np.ones(len(ROWS), np.int64)
+        self.queries = queries
+        self.labels = labels
+        self.lengths = np.ones(len(ROWS), np.int64)
 
     def __len__(self):
         return len(ROWS)
@@ -66,12 +68,14 @@ def theirs(case, encoder):
 
 def ours(case, model, made):
     """The loss of the task for a batch of all rows."""
-    task, names = Reranker(loss=case.partition(",")[0]), ["text", "other", *["negative"] * ("hard" in case)]
+    task = Reranker(loss=case.partition(",")[0])
+    names = ["text", "other", *["negative"] * ("hard" in case)]
     scored = case in ("binary", "list_net")
     found = Rows(names, made, QUERIES if case == "list_net" else range(5), LABELS if scored else None)
     if case != "binary":
         found = group(found) if scored else draw(found, names[1:], 10**6, 0)
-    task.join, task.text_model = Joiner(made, LONGEST, "model"), SimpleNamespace(tokenizer=made)
+    task.join = Joiner(made, LONGEST, "model")
+    task.text_model = SimpleNamespace(tokenizer=made)
     batch = task.build_batch([found[index] for index in range(len(found))])
     assert max(map(len, batch.columns["input_ids"][0])) == LONGEST
     padded = {
@@ -96,7 +100,8 @@ def test_losses_and_gradients_equal_those_of_sentence_transformers(case, doubles
     made.save_pretrained(tmp_path)
     encoder = CrossEncoder(str(tmp_path), device="cpu", model_kwargs={"dtype": torch.float64}).eval()
     weights = [*encoder.parameters()]
-    expected, found = theirs(case, encoder), ours(case, encoder.transformers_model, made)
+    expected = theirs(case, encoder)
+    found = ours(case, encoder.transformers_model, made)
     assert found.dtype == expected.dtype == torch.float64
     assert found.item() == pytest.approx(expected.item(), rel=1e-9)
     for one, other in zip(*(torch.autograd.grad(loss, weights) for loss in (found, expected)), strict=True):
@@ -105,7 +110,8 @@ def test_losses_and_gradients_equal_those_of_sentence_transformers(case, doubles
 
 def test_losses_by_hand():
     """Two documents with scores 0 and log 3: probabilities 1/2 and 3/4, and shares 1/4 and 3/4 of a list."""
-    scores, labels = torch.tensor([[0.0, math.log(3)]]), torch.tensor([[1.0, 0.0]])
+    scores = torch.tensor([[0.0, math.log(3)]])
+    labels = torch.tensor([[1.0, 0.0]])
     options = SimpleNamespace(loss="binary", temperature=0.1)
     found = losses.compute_of_lists(scores, labels, options)
     assert found.item() == pytest.approx((math.log(2) + math.log(4)) / 2)
@@ -114,7 +120,8 @@ def test_losses_by_hand():
     assert losses.compute_of_lists(scores, labels, options).item() == pytest.approx(expected)
     more = torch.tensor([[0.0, math.log(3), 5.0]]), torch.tensor([[1.0, 0.0, math.nan]])  # without a third document
     assert losses.compute_of_lists(*more, options).item() == pytest.approx(expected)
-    options.loss, share = "list_net", 1 / (1 + math.exp(-1))
+    options.loss = "list_net"
+    share = 1 / (1 + math.exp(-1))
     expected = share * math.log(4) + (1 - share) * math.log(4 / 3)
     assert losses.compute_of_lists(scores, labels, options).item() == pytest.approx(expected)
     longer = torch.tensor([[0.0, math.log(3), 9.0]]), torch.tensor([[1.0, 0.0, math.nan]])

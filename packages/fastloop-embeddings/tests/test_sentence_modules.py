@@ -48,7 +48,8 @@ def bases(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(bases, tmp_path_factory):
     """A folder for each base, with a model in ``run``, and the vectors of ``TEXTS`` as queries and as documents."""
-    folders, commands = {}, []
+    folders = {}
+    commands = []
     for name in BASES:
         folders[name] = folder = tmp_path_factory.mktemp("trained")
         model = {"name": str(bases / name)}
@@ -66,7 +67,8 @@ def states_of(folder, texts):
     """The vectors of the tokens of each text by transformers alone, (tokens, D) each."""
     from transformers import AutoModel, AutoTokenizer
 
-    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in texts:
         inputs = tokenizer(text, truncation=True, max_length=LENGTH, return_tensors="pt")
         with torch.no_grad():
@@ -116,7 +118,8 @@ def test_vectors_are_those_of_the_modules_of_the_base(trained, name):
 
 @pytest.mark.parametrize("name", BASES)
 def test_the_export_keeps_modules_and_prompts(bases, trained, name):
-    base, model = bases / name, trained[name] / "run" / "model"
+    base = bases / name
+    model = trained[name] / "run" / "model"
     for path in ("modules.json", "1_Pooling/config.json"):
         assert json.loads((model / path).read_text()) == json.loads((base / path).read_text())
     given = BASES[name].get("prompts") or {}
@@ -132,7 +135,8 @@ def test_the_export_keeps_modules_and_prompts(bases, trained, name):
         if path.suffix == ".json":
             assert json.loads(exported.read_text()) == json.loads(path.read_text())
         else:
-            before, after = load_file(path), load_file(exported)
+            before = load_file(path)
+            after = load_file(exported)
             assert before.keys() == after.keys()
             assert all(0 < (before[key] - after[key]).abs().max() < 0.5 for key in before), "trained from the base"
 
@@ -304,7 +308,8 @@ def adapted(bases, tmp_path_factory):
 
 
 def train_rerankers(bases, tmp_path_factory, *plugins):
-    folders, commands = {}, []
+    folders = {}
+    commands = []
     for name, arguments in SCORES.items():
         folders[name] = folder = tmp_path_factory.mktemp("scored")
         write_scoring_base(bases, folder / "base", *arguments)

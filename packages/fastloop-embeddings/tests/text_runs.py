@@ -14,7 +14,8 @@ WORDS = "red blue green old new big small fast slow dog cat bird fish house tree
 
 def rows(count: int = 64):
     """Rows of words, the same words in another order, and other words; with the score 1 or 0."""
-    draw, found = random.Random(0), []
+    draw = random.Random(0)
+    found = []
     for index in range(count):
         words = draw.sample(WORDS, draw.randint(2, 9))
         text, same, other = (" ".join(draw.sample(each, len(each))) for each in (words, words, draw.sample(WORDS, 4)))
@@ -59,7 +60,8 @@ def train_divided(processes, folder, cases, ways, splits=("training", "validatio
         cases: Name -> options and data.
         ways: Name -> keys of ``train``, plugins and the number of processes.
     """
-    recipes, found = {}, {}
+    recipes = {}
+    found = {}
     for case, (options, data) in cases.items():
         for way, (keys, plugins, count) in ways.items():
             found[case, way] = place = folder / f"{case}-{way}"
@@ -72,7 +74,8 @@ def train_divided(processes, folder, cases, ways, splits=("training", "validatio
     for (case, way), place in found.items():
         whole = found[case, next(iter(ways))]
         for split in splits:
-            values, expected = read_values(place, split), read_values(whole, split)
+            values = read_values(place, split)
+            expected = read_values(whole, split)
             assert len(expected) > 1
             for one, other in zip(values, expected, strict=True):
                 assert one == pytest.approx(other, rel=1e-3, abs=1e-5), (case, way, split)
@@ -113,7 +116,8 @@ def write_collection(folder):
 
 def lists(count: int = 16):
     """Queries with four documents each, of which one or two have all its words; with the scores 1 and 0."""
-    draw, found = random.Random(2), []
+    draw = random.Random(2)
+    found = []
     for _ in range(count):
         words = draw.sample(WORDS, 3)
         query, same = (" ".join(draw.sample(words, 3)) for _ in range(2))

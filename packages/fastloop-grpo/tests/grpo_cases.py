@@ -9,7 +9,8 @@ import torch
 from fastloop import Plugin, hookimpl
 from fastloop_plugins.text import Completion
 
-COUNT, LONGEST = 4, 9
+COUNT = 4
+LONGEST = 9
 """Completions of a prompt, and their largest number of tokens."""
 END = 1
 """The end token."""

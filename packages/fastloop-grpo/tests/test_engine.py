@@ -37,7 +37,8 @@ class ShiftedEngine(Plugin):
     @hookimpl
     def generate_completions(self, run, prompts, count, options, seed):
         self.calls.append((len(prompts), count, options, seed))
-        draw, model = torch.Generator().manual_seed(seed), self.shifted(run)
+        draw = torch.Generator().manual_seed(seed)
+        model = self.shifted(run)
         completions = []
         for prompt in prompts:
             for _ in range(count):
@@ -46,7 +47,8 @@ class ShiftedEngine(Plugin):
 
     @torch.no_grad()
     def complete(self, model, ids, options, draw):
-        new, found = [], []
+        new = []
+        found = []
         while len(new) < options.max_new_tokens and (not new or new[-1] not in options.end_tokens):
             logits = model(torch.tensor([ids + new])).logits[0, -1] / options.temperature
             token = int(torch.multinomial(logits.softmax(0), 1, generator=draw))

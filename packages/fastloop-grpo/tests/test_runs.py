@@ -214,7 +214,8 @@ def test_an_evaluation_reports_the_mean_reward_of_its_prompts(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path / "run" / "model"
-    model, tokens = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = AutoTokenizer.from_pretrained(folder)
     expected = []
     for prompt in ("12=", "3="):
         inputs = tokens(prompt, return_tensors="pt")

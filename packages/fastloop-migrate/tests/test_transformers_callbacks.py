@@ -77,7 +77,8 @@ class Counts(TrainerCallback, ExportableState):
     made: list[Counts] = []
 
     def __init__(self, start: int = 0) -> None:
-        self.start, self.count = start, start
+        self.start = start
+        self.count = start
         Counts.made.append(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,7 +120,8 @@ def record_trainer(folder: Path, every: str | int, **changes: Any) -> list[tuple
     """The events of transformers' own Trainer."""
     from transformers import Trainer as HFTrainer
 
-    Record.events, Record.values = [], []
+    Record.events = []
+    Record.values = []
     train, validation = ([{"inputs": x, "labels": y} for x, y in data] for data in (tiny_data(), tiny_data(32, seed=1)))
     when: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch"}
     if isinstance(every, int):
@@ -148,7 +150,8 @@ def record_trainer(folder: Path, every: str | int, **changes: Any) -> list[tuple
 
 def record_ours(tiny_run: Any, every: str | int, **changes: Any) -> list[tuple[Any, ...]]:
     """The events of a run."""
-    Record.events, Record.values = [], []
+    Record.events = []
+    Record.values = []
     settings = {
         "micro_batch_size": 4,
         "eval_batch_size": 8,
@@ -190,7 +193,8 @@ def test_values_have_the_names_and_size_of_the_hf_trainer(tiny_run, tmp_path):
 
 def test_documented_differences_of_order(tiny_run, tmp_path):
     """a last step that is no multiple: the evaluation and the save follow on_epoch_end"""
-    theirs, ours = record_trainer(tmp_path / "hf", 5), record_ours(tiny_run, 5)
+    theirs = record_trainer(tmp_path / "hf", 5)
+    ours = record_ours(tiny_run, 5)
     last = [event[0] for event in theirs if event[1] == 18], [event[0] for event in ours if event[1] == 18]
     assert sorted(last[0]) == sorted(last[1])
     assert last[0].index("on_save") < last[0].index("on_epoch_end")
@@ -199,7 +203,8 @@ def test_documented_differences_of_order(tiny_run, tmp_path):
 
 
 def test_a_stop_within_an_epoch_ends_the_epoch_after_the_evaluation(tiny_run, tmp_path):
-    theirs, ours = record_trainer(tmp_path / "hf", "epoch", max_steps=4), record_ours(tiny_run, "epoch", max_steps=4)
+    theirs = record_trainer(tmp_path / "hf", "epoch", max_steps=4)
+    ours = record_ours(tiny_run, "epoch", max_steps=4)
     names = [[event[0] for event in events if event[1] == 4] for events in (theirs, ours)]
     assert sorted(names[0]) == sorted(names[1])
     assert names[0].index("on_epoch_end") < names[0].index("on_evaluate")
@@ -209,12 +214,14 @@ def test_a_stop_within_an_epoch_ends_the_epoch_after_the_evaluation(tiny_run, tm
 
 def test_callbacks_receive_the_objects_of_the_run(tiny_run):
     result = tiny_run([listed("Record")], device="cpu", max_grad_norm=0.5)
-    run, found = result.trainer.run, Record.kwargs
+    run = result.trainer.run
+    found = Record.kwargs
     assert found["model"] is result.model
     assert found["optimizer"] is run.optimizer
     assert found["lr_scheduler"] is run.scheduler
     assert found["train_dataloader"] is run.train_loader.loader
-    args, state = found["args"], found["state"]
+    args = found["args"]
+    state = found["state"]
     assert isinstance(args, TrainingArguments)
     assert (args.output_dir, args.learning_rate, args.num_train_epochs) == (str(run.folder), 1e-2, 2)
     assert (args.eval_strategy, args.max_grad_norm, args.logging_steps) == ("epoch", 0.5, 10)
@@ -272,7 +279,8 @@ def test_early_stopping_callback_stops_as_the_plugin_does(tiny_run, patience, ep
 
 @pytest.mark.filterwarnings("ignore:.*load_best_model_at_end")
 def test_objects_of_callbacks_run_in_trainer(tiny_run):
-    counts, stop = Counts(), EarlyStoppingCallback(2)
+    counts = Counts()
+    stop = EarlyStoppingCallback(2)
     plugin = TransformersCallbacks(counts, stop, arguments={"metric_for_best_model": "score"})
     result = tiny_run([plugin, ScriptedScore(0.5, 0.6, 0.55, 0.4, 0.3)], epochs=6)
     assert result.summary["epochs"] == 4
@@ -386,7 +394,8 @@ def test_without_a_callback_it_warns(tiny_run, caplog):
 
 
 def test_training_is_the_same_with_callbacks_that_only_read(tiny_run):
-    plain, ours = tiny_run(), tiny_run([listed("Record", "MakesArguments")])
+    plain = tiny_run()
+    ours = tiny_run([listed("Record", "MakesArguments")])
     assert ours.losses == plain.losses
     assert all(torch.equal(ours.weights[name], plain.weights[name]) for name in plain.weights)
     assert math.isfinite(ours.summary["validation"]["loss"])

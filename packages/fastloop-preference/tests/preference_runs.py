@@ -11,7 +11,8 @@ WORDS = "red blue green old new big small fast slow dog cat bird fish house tree
 
 def rows(count):
     """Rows of a word with its capitals, which are right, and other letters."""
-    draw, found = random.Random(0), []
+    draw = random.Random(0)
+    found = []
     for index in range(count):
         words = " ".join(draw.sample(WORDS, 1 + index % 2))
         wrong = "".join(draw.sample(words, len(words))) + "?" * (index % 4)

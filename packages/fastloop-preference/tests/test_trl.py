@@ -174,7 +174,8 @@ def test_numbers_equal_those_of_trl(case, tmp_path, monkeypatch):
         expected, their_gradients, their_inputs = theirs(case, tmp_path)
     found, gradients, inputs = ours(case)
     if case != "orpo":  # its tokens are divided otherwise
-        ids, mask = their_inputs["input_ids"], their_inputs["attention_mask"].bool()
+        ids = their_inputs["input_ids"]
+        mask = their_inputs["attention_mask"].bool()
         assert inputs["input_ids"][mask].tolist() == ids[mask].tolist()
         if "completion_mask" in their_inputs:
             completion = their_inputs["completion_mask"][:, 1:]
@@ -188,7 +189,8 @@ def test_numbers_equal_those_of_trl(case, tmp_path, monkeypatch):
 def test_numbers_equal_the_recorded_ones(case):
     expected = {name: torch.tensor(value) for name, value in json.loads(EXPECTED.read_text())[case].items()}
     found, gradients, _ = ours(case)
-    numbers, products = projections(gradients), expected.pop("gradients")
+    numbers = projections(gradients)
+    products = expected.pop("gradients")
     check(found, expected)
     assert (numbers - products).norm() <= 1e-5 * products[0]
     assert math.isfinite(products[0]) and products[0] > 1e-4

@@ -159,7 +159,8 @@ class RemoteFolder:
         Raises:
             CheckpointError: All are damaged, and the run folder has none.
         """
-        names, local = self.names(), [step_number(path.name) for path in checkpoint.checkpoints(folder)]
+        names = self.names()
+        local = [step_number(path.name) for path in checkpoint.checkpoints(folder)]
         newer = [path for path in self.steps(names) if step_number(path) > max(local, default=-1)]
         if not newer:
             return False

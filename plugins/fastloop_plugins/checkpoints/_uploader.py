@@ -36,7 +36,11 @@ class Uploader(threading.Thread):
 
     def __init__(self, remote: RemoteFolder, folder: Path, keep: int, every: float, retries: int) -> None:
         super().__init__(name="remote-output", daemon=True)  # a run that is killed does not wait for it
-        self.remote, self.folder, self.keep, self.every, self.retries = remote, folder, keep, every, retries
+        self.remote = remote
+        self.folder = folder
+        self.keep = keep
+        self.every = every
+        self.retries = retries
         self.error: Exception | None = None
         self.errors = 0
         self._logs: dict[str, tuple[int, int]] = {}  # name -> bytes and time of change, as uploaded

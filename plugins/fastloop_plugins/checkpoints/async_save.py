@@ -125,7 +125,8 @@ class HostCopies:
 
         if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
             self._check_memory(tensors)
-        copies, buffers = {}, {}
+        copies = {}
+        buffers = {}
         for name, tensor in tensors.items():
             tensor = tensor.detach()
             if isinstance(tensor, DTensor):

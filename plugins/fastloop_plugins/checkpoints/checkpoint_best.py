@@ -106,7 +106,8 @@ class CheckpointBest(Plugin):
         run.strategy.load_model_state(
             run, checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)[0]
         )
-        run.state.model_step, run.state.model_weights = best.step, best.weights
+        run.state.model_step = best.step
+        run.state.model_weights = best.weights
         # what the last checkpoint names stays: the final evaluation came after it, and a resumed run repeats that
         self.tidy(run)
 
@@ -149,7 +150,8 @@ class CheckpointBest(Plugin):
         worst = self.kept[-1].value if len(self.kept) == self.keep_checkpoints else None
         if not self.monitored.better(value, worst):
             return
-        weights, failed = run.strategy.model_state(run), False
+        weights = run.strategy.model_state(run)
+        failed = False
         try:
             checkpoint.write(
                 run.folder / self.path(step),

@@ -99,7 +99,8 @@ class RemoteOutput(Plugin):
     def teardown(self, run: Run) -> None:
         if self.uploader is None:
             return
-        uploader, self.uploader = self.uploader, None
+        uploader = self.uploader
+        self.uploader = None
         self.log.info("waiting for the last upload to %s", self.remote.url)
         uploader.finish()
         if uploader.error is not None:

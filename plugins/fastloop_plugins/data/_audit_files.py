@@ -110,7 +110,8 @@ def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = Fa
         found = np.sort(np.concatenate([np.empty(0, np.int64), *(np.array(some, np.int64) for some in ids)]))
         repeated = np.unique(found[1:][found[1:] == found[:-1]]).tolist()
         return EpochProblems(size, [], repeated, 0, max(size - len(found), 0) if complete else 0)
-    times, unknown = np.zeros(size, np.int32), 0
+    times = np.zeros(size, np.int32)
+    unknown = 0
     for some in ids:
         numbers = np.array(some, np.int64)
         known = numbers[(numbers >= 0) & (numbers < size)]

@@ -31,7 +31,8 @@ class ReadAheadLoader(DataLoader[Any]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.thread: ThreadPoolExecutor | None = None
-        reader, collate = self.dataset, self.collate_fn
+        reader = self.dataset
+        collate = self.collate_fn
         assert isinstance(collate, Collate)
         self.reads_ahead = isinstance(reader, MapReader) and is_deterministic(reader.dataset, collate.collator)
 

@@ -62,7 +62,8 @@ class WatchedLoader(DataLoader[Any]):
         self, dataset: Any, timeout: float = 0.0, worker_init_fn: Callable[[int], None] | None = None, **options: Any
     ) -> None:
         super().__init__(dataset, worker_init_fn=partial(start_worker, init=worker_init_fn), **options)
-        self.limit, self.kills = timeout, platform_support.kills()
+        self.limit = timeout
+        self.kills = platform_support.kills()
         self.processes: list[Any] = []
         self.waiting_since = 0.0
 

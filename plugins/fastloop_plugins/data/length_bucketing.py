@@ -102,7 +102,8 @@ class LengthBucketing(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        where, limit = f"{run.recipe.where}: plugins.length-bucketing", self.max_tokens
+        where = f"{run.recipe.where}: plugins.length-bucketing"
+        limit = self.max_tokens
         for split, loader in {"train": run.train_loader, **(run.eval_loaders if limit else {})}.items():
             dataset: Any = loader.dataset
             if loader.sampler is None:
@@ -134,7 +135,8 @@ class LengthBucketing(Plugin):
             )
             return
         sampler: Any = run.train_loader.sampler
-        size, micro = sampler.size, run.loaders.micro_batch_size
+        size = sampler.size
+        micro = run.loaders.micro_batch_size
         steps = -(-size // sampler.batch_size)
         plain = (list(range(first, min(first + micro, size))) for first in range(0, size, micro))
         shapes = self.shapes(lengths, (batch for _, step in sampler.steps() for batch in step))
@@ -164,7 +166,8 @@ class LengthBucketing(Plugin):
     def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
         """Split a step into micro-batches within ``max_tokens``, enough to keep all processes busy; see
         ``Settings.split``."""
-        lengths, limit = self.lengths(dataset), self.max_tokens
+        lengths = self.lengths(dataset)
+        limit = self.max_tokens
         assert limit is not None
         ids = by_length(lengths, ids)
         parts: list[list[int]] = []

@@ -58,12 +58,15 @@ class SampleAudit(Plugin):
         from fastloop.checkpoint.form import check_form
 
         check_form(state, {"unrecorded": 0, "totals": self.totals, "readers": [(0, 0, 0)]})
-        self.loaded, self.unrecorded, self.totals = True, state["unrecorded"], dict(state["totals"])
+        self.loaded = True
+        self.unrecorded = state["unrecorded"]
+        self.totals = dict(state["totals"])
         self.readers = Counter({(rank, worker): samples for rank, worker, samples in state["readers"]})
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        sampler, dataset = run.train_loader.sampler, run.datasets["train"]
+        sampler = run.train_loader.sampler
+        dataset = run.datasets["train"]
         if sampler is not None and sampler.fingerprint() and len(set(sampler.order())) < len(dataset):
             raise PluginError(
                 "the training order leaves samples out or repeats some (drop_last or a sampler), and sample-audit "

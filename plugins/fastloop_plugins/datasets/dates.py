@@ -12,7 +12,8 @@ Only the standard library is needed, and one seed gives the same rows in every p
 from datetime import date, timedelta
 from random import Random
 
-FIRST, DAYS = date(1950, 1, 1), 36_525
+FIRST = date(1950, 1, 1)
+DAYS = 36_525
 """The first date, and the number of days in the hundred years from there."""
 MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",

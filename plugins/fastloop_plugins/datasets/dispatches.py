@@ -86,13 +86,15 @@ def dispatches(
 
     The tags are those of IOB2. The test split does not change with the other two sizes.
     """
-    rng, known = Random(seed), [name for name in SURNAMES if name not in UNSEEN]
+    rng = Random(seed)
+    known = [name for name in SURNAMES if name not in UNSEEN]
     sizes = {"test": (test, SURNAMES), "validation": (validation, known), "train": (train, known)}
     return {split: [_row(rng, names) for _ in range(size)] for split, (size, names) in sizes.items()}
 
 
 def _row(rng: Random, names: list[str]) -> dict[str, list[str]]:
-    words, tags = list[str](), list[str]()
+    words = list[str]()
+    tags = list[str]()
     for part in rng.choice(LINES).split():
         kind = part.strip("{}")
         if part == kind:

@@ -131,7 +131,8 @@ TEMPLATES = {
 
 
 def _opinion(rng: Random, label: str, plural: bool) -> Opinion:
-    own, opposite = LEXICON[label], LEXICON[LABELS[label == "negative"]]
+    own = LEXICON[label]
+    opposite = LEXICON[LABELS[label == "negative"]]
     be = "are" if plural else "is"
 
     def inflected(verb: str) -> str:
@@ -139,7 +140,8 @@ def _opinion(rng: Random, label: str, plural: bool) -> Opinion:
         ending = "" if plural else "es" if head.endswith("s") else "s"
         return " ".join([head + ending, *rest])
 
-    gradable, extreme = rng.choice(own.gradable), rng.choice(own.extreme)
+    gradable = rng.choice(own.gradable)
+    extreme = rng.choice(own.extreme)
     adjective = rng.choice((gradable, gradable, extreme))
     verb = inflected(rng.choice(own.verbs))
     denied = (f"{be} not {rng.choice(opposite.gradable)}", f"never {inflected(rng.choice(opposite.verbs))}")
@@ -173,7 +175,8 @@ def reviews(
     Sizes must be even, because half of each split is positive. No text occurs twice, within a split
     or across them. The test split is written first: it does not change with the other two sizes.
     """
-    rng, seen = Random(seed), set[str]()
+    rng = Random(seed)
+    seen = set[str]()
     splits: dict[str, list[dict[str, str]]] = {"train": [], "validation": [], "test": []}
     for split, size in (("test", test), ("validation", validation), ("train", train)):
         if size < 0 or size % 2:

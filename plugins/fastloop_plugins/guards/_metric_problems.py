@@ -89,7 +89,8 @@ def describe(value: Any) -> str:
 
 def explain_error(run: Run, split: str, error: MetricError) -> str:
     """The message for the metrics of an evaluation that failed: which metric, and why."""
-    where, cause = run.recipe.where, error.__cause__
+    where = run.recipe.where
+    cause = error.__cause__
     for name, value in error.values.items():
         problem = find_shape_problem(where, str(name), split, value)
         if problem is not None:

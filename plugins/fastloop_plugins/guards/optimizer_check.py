@@ -76,7 +76,8 @@ class OptimizerCheck(Plugin):
     def before_fit(self, run: Run) -> Generator[None, None, None]:
         """Find the plugin that replaces what was prepared: the loop trains ``run.model``, and the optimizer steps the
         old parameters."""
-        model, optimizer = run.model, run.optimizer
+        model = run.model
+        optimizer = run.optimizer
         parameters = dict(run.unwrap_model().named_parameters())
 
         def find_replaced() -> str:

@@ -167,7 +167,8 @@ class LearningRates:
             yield
         finally:
             for group, value, before in zip(groups, values, capturable, strict=True):
-                group["lr"], group["capturable"] = value, before
+                group["lr"] = value
+                group["capturable"] = before
 
     def allow_recording(self) -> None:
         """Let the optimizer be recorded, until the block of ``on_device`` ends. Torch warns of a step with this flag

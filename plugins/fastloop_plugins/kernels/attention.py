@@ -95,7 +95,8 @@ class Attention(Plugin):
     @staticmethod
     def choose(run: Run, model: Any) -> tuple[str, str]:
         """The implementation for this run, and the reason."""
-        precision, device = run.accelerator.mixed_precision, run.device.type
+        precision = run.accelerator.mixed_precision
+        device = run.device.type
         if not getattr(model, "_supports_sdpa", False):
             return "eager", f"{type(model).__name__} supports no other"
         if device == "cpu" and "compile" in run.plugins.names():

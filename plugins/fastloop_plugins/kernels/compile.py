@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from fastloop.runtime.hardware import Machine
 
 
-FUSED, SECONDS_A_CALL = 0.5, 0.02
+FUSED = 0.5
+SECONDS_A_CALL = 0.02
 """For estimates: the share of the fusible time that fusion saves, and the seconds to compile each call of an operation
 in a step."""
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
@@ -131,7 +132,8 @@ class Compile(Plugin):
         super().__init__(**options)
         self.failure: str | None = None
         self.used_mode: str = self.mode  # without CUDA graphs where none can be recorded
-        self.while_evaluating, self.records = 0.0, False
+        self.while_evaluating = 0.0
+        self.records = False
         self.settings = ExitStack()  # torch's settings, patched for the duration of the run
 
     @hookimpl
@@ -157,7 +159,8 @@ class Compile(Plugin):
         utils.clear_compilation_metrics()
         utils.set_compilation_metrics_limit(METRICS)
         self.settings.callback(utils.set_compilation_metrics_limit, utils.DEFAULT_COMPILATION_METRICS_LIMIT)
-        set_here, limit = self.settings.enter_context, self.recompile_limit
+        set_here = self.settings.enter_context
+        limit = self.recompile_limit
         set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.capture_scalars))
         set_here(dynamo.patch(reorderable_logging_functions={*dynamo.reorderable_logging_functions, print}))
         # report failures in the forward, where they are caught

@@ -126,7 +126,8 @@ class FusedOptimizer(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         from fastloop.optimizers.named import optimizer_function
 
-        wanted, name = self.implementation, recipe.train.optimizer_name
+        wanted = self.implementation
+        name = recipe.train.optimizer_name
         cls = optimizer_function(recipe)
         if eight_bits(self):
             if name not in EIGHT_BITS:

@@ -118,7 +118,8 @@ class Allocator(Plugin):
                 )
         from fastloop.runtime.platform_support import page_faults
 
-        self.before, self.step = page_faults(), run.state.step
+        self.before = page_faults()
+        self.step = run.state.step
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:

@@ -52,7 +52,8 @@ class AutoMicroBatch(Plugin):
                 place=str(self.name),
                 remedy="Set it to null.",
             )
-        path, found = run.folder / "micro_batch.json", None
+        path = run.folder / "micro_batch.json"
+        found = None
         if run.is_main and path.is_file():
             found = json.loads(path.read_text())
         found = run.processes.all_gather_object(found)[0]
@@ -95,7 +96,8 @@ class AutoMicroBatch(Plugin):
             return None
         where = split or "train"
         loader = run.eval_loaders[split] if split else run.train_loader
-        size, pieces = loader.micro_batch_size, 1 if loader.sampler is None else loader.sampler.pieces
+        size = loader.micro_batch_size
+        pieces = 1 if loader.sampler is None else loader.sampler.pieces
         total = size if split else run.recipe.train.batch_size // run.world_size
         by_plugin = loader.sampler is not None and loader.sampler.split is not None
         if pieces >= total if by_plugin else size == 1:

@@ -69,7 +69,9 @@ def find_adapter(recipe: Recipe, name: str, where: str) -> Adapter | None:
         return None
     try:
         settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        kind, base, revision = settings["peft_type"], settings.get("base_model_name_or_path"), settings.get("revision")
+        kind = settings["peft_type"]
+        base = settings.get("base_model_name_or_path")
+        revision = settings.get("revision")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RecipeError(
             f"not a configuration of peft: {typed_clause(error)}.",

@@ -111,7 +111,8 @@ def check_causal(
 
     def find() -> tuple[float, float]:
         config: Any = model.config
-        vocabulary, half = config.get_text_config().vocab_size, len(ids) // 2
+        vocabulary = config.get_text_config().vocab_size
+        half = len(ids) // 2
         rows = torch.tensor([ids, ids[:half] + [(token + 1) % vocabulary for token in ids[half:]]])
         output = model(input_ids=rows, use_cache=False)
         logits = output.logits.float()

@@ -138,7 +138,8 @@ def quiet() -> Iterator[None]:
     if drawn:
         enable_progress_bars()  # transformers disables these together with its own
     if datasets is not None:
-        datasets_level, datasets_drawn = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+        datasets_level = datasets.logging.get_verbosity()
+        datasets_drawn = not datasets.are_progress_bars_disabled()
         datasets.logging.set_verbosity_error()
         datasets.disable_progress_bars()
     logging.disable(logging.WARNING)  # saving imports deepspeed if installed, which logs warnings
@@ -169,7 +170,8 @@ def config_from_scratch(given: dict[str, Any], where: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kinds = list(CONFIG_MAPPING.keys())
-    kind, rest = given["model_type"], {str(key): value for key, value in given.items() if key != "model_type"}
+    kind = given["model_type"]
+    rest = {str(key): value for key, value in given.items() if key != "model_type"}
     if kind not in kinds:
         near = did_you_mean(kind, kinds)
         raise RecipeError(f"transformers has no {kind!r}.{near}", code="unknown-model", place=f"{where}.model_type")

@@ -55,7 +55,8 @@ def label_order(
     unnamed = theirs == [f"LABEL_{index}" for index in range(len(theirs))]  # transformers' own names
     numbers = list(classes) == [str(index) for index in as_given]
     for fold in (str, _folded):
-        ours, known = [fold(label) for label in classes], [fold(label) for label in theirs]
+        ours = [fold(label) for label in classes]
+        known = [fold(label) for label in theirs]
         if len(set(ours)) == len(ours) and sorted(ours) == sorted(known):
             ids = [known.index(label) for label in ours]
             names = [classes[ids.index(index)] for index in as_given]

@@ -23,7 +23,8 @@ def transformers_model(model: nn.Module) -> Any:
 def model_type(recipe: Recipe) -> str | None:
     """The transformers type of the recipe's model: by ``model.config``, by the folder's config.json, or by the hub's
     usual names, such as ``distilbert-base-uncased``. None if that does not show it. Uses no network."""
-    config, name = recipe.model.get("config"), recipe.model.get("name")
+    config = recipe.model.get("config")
+    name = recipe.model.get("name")
     if isinstance(config, dict):
         found = config.get("model_type")
         return found if isinstance(found, str) else None

@@ -63,11 +63,14 @@ def seconds_of(function: Callable[[], object], device: torch.device, calls: int 
 def fault_seconds(pages: int = 8192) -> float:
     """Seconds of one page fault."""
     with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
-        faults, started = page_faults(), perf_counter()
+        faults = page_faults()
+        started = perf_counter()
         for offset in range(0, len(fresh), mmap.PAGESIZE):
             fresh[offset] = 1
-        seconds, got = perf_counter() - started, max(1, page_faults() - faults)
-    touched, again = perf_counter(), bytearray(pages)
+        seconds = perf_counter() - started
+        got = max(1, page_faults() - faults)
+    touched = perf_counter()
+    again = bytearray(pages)
     for offset in range(pages):
         again[offset] = 1  # the cost of the loop itself
     return max(0.0, seconds - (perf_counter() - touched)) / got

@@ -135,7 +135,8 @@ class Log(Plugin):
 
         rows = state.get("rows", {})  # earlier checkpoints have none
         check_form({"offset": state.get("offset"), "rows": [*rows.values()]}, {"offset": 0, "rows": [0]})
-        self.offset, self.row_offsets = state["offset"], dict(rows)
+        self.offset = state["offset"]
+        self.row_offsets = dict(rows)
 
     @hookimpl(trylast=True)
     def teardown(self) -> None:  # last, to record the errors of other plugins' teardown

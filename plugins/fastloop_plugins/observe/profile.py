@@ -56,7 +56,9 @@ class Profile(Plugin):
         self.history = self.memory and run.device.type == "cuda"
         if self.history:
             torch.cuda.memory._record_memory_history()
-        self.folder, self.prefix, self.open = run.folder / "profile", f"rank{run.rank}", ExitStack()
+        self.folder = run.folder / "profile"
+        self.prefix = f"rank{run.rank}"
+        self.open = ExitStack()
         self.profiler = self.open.enter_context(
             profiler.profile(
                 activities=kinds,

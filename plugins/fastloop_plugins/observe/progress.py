@@ -99,7 +99,8 @@ class Progress(Plugin):
             step: The step of the loss.
             epoch: The index of its epoch, from 0.
         """
-        seconds, samples = run.clock.read("train"), run.state.samples
+        seconds = run.clock.read("train")
+        samples = run.state.samples
         speed = (samples - self.mark[1]) / max(seconds - self.mark[0], 1e-9)
         of = f"/{run.total_steps}" if run.total_steps else ""
         of_epochs = f"/{run.schedule.epochs}" if run.schedule.epochs else ""
@@ -153,7 +154,8 @@ class NotebookBar:
     """A bar in the output of a notebook's cell, with the methods of rich's ``Progress``. It needs no widgets."""
 
     def __init__(self) -> None:
-        self.text, self.done = "", 0
+        self.text = ""
+        self.done = 0
         self.total: int | None = None
 
     def start(self) -> None:
@@ -169,7 +171,8 @@ class NotebookBar:
         return TaskID(0)
 
     def update(self, task: TaskID, completed: int, description: str) -> None:
-        self.done, self.text = completed, description
+        self.done = completed
+        self.text = description
         self.handle.update(self)
 
     def stop(self) -> None:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-WARM_UP, STEPS = 5, 20
+WARM_UP = 5
+STEPS = 20
 """Steps before the timed window, and in it: the first steps allocate memory and compile."""
 WORTH = 1.3
 """Speedup from which a plugin is named. Smaller estimates are often wrong by as much."""
@@ -48,9 +49,13 @@ class SpeedCheck(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.steps, self.padded, self.real = 0, 0, 0
+        self.steps = 0
+        self.padded = 0
+        self.real = 0
         self.longest: list[Any] = []  # tokens if padded to the longest sample; on the device, read after the window
-        self.started, self.faults, self.saving = 0.0, 0, False
+        self.started = 0.0
+        self.faults = 0
+        self.saving = False
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
@@ -65,7 +70,9 @@ class SpeedCheck(Plugin):
         if self.steps in (WARM_UP, WARM_UP + STEPS) and run.device.type == "cuda":
             torch.cuda.synchronize(run.device)  # the host is ahead of the device
         if self.steps == WARM_UP:
-            self.started, self.faults, self.load = perf_counter(), page_faults(), ForeignLoad()
+            self.started = perf_counter()
+            self.faults = page_faults()
+            self.load = ForeignLoad()
         if self.steps == WARM_UP + STEPS:
             run.plugins.unsubscribe(self, "before_step")
             seconds = (perf_counter() - self.started) / STEPS
@@ -79,7 +86,8 @@ class SpeedCheck(Plugin):
     @hookimpl
     def save_state(self, run: Run) -> None:
         """Log once if the saves so far took much of the time."""
-        saving, training = run.clock.seconds["save"], run.clock.seconds["train"]
+        saving = run.clock.seconds["save"]
+        training = run.clock.seconds["train"]
         if run.is_main and not self.saving and saving >= SAVING and saving >= (WORTH - 1) * training:
             self.saving = True
             background = ", write in the background (`--with async-save`)"

@@ -160,7 +160,9 @@ class Trackers(Plugin):
             return
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        self.status, self.reason = "failed", None  # an earlier fit has another one
+        # an earlier fit has another one
+        self.status = "failed"
+        self.reason = None
         recipe = run.recipe
         parameters = dict(flatten(secrets.hidden(recipe.to_dict() | {"plugins": recipe.listed(recipe.plugins)})))
         for name in self.trackers:
@@ -186,7 +188,8 @@ class Trackers(Plugin):
 
     @hookimpl(trylast=True)
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
-        self.status, self.reason = summary["status"], summary["reason"]
+        self.status = summary["status"]
+        self.reason = summary["reason"]
         if self.status == "stopped" and self.reason == run.state.stop_reason and not run.interrupted:
             self.status = "completed"  # a plugin ended the training, such as early-stopping: the run has its results
         numbers = {f"summary/{key}": value for key, value in flatten(summary) if isinstance(value, int | float)}

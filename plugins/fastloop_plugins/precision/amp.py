@@ -94,7 +94,8 @@ class Amp(Plugin):
         )
         if profile.precision != "fp32" or cls.name in recipe.plugins or small is None:
             return None
-        factor, products = profile.peaks[small] / profile.peaks["fp32"], profile.multiplying()
+        factor = profile.peaks[small] / profile.peaks["fp32"]
+        products = profile.multiplying()
         arithmetic = min(products, profile.flops / profile.peaks["fp32"]) if profile.flops else products
         calls = sum(profile.counts.get(name, 0.0) for name in MULTIPLYING) if profile.device == "cpu" else 0.0
         why = (
@@ -199,7 +200,8 @@ class Amp(Plugin):
         # a plugin that selected this one leaves it out
         if self.name in run.recipe.selected or "_original_forward" not in vars(model):
             return None
-        forward, model.forward = model.forward, model._original_forward
+        forward = model.forward
+        model.forward = model._original_forward
         try:
             run.hooks.compute_loss(run=run, model=model, batch=batch)
         except Exception:  # the caller raises the first error

@@ -29,7 +29,9 @@ class SequenceSlices:
     """
 
     def __init__(self, size: int, rank: int, group: Any) -> None:
-        self.size, self.rank, self.group = size, rank, group
+        self.size = size
+        self.rank = rank
+        self.group = group
         self.places = (rank, 2 * size - 1 - rank)
         self.documents: Tensor | None = None
 
@@ -85,7 +87,8 @@ def attention(
     Returns:
         (B, T / processes, heads, D).
     """
-    key, value = slices.gather(key), slices.gather(value)
+    key = slices.gather(key)
+    value = slices.gather(value)
     length = key.shape[2] // (2 * slices.size)
     parts = []
     for place, part in zip(slices.places, query.chunk(2, 2), strict=True):
@@ -112,7 +115,8 @@ def _attend(
     """The attention of consecutive queries, (B, heads, queries, D), of which the first is the token ``first``."""
     last = first + block.shape[2]
     positions = torch.arange(last, device=key.device)
-    row, column = positions[first:, None], positions[None]
+    row = positions[first:, None]
+    column = positions[None]
     allowed = column <= row
     if window is not None:
         allowed &= column > row - window

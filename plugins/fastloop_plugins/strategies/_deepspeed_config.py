@@ -64,7 +64,8 @@ class Configuration:
         self.file = recipe.where
         if options.config is not None:
             path = recipe.find(options.config)
-            self.json, self.file = read(path), str(path)
+            self.json = read(path)
+            self.file = str(path)
             if lookup(self.json, "torch_autocast.lower_precision_safe_modules"):
                 no_code.refuse(f"{self.file}: torch_autocast.lower_precision_safe_modules", "it imports the classes")
         train = recipe.train
@@ -145,7 +146,8 @@ class Configuration:
 
     def check_others(self, run: Run) -> None:
         """Refuse other plugins of the run that do not work with the stage, or warn about them."""
-        names, sharded = run.plugins.names(), self.stage == 3
+        names = run.plugins.names()
+        sharded = self.stage == 3
         if sharded and any(plugin.name == "lora" and plugin.option_values().get("merge") for plugin in run.plugins):
             why = "stage 3 shards the weights that the adapters would be merged into."
             raise PluginError(
@@ -177,7 +179,8 @@ class Configuration:
             PluginError: The JSON contradicts a setting that is known only now.
         """
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        precision, options = run.accelerator.mixed_precision, self.options
+        precision = run.accelerator.mixed_precision
+        options = self.options
         self.half = precision == "fp16" or lookup(self.json, "bf16.enabled") is True
         if run.settings.split is not None:
             splitter = run.settings.writers["split"]

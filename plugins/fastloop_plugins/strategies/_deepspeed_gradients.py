@@ -29,7 +29,8 @@ class Reduction:
     """
 
     def __init__(self, run: Run, engine: Any, stage: int) -> None:
-        self.engine, self.stage = engine, stage
+        self.engine = engine
+        self.stage = stage
         self.gradients = Gradients(run, engine.module.parameters())
         self.order: list[tuple[Any, ...]] = []
         self.reduce_all, engine.allreduce_gradients = engine.allreduce_gradients, self.complete
@@ -67,7 +68,8 @@ class Reduction:
 
     def complete(self, *arguments: Any, **options: Any) -> None:
         """The backward pass is done: reduce the missing gradients as zeros, then call DeepSpeed's own."""
-        zero, last = self.engine.optimizer, self.engine.is_gradient_accumulation_boundary()
+        zero = self.engine.optimizer
+        last = self.engine.is_gradient_accumulation_boundary()
         if self.stage > 1 or (self.stage == 1 and last):
             for parameter, *group in self.order:
                 if id(parameter) not in self.arrived:
@@ -81,10 +83,8 @@ class Reduction:
         import torch
 
         if self.stage == 3:
-            shard, parameter.data = (
-                parameter.data,
-                torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=self.engine.device),
-            )
+            shard = parameter.data
+            parameter.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=self.engine.device)
             parameter.grad = torch.zeros_like(parameter)  # torch compares its shape with the weight's
             parameter.data = shard
         elif zero.get_gradient_for_reduction(parameter) is None:
@@ -113,7 +113,9 @@ class Slices:
     """
 
     def __init__(self, base: Any, zero: Any, stage: int) -> None:
-        self.base, self.zero, self.stage = base, zero, stage
+        self.base = base
+        self.zero = zero
+        self.stage = stage
         self.own: dict[int, dict[str, Any] | None] = {}
         self.unused: set[int] = set()
         self.cut: list[tuple[dict[str, Any], list[Any], list[tuple[Any, ...]]]] = []
@@ -124,7 +126,8 @@ class Slices:
         """Each flat tensor of this process, with the parameters in it, their first elements and numbers of elements."""
         if self.stage == 3:
             for flat, group in zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True):
-                end, found = 0, []
+                end = 0
+                found = []
                 for parameter in group:
                     found.append((parameter, end, parameter.partition_numel()))
                     end += parameter.partition_numel()
@@ -179,7 +182,8 @@ class Slices:
         pieces = []
         for start, end, owner in runs:
             if start < end:
-                piece, numbers = flat.data[start:end], common if owner is None else self.own[owner]
+                piece = flat.data[start:end]
+                numbers = common if owner is None else self.own[owner]
                 piece.grad = flat.grad[start:end]
                 if numbers is not None and self.base.state[flat]:
                     copies = {key: value.clone() if is_tensor(value) else value for key, value in numbers.items()}

@@ -38,7 +38,9 @@ class Sharded:
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
-        self.engine, self.stage, self.half = engine, stage, half
+        self.engine = engine
+        self.stage = stage
+        self.half = half
         self.has_gradients = False  # of all micro-steps, before the optimizer's step
         self.zero: Any = engine.optimizer if stage else None
         self.slices = Slices(self.base, self.zero, stage) if stage else None
@@ -182,7 +184,8 @@ class Sharded:
 
         if self.zero is None:
             return self.base.state_dict()
-        groups, state = self._groups(), {}
+        groups = self._groups()
+        state = {}
         assert self.slices is not None
         if self.base.state:
             numbers = self.slices.gather_numbers(run, chain(*self.parameters)) if self.slices.own else None
@@ -320,7 +323,8 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load state in the form of torch's ``GradScaler``."""
         self.scaler.cur_scale = float(state["scale"])
-        self.scaler.cur_iter, self.scaler.last_overflow_iter = int(state["_growth_tracker"]), -1
+        self.scaler.cur_iter = int(state["_growth_tracker"])
+        self.scaler.last_overflow_iter = -1
 
 
 def imported(device: str) -> Any:

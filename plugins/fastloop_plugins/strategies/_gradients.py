@@ -25,7 +25,8 @@ class Gradients:
     """
 
     def __init__(self, run: Run, parameters: Iterable[Tensor]) -> None:
-        self.run, self.parameters = run, list(parameters)
+        self.run = run
+        self.parameters = list(parameters)
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.used: set[int] = set()
         self.sent: tuple[list[bool], Tensor] | None = None  # the newest flags, and on the device
@@ -53,7 +54,8 @@ class Gradients:
         if self.attached is None:
             return self.average(tensor)
         together = self.average(torch.cat([tensor.flatten(), self.attached.to(tensor.dtype)]))
-        self.attached, self.shares = None, together[tensor.numel() :]
+        self.attached = None
+        self.shares = together[tensor.numel() :]
         return tensor.copy_(together[: tensor.numel()].view_as(tensor))
 
     def take_unused(self) -> list[Tensor]:
@@ -62,8 +64,10 @@ class Gradients:
 
         It reads the device only on processes that lack a gradient themselves.
         """
-        used, self.used = self.used, set()
-        shares, self.shares = self.shares, None
+        used = self.used
+        self.used = set()
+        shares = self.shares
+        self.shares = None
         frozen = [parameter for parameter in self.trained if not parameter.requires_grad]
         if shares is None or all(id(parameter) in used for parameter in self.parameters if parameter.requires_grad):
             return frozen

@@ -25,7 +25,8 @@ class Launcher:
     """
 
     def __init__(self, recipe: Recipe, plugin: Plugin) -> None:
-        self.recipe, self.plugin = recipe, plugin
+        self.recipe = recipe
+        self.plugin = plugin
 
     def asked(self, variable: str) -> str | None:
         """The value of a variable; None if it is not set, or says nothing."""
@@ -47,14 +48,18 @@ class Launcher:
         """
         from fastloop.runtime.hardware import this_machine
 
-        plugin, plugins, asked = self.plugin.name, self.recipe.plugins, os.environ[variable]
+        plugin = self.plugin.name
+        plugins = self.recipe.plugins
+        asked = os.environ[variable]
         is_ours = not option.startswith("train.")
         key = option.removeprefix("train.")
         if is_ours:
-            place, current = f"plugins.{plugin}.{key}", self.plugin.option_values()[key]
+            place = f"plugins.{plugin}.{key}"
+            current = self.plugin.option_values()[key]
             default = type(self.plugin)().option_values()[key]
         else:
-            place, current = option, getattr(self.recipe.train, key)
+            place = option
+            current = getattr(self.recipe.train, key)
             default = getattr(Train(), key)
         if current == value:
             return

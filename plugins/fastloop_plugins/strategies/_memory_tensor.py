@@ -35,7 +35,8 @@ class TensorShare:
     """
 
     def __init__(self, model: nn.Module, processes: int, precision: str, where: str) -> None:
-        self.processes, self.sent = processes, 0.0
+        self.processes = processes
+        self.sent = 0.0
         found, rules = find_plan(model, precision, where)
         for name, style in styles(found, rules, processes, where).items():
             self._divide(found.get_submodule(name), style, rule_of(rules, name))

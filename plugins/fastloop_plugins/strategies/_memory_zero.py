@@ -68,7 +68,9 @@ def stage(layout: Layout, number: int, half: bool) -> MemoryEstimate:
     def size(weight: Weight) -> int:
         return 2 * weight.elements if half else weight.bytes
 
-    processes, trained, steps = layout.processes, layout.trained, layout.micro_steps
+    processes = layout.processes
+    trained = layout.trained
+    steps = layout.micro_steps
     weights = sum(map(size, layout.weights))
     gradients = sum(map(size, trained))
     elements = sum(weight.elements for weight in trained)

@@ -14,7 +14,8 @@ class MetaInit:
     """Keeps the main process's weights while the parameters of every process move to the meta device."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
-        self.model, self.is_main = model, run.is_main
+        self.model = model
+        self.is_main = run.is_main
         names: dict[int, list[str]] = {}
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),

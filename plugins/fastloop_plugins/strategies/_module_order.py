@@ -43,7 +43,9 @@ class ModuleOrder:
 
         # a ModuleList has none
         gathered = {module for module in modules if type(module).forward is not torch.nn.Module.forward} - {root}
-        self.run, self.remedy, self.strict = run, remedy, strict
+        self.run = run
+        self.remedy = remedy
+        self.strict = strict
         self.names = {name: module for name, module in root.named_modules() if module in gathered}
         self.modules, self.name = list(self.names.values()), list(self.names)
         self.inner: dict[str, list[str]] = {"": []}  # name -> the modules directly within it
@@ -96,7 +98,8 @@ class ModuleOrder:
         )
         self.calls += 1
         self.agreeing = self.key not in self.orders
-        self.order, self.at = self.orders.get(self.key, []), 0
+        self.order = self.orders.get(self.key, [])
+        self.at = 0
         self.taking_part = False
         self.tokens: list[Tensor] = []
 
@@ -202,7 +205,8 @@ class ModuleOrder:
                 "left out",
                 "which others called, or which it called in its first forward pass itself",
             )
-        module, grad = self.modules[call >> 1], torch.is_grad_enabled()
+        module = self.modules[call >> 1]
+        grad = torch.is_grad_enabled()
         weight = torch.zeros(
             (), device=self.run.device, requires_grad=grad and any(p.requires_grad for p in module.parameters())
         )
@@ -215,7 +219,8 @@ class ModuleOrder:
             self.empty.add(module)
             return token + weight  # after the modules within it, so that its backward pass begins before theirs
 
-        module.forward, self.taking_part = forward, True
+        module.forward = forward
+        self.taking_part = True
         try:
             token = module._call_impl(token)
         finally:
@@ -290,7 +295,8 @@ class ModuleOrder:
 
     def _guess(self, name: str, calls: list[Call]) -> Call:
         """The call of a module: that of another one of its class, or of the modules within it as they are listed."""
-        module, grad = self.names[name], self.key[0]
+        module = self.names[name]
+        grad = self.key[0]
         for call, inner in reversed(calls):  # the inputs of the first one may need no gradient
             other = self.modules[call >> 1]
             if type(other) is type(module) and [each for each, _ in other.named_modules()] == [

@@ -70,11 +70,10 @@ def try_step(optimizer: Any, where: str) -> None:
         trial = object.__new__(type(member))
         trial.__dict__.update(member.__dict__)
         trial.__dict__.pop("step", None)  # a scheduler replaces it by one that steps ``member``
-        trial.state, trial.param_groups = (
-            defaultdict(dict),
-            [group | {"params": list(_small(group))} for group in member.param_groups],
-        )
-        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        trial.state = defaultdict(dict)
+        trial.param_groups = [group | {"params": list(_small(group))} for group in member.param_groups]
+        trial._optimizer_step_pre_hooks = OrderedDict()
+        trial._optimizer_step_post_hooks = OrderedDict()
         try:
             trial.step()
         except Exception as error:

@@ -29,7 +29,8 @@ class SummedGradients(ParallelStyle):
     processes."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        forward, group = module.forward, device_mesh.get_group()
+        forward = module.forward
+        group = device_mesh.get_group()
 
         def forward_summed(*inputs: Any, **options: Any) -> Any:
             whole = dict(module._parameters)  # those of the moment: fsdp exchanges them

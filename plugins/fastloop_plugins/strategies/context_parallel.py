@@ -149,7 +149,8 @@ def divide_forward(model: Any, slices: SequenceSlices) -> None:
             slices.documents = find_documents(pad(position_ids, (0, missing)))
         ids, positions = (slices.take(pad(part, (0, missing))) for part in (input_ids, position_ids))
         own = slices.take(pad(targets, (0, missing), value=IGNORED))
-        count, whole = (own != IGNORED).sum(), (targets != IGNORED).sum()
+        count = (own != IGNORED).sum()
+        whole = (targets != IGNORED).sum()
         own[:, :1] = torch.where(count == 0, 0, own[:, :1])  # the mean over no token is NaN; its share is 0
         others = {name: value for name, value in inputs.items() if name not in WHOLE}
         output = plain(self, ids, position_ids=positions, attention_mask=torch.ones_like(ids), targets=own, **others)

@@ -96,7 +96,8 @@ class DeepSpeed(TimedStrategy):
             problem = f"build_optimizer returned several optimizers, {names}, and DeepSpeed steps one. Use ddp or fsdp."
             raise PluginError(problem, code="unsupported-model", place=f"{run.recipe.where}: plugins.deepspeed")
         refuse_scalars(model, f"{run.recipe.where}: plugins.deepspeed")  # DeepSpeed cannot exchange them
-        config, stage = self.configuration.build(run, model), self.configuration.stage
+        config = self.configuration.build(run, model)
+        stage = self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
             raise PluginError(
                 "needs a launcher, for one process too.",

@@ -72,7 +72,8 @@ def encode_rows(tokenizer: Any, rows: Sequence[tuple[str, str]], arguments: Mapp
         rows: Inputs and targets.
         arguments: ``max_length`` and ``max_target_length``, as in the ``data`` section.
     """
-    most, end = arguments["max_target_length"], end_of(tokenizer)
+    most = arguments["max_target_length"]
+    end = end_of(tokenizer)
     writer = TargetWriter(tokenizer)
 
     def encode_targets(targets: Sequence[str], length: int) -> list[list[int]]:
@@ -83,7 +84,8 @@ def encode_rows(tokenizer: Any, rows: Sequence[tuple[str, str]], arguments: Mapp
     for portion in portions(rows):
         texts, targets = zip(*portion, strict=True)
         inputs = encode_marked(tokenizer, texts, {"truncation": True, "max_length": arguments["max_length"]})
-        labels, cuts = list[list[int]](), list[bool]()
+        labels = list[list[int]]()
+        cuts = list[bool]()
         for target, ids in zip(targets, encode_targets(targets, most + 1), strict=True):
             missing = [token for token in end if token not in ids]
             is_cut = len(ids) + len(missing) > most
@@ -172,7 +174,8 @@ class Seq2SeqModel(AutoClassModel):
     """
 
     def __init__(self, recipe: Recipe, max_target_length: int, generation: Mapping[str, Any]) -> None:
-        self.max_target_length, self.generation = max_target_length, generation
+        self.max_target_length = max_target_length
+        self.generation = generation
         super().__init__(recipe, "AutoModelForSeq2SeqLM", False, "encoder-decoder", EXAMPLES)
 
     def load_tokenizer(self, max_length: int) -> None:
@@ -209,7 +212,9 @@ class Seq2SeqModel(AutoClassModel):
         return found
 
     def _build(self, auto: Any, labels: Any) -> Any:
-        given, config, pad = self.options.config, self.config, self.tokenizer.pad_token_id
+        given = self.options.config
+        config = self.config
+        pad = self.tokenizer.pad_token_id
         if given is not None:
             config.pad_token_id = pad
             if "forced_eos_token_id" not in given and hasattr(config, "forced_eos_token_id"):
@@ -259,7 +264,8 @@ def generated_metrics(
             if batch.samples:
                 pairs += zip(texts, reference_texts(batch.inputs, tokenizer), strict=True)
     pairs = [pair for part in run.processes.all_gather_object(pairs) for pair in part]
-    generated, targets = [text for text, _ in pairs], [[target] for _, target in pairs]
+    generated = [text for text, _ in pairs]
+    targets = [[target] for _, target in pairs]
     return {
         "exact_match": sum(text == target for text, target in pairs) / len(pairs),
         "bleu": bleu_score(generated, targets).item(),

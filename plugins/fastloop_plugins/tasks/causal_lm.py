@@ -215,7 +215,8 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         from fastloop_plugins.text.chat.prompts import PromptCollator
         from fastloop_plugins.text.chat.tokens import next_token_batch
 
-        tokenizer, width = self.text_model.tokenizer, self.text_model.width(run, self.data.options)
+        tokenizer = self.text_model.tokenizer
+        width = self.text_model.width(run, self.data.options)
         if split == "predict":
             return PromptCollator(tokenizer, self.room)
         routed = bool(getattr(self.text_model.config.get_text_config(), "output_router_logits", False))
@@ -310,7 +311,8 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         from fastloop_plugins.text.chat.prompts import cut_tokens
         from fastloop_plugins.text.chat.tokens import first_half, last_answer
 
-        tokenizer, dataset = self.text_model.tokenizer, run.datasets["validation"]
+        tokenizer = self.text_model.tokenizer
+        dataset = run.datasets["validation"]
         read = last_answer if self.data.masked else first_half
         targets = [read(dataset[index]) for index in spread(len(dataset), self.samples)]
         prompts = [list(target.prompt) for target in targets]
@@ -318,7 +320,8 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
             kept = len(special_tokens(tokenizer).beginning)
             prompts = [cut_tokens(prompt, kept, self.room) if len(prompt) > self.room else prompt for prompt in prompts]
         options = self._settings(base_model(run))
-        seed, size = run.recipe.train.seed, run.recipe.train.eval_batch_size or run.recipe.train.batch_size
+        seed = run.recipe.train.seed
+        size = run.recipe.train.eval_batch_size or run.recipe.train.batch_size
         completions = generate(run, prompts if run.is_main else [], 1, options, seed, size)
         samples = []
         for target, prompt, completion in zip(targets, prompts, completions, strict=False):  # none on other processes

@@ -69,7 +69,8 @@ class ImageClassification(ClassifierOptions):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        self.data, self.model = ImageData(recipe), ImageModel(recipe)
+        self.data = ImageData(recipe)
+        self.model = ImageModel(recipe)
         self.train_images: ImageDataset | None = None
         self.criterion = ClassLoss(self.loss, f"{recipe.where}: plugins.{self.name}.loss")
         self.metric_classes = find_metrics(self.metrics, recipe, f"plugins.{self.name}.metrics")
@@ -96,7 +97,8 @@ class ImageClassification(ClassifierOptions):
                 for problem in find_repeated_images(splits, self.data.classes):
                     logger.warning(problem)
                 check_images(splits.values(), self.model.processor.shorter_side, run.settings.skip_unreadable)
-        plain, named = Transform(self.model.processor), recipe.inference is not None and recipe.inference.chunk > 0
+        plain = Transform(self.model.processor)
+        named = recipe.inference is not None and recipe.inference.chunk > 0
         datasets = {}
         for split, files in splits.items():
             files.labels = [self.labels.ids[label] for label in files.labels]
@@ -115,7 +117,8 @@ class ImageClassification(ClassifierOptions):
 
         files = self.build_datasets(run)["train"].files
         for index in [*range(0, len(files.names), max(len(files.names) // count, 1))][:count]:  # of several classes
-            path, label = files.root / files.names[index], files.labels[index]
+            path = files.root / files.names[index]
+            label = files.labels[index]
             width, height = read_image(path, files.max_pixels).size
             yield [("image", str(path)), ("class", self.labels.names[label]), ("size", f"{width} x {height} pixels")]
 
@@ -152,7 +155,8 @@ class ImageClassification(ClassifierOptions):
     def build_metrics(self, run: Run) -> MetricCollection:
         from torchmetrics.classification import MulticlassAccuracy
 
-        where, count = f"{run.recipe.where}: plugins.{self.name}.metrics", len(self.labels.names)
+        where = f"{run.recipe.where}: plugins.{self.name}.metrics"
+        count = len(self.labels.names)
         metrics = classifier_metrics(self.metric_classes, self.metrics, where, count, self.threshold)
         if count > TOP:
             if "top5_accuracy" in self.metrics:

@@ -102,7 +102,8 @@ class Module(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         from fastloop.recipe.references import check_reference
 
-        self.recipe, self.file = recipe, recipe.where
+        self.recipe = recipe
+        self.file = recipe.where
         self.code: dict[str, Any] = {
             key: parse(cls, getattr(recipe, key), f"{recipe.where}: {key}") for key, cls in self.sections.items()
         }
@@ -117,7 +118,8 @@ class Module(Plugin):
         self.criterion: Any = None
         self.counters: list[Any] = []  # the collator of each split
         chosen: Any = self.loss
-        place, metrics = f"{recipe.where}: plugins.module.loss", self.metrics
+        place = f"{recipe.where}: plugins.module.loss"
+        metrics = self.metrics
         if self.uses_classes:
             self.criterion = ClassLoss(chosen, place)
         elif self.loss_name is not None and "plugins.module.loss" not in self.named:

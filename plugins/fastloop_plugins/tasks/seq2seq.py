@@ -123,7 +123,8 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = Seq2SeqTextData(recipe, self)
         self.new_tokens = self.max_new_tokens or self.data.options.max_target_length
-        beams, key = self.num_beams, f"plugins.{self.name}"
+        beams = self.num_beams
+        key = f"plugins.{self.name}"
         self.settings = check_generation(self.generation, OWN_SETTINGS, beams, recipe.where, key)
         # with the start token; unlike max_new_tokens, arguments of `generate` replace max_length
         length = {"max_length": self.new_tokens + 1, "max_new_tokens": None}
@@ -175,7 +176,8 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
         from fastloop_plugins.text.batches import Width
 
-        size, always = self.data.options.max_target_length, self.data.options.padding == "max_length"
+        size = self.data.options.max_target_length
+        always = self.data.options.padding == "max_length"
         self.target_width = Width(size, run.settings.pad_to_multiple_of, always)
         return super().build_collator(run=run)
 
@@ -307,7 +309,9 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
 
         from fastloop.runtime.random_states import preserve_random_states
 
-        tokenizer, dataset, config = self.text_model.tokenizer, run.datasets["validation"], self._for_predictions
+        tokenizer = self.text_model.tokenizer
+        dataset = run.datasets["validation"]
+        config = self._for_predictions
         chosen = [dataset[index] for index in spread(len(dataset), self.samples)]
         inputs = {name: value.to(run.device) for name, value in self.build_collator(run)(chosen).inputs.items()}
         with preserve_random_states():

@@ -99,7 +99,8 @@ class TextClassification(ClassifierOptions, TextTask):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        self.data, self.text_model = TextData(recipe, labelled=True), TextModel(recipe, classify=True)
+        self.data = TextData(recipe, labelled=True)
+        self.text_model = TextModel(recipe, classify=True)
         where = f"{recipe.where}: plugins.{self.name}"
         self.criterion = ClassLoss(self.loss, f"{where}.loss")
         self.problem = make_problem(self.data.label_type, self.criterion, self.threshold, where)

@@ -126,7 +126,8 @@ class TokenClassification(ClassifierOptions, TextTask):
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         from fastloop_plugins.tasks.tags.metrics import check_scheme
 
-        datasets, size = dict[str, TaggedSentences](), self.data.options.max_length
+        datasets = dict[str, TaggedSentences]()
+        size = self.data.options.max_length
         for name, split in self.read_splits(run).items():
             check_scheme(self.data.classes, name, split, self.scheme, f"plugins.{self.name}.scheme")
             datasets[name] = TaggedSentences(

@@ -45,7 +45,8 @@ def update_weights(
         weights: Each (rows, columns). Gradients and momenta have the same shapes.
         group: The options of a group of ``torch.optim.Muon``.
     """
-    lr, momentum = float(group["lr"]), group["momentum"]
+    lr = float(group["lr"])
+    momentum = group["momentum"]
     torch._foreach_lerp_(momenta, gradients, 1 - momentum)
     updates = list(torch._foreach_lerp(gradients, momenta, momentum)) if group["nesterov"] else momenta
     if weights[0].dtype == torch.float32:

@@ -66,7 +66,8 @@ class FourBitLinear(Linear4bit):  # type: ignore[misc] # mypy skips bitsandbytes
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Load the packed weights together with their scales, which ``state_dict`` of bitsandbytes has under
         ``weight.``."""
-        start, missing_keys = f"{prefix}weight.", arguments[2]
+        start = f"{prefix}weight."
+        missing_keys = arguments[2]
         scales = {name.removeprefix(start): state_dict.pop(name) for name in list(state_dict) if name.startswith(start)}
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if not scales:
@@ -79,7 +80,8 @@ class FourBitLinear(Linear4bit):  # type: ignore[misc] # mypy skips bitsandbytes
         """A layer of the replaced class, with the dequantized weights in float32. It shares the bias."""
         self.weight.quant_state.dtype = torch.float32
         weight = dequantize_4bit(self.weight.data, self.weight.quant_state)
-        inputs, outputs = self.in_features, self.out_features
+        inputs = self.in_features
+        outputs = self.out_features
         with torch.device("meta"):
             layer: Any = Conv1D(outputs, inputs) if self.transposed else nn.Linear(inputs, outputs)  # type: ignore[no-untyped-call]
         layer.weight = nn.Parameter(weight.T.contiguous() if self.transposed else weight, requires_grad=False)
@@ -98,7 +100,8 @@ def quantize(run: Run, model: nn.Module, kept: Collection[str]) -> None:
     Raises:
         PluginError: No layer can be replaced.
     """
-    found, dtype = list(_layers(model, kept)), COMPUTE[run.accelerator.mixed_precision]
+    found = list(_layers(model, kept))
+    dtype = COMPUTE[run.accelerator.mixed_precision]
     suited = [
         name
         for name, layer in found

@@ -27,7 +27,8 @@ class Monitor:
     """
 
     def __init__(self, plugin: str, name: str, mode: str) -> None:
-        self.plugin, self.name = plugin, name
+        self.plugin = plugin
+        self.name = name
         self.mode: MetricMode | None = None
         if mode == "min":
             self.mode = "min"

@@ -111,7 +111,8 @@ def make_schedule(
     """
     from torch.optim.lr_scheduler import LRScheduler
 
-    where, given = f"{run.recipe.where}: plugins.lr-scheduler", dict(arguments)
+    where = f"{run.recipe.where}: plugins.lr-scheduler"
+    given = dict(arguments)
     taken = inspect.signature(made).parameters
     lengths = [key for key in LENGTHS if key in taken and key not in given and INSTEAD.get(key) not in given]
     if run.total_steps is None and (lengths or isinstance(warmup, float)):

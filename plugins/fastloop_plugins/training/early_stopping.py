@@ -49,11 +49,13 @@ class EarlyStopping(Plugin):
     def after_evaluate(self, run: Run, split: str, metrics: dict[str, float]) -> None:
         if split != "validation":
             return
-        value, threshold = self.monitored.read(metrics), self.threshold
+        value = self.monitored.read(metrics)
+        threshold = self.threshold
         if threshold is not None and math.isfinite(value) and not self.monitored.better(threshold, value):
             run.state.request_stop(f"early-stopping: {self.monitored.name} {value:.6g} reached {threshold:g}")
         if self.monitored.better(value, self.best, by=self.min_delta):
-            self.best, self.waited = value, 0
+            self.best = value
+            self.waited = 0
             return
         self.waited += 1
         if self.waited >= self.patience:
@@ -71,4 +73,5 @@ class EarlyStopping(Plugin):
         from fastloop.checkpoint.form import check_form
 
         check_form(state, {"best": 0.0 if state["best"] is not None else None, "waited": 0})
-        self.best, self.waited = state["best"], state["waited"]
+        self.best = state["best"]
+        self.waited = state["waited"]

@@ -141,7 +141,9 @@ class EMA(Plugin):
 
         weights = dict(run.unwrap_model().named_parameters())
         check_form(state, {"average": {name: weights[name] for name in state["average"]}, "updates": 0})
-        training, self.average, self.updates = bool(self.average), state["average"], state["updates"]
+        training = bool(self.average)
+        self.average = state["average"]
+        self.updates = state["updates"]
         if training:  # a rollback during training
             self.before_fit(run)
 
@@ -150,7 +152,8 @@ class EMA(Plugin):
         """Use the averages as the model's weights inside this context."""
         averages = {name: self.average[name] for name in self.small}  # a weight cannot hold them without rounding
         self.exchange()
-        trained, run.state.model_weights = run.state.model_weights, AVERAGED
+        trained = run.state.model_weights
+        run.state.model_weights = AVERAGED
         try:
             yield
         finally:

@@ -38,7 +38,8 @@ class Freeze(Plugin):
             for name in matching(pattern, parameters, f"{self.where}.match"):
                 parameters[name].requires_grad_(False)
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters.values()]
-        trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+        trained = sum(size for size, is_trained in sizes if is_trained)
+        total = sum(size for size, _ in sizes)
         if not trained:
             raise self.error(
                 "match",

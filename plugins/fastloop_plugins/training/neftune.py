@@ -92,7 +92,8 @@ def text_lengths(batch: Mapping[str, Any], padding: int | None) -> Tensor:
 
     from fastloop_plugins.text.masks import find_documents
 
-    ids, positions = batch["input_ids"], batch.get("position_ids")
+    ids = batch["input_ids"]
+    positions = batch.get("position_ids")
     if positions is not None:
         text = find_documents(positions)[0]
         counts: Tensor = torch.zeros_like(text).scatter_add_(0, text, torch.ones_like(text))

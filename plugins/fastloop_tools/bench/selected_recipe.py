@@ -27,13 +27,15 @@ def selected_recipe(selection: EditSelection, last: str, folder: Path) -> str:
         if trial.kept:
             key = trial.edit.partition("=")[0] if trial.edit.startswith(("data.", "train.", "model.")) else trial.plugin
             remarks[key] = f"{measured(trial)}; {trial.numerics}"
-    name, numerics = selection.given.source.stem if selection.given.source else "recipe", selection.check["numerics"]
+    name = selection.given.source.stem if selection.given.source else "recipe"
+    numerics = selection.check["numerics"]
     head = [
         f"{name}, the fastest edits on this machine: {factor(selection)}.",
         f"Losses, {numerics['class']}: {numerics['verdict']}.",
         last,
     ]
-    best, source = selection.best, selection.best.source
+    best = selection.best
+    source = selection.best.source
     if source is not None and source.parent.resolve() != folder.resolve():
         parts = {name: getattr(best, name) for name in ("model", "data", "plugins", "references")}
         best = dataclasses.replace(best, **{name: anchored(part, source.parent) for name, part in parts.items()})

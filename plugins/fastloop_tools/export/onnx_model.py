@@ -71,7 +71,9 @@ class Positional(nn.Module):
 
     def __init__(self, model: nn.Module, names: list[str], constants: Mapping[str, Any]) -> None:
         super().__init__()
-        self.model, self.names, self.constants = model, names, dict(constants)
+        self.model = model
+        self.names = names
+        self.constants = dict(constants)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The outputs, in the order of ``outputs_of``."""
@@ -115,7 +117,8 @@ def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported
         UsageError: The exporter or onnxruntime cannot handle the model.
         FastloopError: The outputs differ by more than the tolerance.
     """
-    names, file = list(calls.axes), folder / "model.onnx"
+    names = list(calls.axes)
+    file = folder / "model.onnx"
     wrapped = Positional(model, names, calls.constants).eval()
     example = max(calls.tensors, key=lambda call: math.prod(call[names[0]].shape))
     tensors = tuple(_two_rows(example[name], calls.axes[name]) for name in names)
@@ -165,7 +168,9 @@ def compare(model: nn.Module, calls: Calls, file: Path) -> tuple[float, float, l
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     taken = {value.name for value in session.get_inputs()}
-    difference, largest, shapes = 0.0, 0.0, []
+    difference = 0.0
+    largest = 0.0
+    shapes = []
     for tensors in calls.variants():
         expected = model(*(tensors[name] for name in calls.axes))
         found = session.run(None, {name: tensor.numpy() for name, tensor in tensors.items() if name in taken})

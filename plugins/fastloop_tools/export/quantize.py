@@ -53,7 +53,8 @@ def quantize_onnx(file: Path) -> None:
 
     from fastloop_tools.export.onnx_model import LARGEST_FILE
 
-    model, size = onnx.load(file), size_of(file.parent)
+    model = onnx.load(file)
+    size = size_of(file.parent)
     del model.graph.value_info[:]  # shapes of the exporter that contradict those of the quantizer
     for path in file.parent.glob("model.onnx*"):
         path.unlink()

@@ -156,7 +156,8 @@ def render(name: str, license: str = "MIT", author: str = "", task: bool = False
     """Path -> text of every file of the package."""
     from packaging.version import Version
 
-    module, version = name.replace("-", "_"), Version(__version__)
+    module = name.replace("-", "_")
+    version = Version(__version__)
     title = "".join(word.capitalize() for word in name.split("-"))
     words: dict[str, Any] = {
         "name": name,

@@ -94,7 +94,9 @@ def describe_batch(plan: Plan) -> str:
     from fastloop.data.loaders import micro_batches  # imports torch
     from fastloop.distributed.groups import check_groups, count_sharing
 
-    recipe, settings, world_size = plan.recipe, plan.settings, plan.world_size
+    recipe = plan.recipe
+    settings = plan.settings
+    world_size = plan.world_size
     check_groups(recipe, settings, world_size)
     sharing = count_sharing(world_size, settings.processes_per_batch)
     micro_batch_size, micro_steps = micro_batches(recipe, sharing)

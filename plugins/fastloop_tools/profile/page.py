@@ -133,7 +133,8 @@ def facts(profile: StepProfile) -> list[str]:
         cost = profile.page_faults * profile.fault_seconds
         lines.append(f"allocator: {profile.page_faults:,.0f} page faults in a step, about {milliseconds(cost)}")
     if len(profile.reserved) > 1:
-        least, most = min(profile.reserved), max(profile.reserved)
+        least = min(profile.reserved)
+        most = max(profile.reserved)
         shape = "flat" if most <= FLAT * least else "a sawtooth"
         lines.append(
             f"allocator: {shape}, {least / 2**20:,.0f} to {most / 2**20:,.0f} MiB reserved; {profile.retries} retries"

@@ -40,7 +40,8 @@ def suggest(
 ) -> tuple[list[Suggestion], dict[str, str]]:
     """The edits worth trying, largest estimate first; and plugins that would be faster but cannot run -> why. Plugins
     that are false in the recipe may be suggested, those of ``never`` not."""
-    found, refused = [], {}
+    found = []
+    refused = {}
     on = dataclasses.replace(
         recipe, plugins={name: options for name, options in recipe.plugins.items() if options is not False}
     )
@@ -93,7 +94,8 @@ def edit(recipe: Recipe, cls: type[Plugin], estimate: SpeedupEstimate) -> Recipe
     if estimate.overrides:
         return edited(recipe, estimate.overrides, {})
     options = {**(recipe.plugins.get(cls.name) or {}), **estimate.options}
-    plugin, machine = cls(**options), this_machine(recipe.train.device)
+    plugin = cls(**options)
+    machine = this_machine(recipe.train.device)
     for need in cls.requirements:
         if missing := need.missing(plugin, machine):
             raise UsageError(missing, code="requirement-missing")

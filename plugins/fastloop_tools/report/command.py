@@ -30,6 +30,7 @@ def report(
 
     for folder in folders:
         check_links(folder)
-    found, output = read(folders), output or Path("report.html")
+    found = read(folders)
+    output = output or Path("report.html")
     write(output, render(found, title or page_title(found)))
     typer.echo(f"written to {output}")

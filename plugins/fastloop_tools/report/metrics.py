@@ -151,7 +151,8 @@ def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
             where = steps
             if there != set(kinds):
                 is_number = np.array([kind in there for kind in kinds])
-                where, values = steps[is_number], [*compress(values, is_number)]
+                where = steps[is_number]
+                values = [*compress(values, is_number)]
             name = f"{split} {key}" if split else key
             found.setdefault(name, []).append(np.column_stack([where, np.array(values, dtype=np.float64)]))
     return {name: np.concatenate(parts) for name, parts in found.items()}

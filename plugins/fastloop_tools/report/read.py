@@ -108,7 +108,8 @@ def read(folders: Iterable[Path]) -> Found:
     Raises:
         UsageError: A folder contains none of these outputs, or a file cannot be read.
     """
-    found, names = Found(), dict[str, int]()
+    found = Found()
+    names = dict[str, int]()
 
     def unique(folder: Path) -> str:
         name = folder.name or folder.resolve().name

@@ -25,7 +25,8 @@ def environment(summaries: Sequence[Mapping[str, Any]]) -> Rows:
     for summary in summaries:
         facts: dict[str, str] = {}
         for key in ENVIRONMENT:
-            name, value = NAMES.get(key, key), summary.get(key)
+            name = NAMES.get(key, key)
+            value = summary.get(key)
             if isinstance(value, Mapping):
                 facts |= {f"{name}: {part}": as_yaml(text) for part, text in value.items()}
             elif value is not None:

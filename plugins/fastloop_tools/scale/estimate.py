@@ -167,8 +167,10 @@ class Estimator:
         from fastloop.data.loaders import micro_batches
         from fastloop.distributed.groups import check_groups, count_sharing
 
-        self.resolved, self.recipe = resolved, resolved.recipe
-        self.nproc, self.processes = nproc, nproc * nnodes
+        self.resolved = resolved
+        self.recipe = resolved.recipe
+        self.nproc = nproc
+        self.processes = nproc * nnodes
         self.limits = limits
         self.settings: Settings = resolved.plugins.configure(self.recipe)
         self.listed = {name: dict(options) for name, options in self.recipe.plugins.items() if options is not False}

@@ -110,7 +110,8 @@ def open_fake(resolved: ResolvedRecipe, precision: str, samples: int) -> Iterato
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
 
-    recipe, plugins = resolved.recipe, resolved.plugins
+    recipe = resolved.recipe
+    plugins = resolved.plugins
     building = {plugin.name for hook in BUILDING for plugin, _ in plugins.each(hook)}
     kept = [
         plugin.name

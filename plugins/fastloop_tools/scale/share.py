@@ -34,7 +34,9 @@ class ModelShare:
     """
 
     def __init__(self, fake: FakeRun, options: Mapping[str, Any], counter: Any) -> None:
-        self.fake, self.options, self.counter = fake, options, counter
+        self.fake = fake
+        self.options = options
+        self.counter = counter
         self.weights = weights_of(fake, None)
         self._measured: dict[tuple[bool, bool], Activations] = {}
 
@@ -55,7 +57,8 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
     Raises:
         RecipeError: The optimizer cannot step fake tensors.
     """
-    model, optimizer = fake.run.unwrap_model(), fake.run.optimizer
+    model = fake.run.unwrap_model()
+    optimizer = fake.run.optimizer
     block_of: dict[int, int] = {}  # id of a parameter -> index of its block
     for index, block in enumerate(transformer_blocks(model, blocks)):
         for weight in block.parameters():
@@ -111,7 +114,8 @@ def measure(
     """
     import torch
 
-    run, model = fake.run, fake.run.unwrap_model()
+    run = fake.run
+    model = fake.run.unwrap_model()
     dtypes = {False: torch.float32}
     if fake.precision != "no":
         dtypes[True] = torch.bfloat16 if fake.precision == "bf16" else torch.float16

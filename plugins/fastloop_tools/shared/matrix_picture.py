@@ -8,11 +8,16 @@ from html import escape
 
 from fastloop_tools.shared.svg import number, svg
 
-CELL, EDGE, LEGEND, HEAD = 54, 16, 24, 32
+CELL = 54
+EDGE = 16
+LEGEND = 24
+HEAD = 32
 """Pixels of a cell, of the margin, of the line that names rows and columns, and of the title."""
-SMALL_CELL, WITH_COUNTS = 14, 20
+SMALL_CELL = 14
+WITH_COUNTS = 20
 """Pixels of a cell without its count, and the number of classes up to which cells show counts."""
-NAME, CHARACTER = 20, 7.5
+NAME = 20
+CHARACTER = 7.5
 """Characters of a name at most, and pixels of a character."""
 STYLE = (
     "text.count { text-anchor: middle; } text.dark { fill: #fff; } rect.cell { fill: #2f6db5; } rect.frame { "
@@ -50,20 +55,25 @@ def draw(names: Sequence[str], matrix: Sequence[Sequence[int]], title: str) -> s
 def draw_matrix(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> Matrix:
     """The elements of the picture, without a title and a style."""
     size = CELL if len(names) <= WITH_COUNTS else SMALL_CELL
-    side, half = size * len(names), size / 2
+    side = size * len(names)
+    half = size / 2
     texts = [escape(name if len(name) <= NAME else f"{name[: NAME - 1]}…") for name in names]
     longest = CHARACTER * max(min(len(name), NAME) for name in names)
-    left, top = round(EDGE + longest + 8), round(LEGEND + longest * 0.64 + 22)  # names of columns rise by 40 degrees
+    # names of columns rise by 40 degrees
+    left = round(EDGE + longest + 8)
+    top = round(LEGEND + longest * 0.64 + 22)
     lines = [f'<text x="{EDGE}" y="{EDGE}">rows: target, columns: prediction</text>']
     for row, (name, counts) in enumerate(zip(names, matrix, strict=True)):
-        y, total = top + row * size, sum(counts) or 1
+        y = top + row * size
+        total = sum(counts) or 1
         lines.append(f'<text x="{left - 8}" y="{y + half + 5:g}" text-anchor="end">{texts[row]}</text>')
         across = left + row * size + half
         lines.append(
             f'<text x="{across:g}" y="{top - 8}" transform="rotate(-40 {across:g} {top - 8})">{texts[row]}</text>'
         )
         for column, count in enumerate(counts):
-            x, share = left + column * size, count / total
+            x = left + column * size
+            share = count / total
             tip = f"{escape(name)} as {escape(names[column])}: {count:,} of {sum(counts):,}"
             place = f'x="{x}" y="{y}" width="{size}" height="{size}"'
             lines.append(f'<rect class="cell" {place} fill-opacity="{share:.3f}"><title>{tip}</title></rect>')

@@ -124,7 +124,8 @@ class SampleSubset:
         import numpy as np
         from torch.utils.data import ConcatDataset
 
-        self.datasets, self.ids = datasets, ids
+        self.datasets = datasets
+        self.ids = ids
         self.joined: ConcatDataset[Any] = ConcatDataset(datasets)
         self.deterministic = all(getattr(dataset, "deterministic", False) for dataset in datasets)
         for name in ("lengths", "labels"):

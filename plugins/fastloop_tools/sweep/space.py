@@ -108,7 +108,8 @@ def _parse_range(item: str) -> Axis | None:
             code="out-of-range", place=item, found=f"{low} on a logarithmic scale", expected="two positive ends"
         )
     if not (isinstance(low, int) and isinstance(high, int)):
-        low, high = float(low), float(high)
+        low = float(low)
+        high = float(high)
         # as decimals: as floats, 9e-3 / 9e-5 is less than 100
         log = log or (low > 0 and Decimal(found[3]) >= LOG_RATIO * Decimal(found[2]))
     return Axis(key, text, ends=(low, high), log=log)

@@ -214,7 +214,8 @@ def collect(study: optuna.Study) -> list[TrialRow]:
     """The trials, best first, then those without a value."""
     rows = []
     for trial in read_trials(study):
-        error, runs = trial.user_attrs.get(ERROR), trial.user_attrs.get(RUNS, [])
+        error = trial.user_attrs.get(ERROR)
+        runs = trial.user_attrs.get(RUNS, [])
         value = trial.values[0] if trial.values else None
         shown = STATUS.get(trial.state, "failed" if error else "lost") if value is None else f"{value:.4f}"
         overrides = [f"{key}={text}" for key, text in (runs[0]["values"] if runs else trial.params).items()]

@@ -97,7 +97,8 @@ def check_plugins(plugins: Iterable[Any]) -> None:
         if isinstance(plugin, str | Mapping | Plugin):
             continue
         if isinstance(plugin, type) and issubclass(plugin, Plugin):
-            found, remedy = f"the class {plugin.__name__}", f"Give an object of it: {plugin.__name__}()."
+            found = f"the class {plugin.__name__}"
+            remedy = f"Give an object of it: {plugin.__name__}()."
         else:
             found = f"an object of {type(plugin).__name__}"
             remedy = (

@@ -51,7 +51,8 @@ class UserOptimizer:
         scheduler: LRScheduler | MakeScheduler | None,
         train: Mapping[str, Any],
     ) -> None:
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
             raise UsageError(
@@ -189,9 +190,11 @@ def _check_scheduler(scheduler: Any) -> None:
 def _record(train: Train, optimizer: Optimizer) -> None:
     """Write an optimizer's class and default arguments into ``train``, for the run folder and for the check of a
     resumed run."""
-    cls, defaults = type(optimizer), dict(optimizer.defaults)
+    cls = type(optimizer)
+    defaults = dict(optimizer.defaults)
     name = cls.__name__ if getattr(torch.optim, cls.__name__, None) is cls else f"{cls.__module__}:{cls.__qualname__}"
-    train.lr, train.weight_decay = float(defaults.pop("lr", train.lr)), float(defaults.pop("weight_decay", 0.0))
+    train.lr = float(defaults.pop("lr", train.lr))
+    train.weight_decay = float(defaults.pop("weight_decay", 0.0))
     listed = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
     train.optimizer = {"name": name} | {
         key: value for key, value in listed.items() if isinstance(value, bool | int | float | str | list)

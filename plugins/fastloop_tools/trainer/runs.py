@@ -46,7 +46,8 @@ class Fits:
     """
 
     def __init__(self, task: TrainerTask, resume: Path | None) -> None:
-        self.task, self.resume = task, resume
+        self.task = task
+        self.resume = resume
         self.count = 0
         self._run: Run | None = None
         self._step = 0  # optimizer steps of the earlier calls

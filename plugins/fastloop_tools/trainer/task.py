@@ -55,13 +55,11 @@ class TrainerTask(Plugin):
                 expected="a tokenizer or image processor",
             )
         check_mean(loss, "loss")
-        self.model, self.splits, self.loss, self.metrics, self.processing_class = (
-            model,
-            splits,
-            loss,
-            metrics,
-            processing_class,
-        )
+        self.model = model
+        self.splits = splits
+        self.loss = loss
+        self.metrics = metrics
+        self.processing_class = processing_class
         self.optimizer = optimizer
         self.has_warned = False
         has_samplers = any(loader.sampler is not None for loader in splits.values())  # otherwise only datasets
@@ -135,7 +133,8 @@ class TrainerTask(Plugin):
     def check_run(self, run: Run) -> None:
         for split, loader in self.splits.items():
             for name, value in loader.reading.items():
-                plugin, used = run.settings.writers.get(name), getattr(run.settings, name)
+                plugin = run.settings.writers.get(name)
+                used = getattr(run.settings, name)
                 if plugin is not None and used != value and loader.reading["num_workers"]:
                     log.info("%s: the loader's %s=%r is overridden by plugin %r: %r", split, name, value, plugin, used)
         sampler = run.train_loader.sampler

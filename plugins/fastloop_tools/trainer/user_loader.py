@@ -166,7 +166,8 @@ class SharedGeneratorSampler(Sampler[int]):
     """
 
     def __init__(self, sampler: Any, once: bool) -> None:
-        self.user_sampler, self.once = sampler, once
+        self.user_sampler = sampler
+        self.once = once
         self.epochs = 0
 
     def __len__(self) -> int:

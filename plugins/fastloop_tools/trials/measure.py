@@ -29,7 +29,9 @@ class BackgroundLoad:
     """The share of all cores that other processes used between construction and ``read``."""
 
     def __init__(self) -> None:
-        self.since, self.busy, self.own = time.monotonic(), _busy(), sum(os.times()[:4])
+        self.since = time.monotonic()
+        self.busy = _busy()
+        self.own = sum(os.times()[:4])
 
     def read(self) -> float:
         """Share of all cores, 0 to 1. This process's ended children are not counted."""
@@ -65,7 +67,9 @@ def run_process(
         environment: The environment variables of the process.
         timeout: Seconds that the training may take; None: no limit.
     """
-    background, started, before = BackgroundLoad(), time.monotonic(), kills()
+    background = BackgroundLoad()
+    started = time.monotonic()
+    before = kills()
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
         source, target, errors = (Path(folder, name) for name in ("spec.json", "result.json", "stderr.txt"))
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")

@@ -62,7 +62,8 @@ class StepMeter(Plugin):
 
     def __init__(self, spec: Spec, warnings: WarningCollector) -> None:
         super().__init__()
-        self.spec, self.warnings = spec, warnings
+        self.spec = spec
+        self.warnings = warnings
         self.losses: list[Tensor] = []
         self.times: list[float] = []
         self.padded = 0
@@ -242,7 +243,8 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
     from fastloop.cli.quick_checks import without_publishers
     from fastloop.recipe import make_recipe
 
-    warnings, logger = WarningCollector(), logging.getLogger("fastloop")
+    warnings = WarningCollector()
+    logger = logging.getLogger("fastloop")
     logger.addHandler(warnings)
     logger.propagate = False
     try:
@@ -276,7 +278,8 @@ def run_specification(source: Path, target: Path) -> None:
     """Read the specification in ``source``, run it, and write the result to ``target``."""
     startup.end_with_launcher()
     given = json.loads(source.read_text(encoding="utf-8"))
-    length, spec = given.pop("length"), Spec(**given)
+    length = given.pop("length")
+    spec = Spec(**given)
     spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result
     files.write(target, json.dumps(measure(spec, length)))
 

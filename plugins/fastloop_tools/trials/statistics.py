@@ -52,7 +52,8 @@ def _student(degrees: int) -> float:
     if degrees <= len(STUDENT):
         return STUDENT[degrees - 1]
     z = NormalDist().inv_cdf(0.975)
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / degrees + second / degrees**2 + third / degrees**3
 

@@ -110,8 +110,12 @@ def draw(labels: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
     radius = some(0.22, 0.4) * size
     middle = (some(0.4, 0.6) * size, some(0.4, 0.6) * size)
     down, right = np.mgrid[:size, :size] + 0.5  # centres of the pixels
-    y, x = (down - middle[0]) / radius, (right - middle[1]) / radius  # the shape extends from -1 to 1
-    distance, far, near = np.hypot(x, y), np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
+    # the shape extends from -1 to 1
+    y = (down - middle[0]) / radius
+    x = (right - middle[1]) / radius
+    distance = np.hypot(x, y)
+    far = np.maximum(abs(x), abs(y))
+    near = np.minimum(abs(x), abs(y))
     inside = np.select(
         [labels[:, None, None] == index for index in range(len(SHAPES))],
         [

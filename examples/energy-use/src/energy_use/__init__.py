@@ -47,7 +47,8 @@ class EnergyUse(Plugin):
     def before_fit(self, run: Run) -> None:
         self.rapl = Rapl()
         self.gpu = Gpu(run.device) if run.device.type == "cuda" else None
-        self.cpu_seconds, self.started = cpu_seconds(), perf_counter()
+        self.cpu_seconds = cpu_seconds()
+        self.started = perf_counter()
 
     @hookimpl
     def after_step(self, run: Run) -> None:
@@ -57,7 +58,8 @@ class EnergyUse(Plugin):
     @hookimpl
     def after_fit(self, run: Run) -> None:
         self.read_counters()
-        seconds, spent = perf_counter() - self.started, cpu_seconds() - self.cpu_seconds
+        seconds = perf_counter() - self.started
+        spent = cpu_seconds() - self.cpu_seconds
         joules = {"processor": self.rapl.joules} if self.rapl.zones else {}
         if self.gpu is not None and self.gpu.joules is not None:
             joules["gpu"] = self.gpu.joules
@@ -89,7 +91,8 @@ class Rapl:
     """
 
     def __init__(self, folder: Path = POWERCAP) -> None:
-        self.joules, self.why = 0.0, f"{folder} has none"
+        self.joules = 0.0
+        self.why = f"{folder} has none"
         self.zones: dict[Path, int] = {}
         for zone in sorted(folder.glob("intel-rapl:*")):  # AMD processors use this name too
             name = read(zone / "name")

@@ -71,7 +71,8 @@ class LayerFreezing(Plugin):
         due = max(self.least, int(self.most * min(max(progress, 0.0), 1.0) + 1e-9))
         if due <= self.frozen:
             return
-        model, before = run.unwrap_model(), {id(weight) for weight in self.blocks[due].parameters()}
+        model = run.unwrap_model()
+        before = {id(weight) for weight in self.blocks[due].parameters()}
         for weight in takewhile(lambda weight: id(weight) not in before, model.parameters()):
             weight.requires_grad_(False)
             weight.grad = None

@@ -52,6 +52,8 @@ class Mixup(Plugin):
             return None
         from torch.nn import Identity
 
-        scores, task = model(batch.inputs), partial(run.hooks.compute_loss, run=run, model=Identity().eval())
-        ours, theirs = task(batch=(scores, batch.targets)), task(batch=(scores, batch.partners))
+        scores = model(batch.inputs)
+        task = partial(run.hooks.compute_loss, run=run, model=Identity().eval())
+        ours = task(batch=(scores, batch.targets))
+        theirs = task(batch=(scores, batch.partners))
         return Output(batch.share * ours.loss + (1 - batch.share) * theirs.loss, scores)

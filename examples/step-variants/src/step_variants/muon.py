@@ -37,7 +37,9 @@ class Muon(Plugin):
     def build_optimizer(self, run: Run, model: nn.Module) -> dict[str, Optimizer]:
         from torch import optim
 
-        train, matrices, rest = run.recipe.train, [], []
+        train = run.recipe.train
+        matrices = []
+        rest = []
         for name, weight in model.named_parameters():
             is_matrix = weight.ndim == 2 and not any(part in name for part in self.adamw)
             (matrices if is_matrix else rest).append(weight)

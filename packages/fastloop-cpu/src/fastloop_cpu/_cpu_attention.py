@@ -79,8 +79,10 @@ def products() -> dict[str, int]:
     except (OSError, AttributeError):
         raise KernelUnavailable(f"torch {torch.__version__} does not export oneDNN's products") from None
     first, second = (torch.arange(tokens * 64).remainder(7).view(tokens, 64).bfloat16() for tokens in (16, 64))
-    pairs, found = second.view(32, 2, 64).transpose(1, 2).contiguous(), torch.empty(16, 64)
-    sizes, tensors = (16, 64, 64, 64, 64, 64), (first, pairs, found)
+    pairs = second.view(32, 2, 64).transpose(1, 2).contiguous()
+    found = torch.empty(16, 64)
+    sizes = (16, 64, 64, 64, 64, 64)
+    tensors = (first, pairs, found)
     multiply.argtypes = [ctypes.c_int64] * 6 + [ctypes.c_bool] + [ctypes.c_void_p] * 3 + [ctypes.c_bool]
     multiply(*sizes, False, *(tensor.data_ptr() for tensor in tensors), True)
     release(ctypes.c_bool(True))
@@ -104,7 +106,8 @@ def check(ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Ten
     Raises:
         ValueError: Names the argument, with what was found and expected.
     """
-    query, key = tensors["query"], tensors["key"]
+    query = tensors["query"]
+    key = tensors["key"]
     for name, tensor in tensors.items():
         shape = (key if name.startswith(("key", "value")) else query).shape
         kind = (tensor.dtype, tensor.device.type, tensor.dim(), tensor.stride()[-1:])
@@ -143,7 +146,8 @@ def call(
         MemoryError: There is no memory for the longest sequence.
     """
     check(ends, tensors, log_sums)
-    query, key = tensors["query"], tensors["key"]
+    query = tensors["query"]
+    key = tensors["key"]
     views = {name: View(tensor.data_ptr(), tensor.stride(0), tensor.stride(1)) for name, tensor in tensors.items()}
     row = Row(
         sequences=len(ends[0]) - 1,
@@ -187,8 +191,10 @@ class RowAttention(torch.autograd.Function):
         query, key, value = (
             tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)
         )
-        output, log_sums = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:2])
-        ctx.ends, ctx.options = ends, {"scale": scale, "causal": causal, **draw_dropout(p)}
+        output = torch.empty(query.shape, dtype=query.dtype)
+        log_sums = torch.empty(query.shape[:2])
+        ctx.ends = ends
+        ctx.options = {"scale": scale, "causal": causal, **draw_dropout(p)}
         call(
             "attention_forward",
             ends,
@@ -240,8 +246,11 @@ def attention(
 
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    queries, keys = query.shape[2], key.shape[2]
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+    queries = query.shape[2]
+    keys = key.shape[2]
     fits = (
         key.shape == value.shape and query.shape[3] == key.shape[3] in HEAD_SIZES and query.shape[1] % key.shape[1] == 0
     )

@@ -92,9 +92,11 @@ class Norm(torch.autograd.Function):
         p: float,
     ) -> Tensor:
         """Draw a seed for the dropout mask from torch's default generator, and compute."""
-        input, residual = input.contiguous(), residual.contiguous()
+        input = input.contiguous()
+        residual = residual.contiguous()
         ctx.options = draw_dropout(p)
-        output, factors = torch.empty_like(input), torch.empty(input.shape[:-1], dtype=torch.float32)
+        output = torch.empty_like(input)
+        factors = torch.empty(input.shape[:-1], dtype=torch.float32)
         normal = torch.empty_like(input) if any(ctx.needs_input_grad) else None
         call(
             "norm_forward",
@@ -118,7 +120,8 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, bias, residual, weight and shift, with the same mask."""
         weight, normal, factors = ctx.saved_tensors
-        of_input, of_residual = torch.empty_like(normal), torch.empty_like(normal)
+        of_input = torch.empty_like(normal)
+        of_residual = torch.empty_like(normal)
         sums = torch.zeros(torch.get_num_threads(), 3, len(weight))
         call(
             "norm_backward",
@@ -154,7 +157,8 @@ class Gelu(torch.autograd.Function):
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input and bias."""
         input, bias = ctx.saved_tensors
-        columns, of_input = input.shape[-1], torch.empty_like(input)
+        columns = input.shape[-1]
+        of_input = torch.empty_like(input)
         sums = torch.zeros(torch.get_num_threads(), 3, columns)
         grad = output_grad.contiguous()
         call("gelu_backward", columns, {}, input=input, bias=bias, output_grad=grad, input_grad=of_input, sums=sums)
@@ -191,7 +195,8 @@ def add_norm(product: Tensor, bias: Tensor | None, residual: Tensor, norm: nn.La
 
 def add_hidden(module: Any, forward: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
     """The forward of a ``BertSelfOutput`` or ``BertOutput``."""
-    norm, drop = module.LayerNorm, module.dropout
+    norm = module.LayerNorm
+    drop = module.dropout
     if not fits(hidden_states, norm):
         plain: Tensor = forward(hidden_states, input_tensor)
         return plain
@@ -212,7 +217,9 @@ def compute_block(
     module: Any, forward: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any
 ) -> Tensor:
     """The forward of a DistilBERT block."""
-    first, last, ffn = module.sa_layer_norm, module.output_layer_norm, module.ffn
+    first = module.sa_layer_norm
+    last = module.output_layer_norm
+    ffn = module.ffn
     if not fits(hidden_states, first, last):
         plain: Tensor = forward(hidden_states, attention_mask, **kwargs)
         return plain

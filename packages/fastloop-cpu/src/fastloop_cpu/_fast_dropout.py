@@ -39,7 +39,8 @@ fast."""
 
 def dropped(shape: Sequence[int], p: float, itemsize: int) -> Tensor:
     """Integers of ``itemsize`` bytes that are negative with probability ``p``: the sign bit marks a dropped element."""
-    size, seed = math.prod(shape), int(torch.randint(2**63 - 1, ()))
+    size = math.prod(shape)
+    seed = int(torch.randint(2**63 - 1, ()))
     with operation("random_bits"):
         words = torch.from_numpy(np.random.SFC64(seed).random_raw(size // 4 + 1).view(np.int64))
     words &= 0x7FFF * LANES
@@ -67,7 +68,8 @@ class Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, mask: Tensor, scale: float) -> Tensor:
         """Keep the elements whose bits are set in the mask, and scale them."""
-        ctx.mask, ctx.scale = mask, scale
+        ctx.mask = mask
+        ctx.scale = scale
         return masked(tensor, mask).mul_(scale)
 
     @staticmethod
@@ -89,18 +91,19 @@ class AttentionWithDropout(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, p: float
     ) -> Tensor:
         """Compute piece by piece. A piece holds at most ``PIECE`` probabilities, or those of one head."""
-        query, key, value = (query * scale).contiguous(), key.contiguous(), value.contiguous()
+        query = (query * scale).contiguous()
+        key = key.contiguous()
+        value = value.contiguous()
         batch, heads, length, _ = query.shape
         integers = INTEGERS[query.element_size()]
-        probabilities, output = (
-            query.new_empty(batch, heads, length, key.shape[2]),
-            value.new_empty(batch, heads, length, value.shape[3]),
-        )
+        probabilities = query.new_empty(batch, heads, length, key.shape[2])
+        output = value.new_empty(batch, heads, length, value.shape[3])
         if bias is not None:
             bias = bias.expand(batch, heads, -1, -1)
         buffer = query.new_empty(0)
         for piece in pieces(probabilities):
-            kept, found = probabilities[piece].flatten(0, 1), output[piece].flatten(0, 1)
+            kept = probabilities[piece].flatten(0, 1)
+            found = output[piece].flatten(0, 1)
             scores = buffer.resize_(kept.shape)
             torch.bmm(query[piece].flatten(0, 1), key[piece].flatten(0, 1).transpose(1, 2), out=scores)
             if bias is not None:
@@ -112,7 +115,8 @@ class AttentionWithDropout(torch.autograd.Function):
                 kept = torch.clamp(kept, min=0, out=scores)
             torch.bmm(kept, value[piece].flatten(0, 1), out=found)
         ctx.save_for_backward(query, key, value, probabilities)
-        ctx.scale, ctx.p = scale, p
+        ctx.scale = scale
+        ctx.p = p
         return output.mul_(1 / (1 - p)) if p else output
 
     @staticmethod
@@ -122,16 +126,22 @@ class AttentionWithDropout(torch.autograd.Function):
         query, key, value, probabilities = ctx.saved_tensors
         integers = INTEGERS[query.element_size()]
         gradient = (gradient * (1 / (1 - ctx.p))).contiguous()
-        of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        first, second = query.new_empty(0), query.new_empty(0)
+        of_query = torch.empty_like(query)
+        of_key = torch.empty_like(key)
+        of_value = torch.empty_like(value)
+        first = query.new_empty(0)
+        second = query.new_empty(0)
         for piece in pieces(probabilities):
-            signed, outer = probabilities[piece].flatten(0, 1), gradient[piece].flatten(0, 1)
-            scores, other = first.resize_(signed.shape), second.resize_(signed.shape)
+            signed = probabilities[piece].flatten(0, 1)
+            outer = gradient[piece].flatten(0, 1)
+            scores = first.resize_(signed.shape)
+            other = second.resize_(signed.shape)
             kept = torch.clamp(signed, min=0, out=other) if ctx.p else signed
             torch.bmm(kept.transpose(1, 2), outer, out=of_value[piece].flatten(0, 1))
             torch.bmm(outer, value[piece].flatten(0, 1).transpose(1, 2), out=scores)
             if ctx.p:
-                bits, mask = signed.view(integers), other.view(integers)
+                bits = signed.view(integers)
+                mask = other.view(integers)
                 torch.bitwise_right_shift(bits, 8 * bits.element_size() - 1, out=mask)
                 scores.view(integers).bitwise_and_(mask.bitwise_not_())
                 signed = torch.bitwise_and(bits, torch.iinfo(integers).max, out=mask).view(signed.dtype)
@@ -145,7 +155,8 @@ def pieces(probabilities: Tensor) -> Iterator[tuple[slice, slice]]:
     """Split batch and heads into pieces: several full samples, or some heads of one sample if heads are large."""
     batch, heads, length, others = probabilities.shape
     matrices = max(1, PIECE // max(length * others, 1))
-    samples, of_heads = max(1, matrices // heads), min(matrices, heads)
+    samples = max(1, matrices // heads)
+    of_heads = min(matrices, heads)
     for sample in range(0, batch, samples):
         for head in range(0, heads, of_heads):
             yield slice(sample, min(sample + samples, batch)), slice(head, min(head + of_heads, heads))
@@ -195,9 +206,12 @@ def attention(
         return plain
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
     bias = None
     if causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])[

@@ -85,7 +85,8 @@ class CpuAffinity(Plugin):
         import torch
 
         pinned = processors()
-        local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share = pinned[local * len(pinned) // size : (local + 1) * len(pinned) // size] or pinned
         self.before: dict[str, Any] = {"threads": torch.get_num_threads(), "processors": pinned}
         if self.pin and size > 1:

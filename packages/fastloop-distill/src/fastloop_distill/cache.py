@@ -25,13 +25,16 @@ class Cache:
     """
 
     def __init__(self, room: int) -> None:
-        self.room, self.active, self.known = room, False, dict[int, Tensor]()
+        self.room = room
+        self.active = False
+        self.known = dict[int, Tensor]()
 
     def logits(self, rows: TeacherRows, count: int, compute: Callable[[dict[str, Tensor]], Any]) -> Tensor:
         """The logits of the first ``count`` rows, (count, C). ``compute`` gives the output for rows."""
         if not (self.active and self.room):
             return compute(rows.inputs).logits[:count]
-        keys, new = rows.keys()[:count], dict[int, Tensor]()
+        keys = rows.keys()[:count]
+        new = dict[int, Tensor]()
         if missing := [place for place, key in enumerate(keys) if key not in self.known]:
             logits = compute({name: value[missing] for name, value in rows.inputs.items()}).logits.cpu()
             new = {keys[place]: each.clone() for place, each in zip(missing, logits, strict=True)}
@@ -47,7 +50,8 @@ class Cache:
 
     def load(self, state: dict[str, Any], processes: Any) -> None:
         """Take the result of ``save``; on another number of processes, the entries of all."""
-        entries, rank = state["known"], processes.rank
+        entries = state["known"]
+        rank = processes.rank
         own = entries if len(entries) != processes.world_size else entries[rank : rank + 1]
         self.known = {
             key: value for keys, values in own for key, value in zip(keys.tolist(), values.clone(), strict=True)

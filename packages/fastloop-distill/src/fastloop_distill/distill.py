@@ -143,7 +143,8 @@ class Distill(Plugin):
         output = yield
         if self.student is None or not is_training(model):
             return output
-        found, self.student.output = self.student.output, None
+        found = self.student.output
+        self.student.output = None
         with run.accelerator.autocast():
             soft, states = compare(found, batch, self.teacher_model, self.cache, self, self.pairs)
         run.log("distill/soft_loss", soft)

@@ -40,15 +40,21 @@ def compare(
         student: The output of the student for the batch.
         pairs: The teacher's layer for each one of the student.
     """
-    rows, logits, with_states = TeacherRows(batch), student.logits, options.states != "none"
-    per_text, targets = logits.dim() == 2, batch.get("targets", batch.get("labels"))
+    rows = TeacherRows(batch)
+    logits = student.logits
+    with_states = options.states != "none"
+    per_text = logits.dim() == 2
+    targets = batch.get("targets", batch.get("labels"))
     dtype = torch.promote_types(logits.dtype, torch.float32)
     output = None if per_text and not with_states else teacher(rows.inputs, with_states)
     if per_text:
         theirs = cache.logits(rows, len(logits), teacher) if output is None else output.logits
     else:
-        size, kept = min(logits.shape[-1], output.logits.shape[-1]), targets.flatten() != IGNORED
-        logits, theirs = logits.flatten(0, 1)[kept, :size], rows.flat(output.logits)[kept, :size]  # one may be padded
+        size = min(logits.shape[-1], output.logits.shape[-1])
+        kept = targets.flatten() != IGNORED
+        # one may be padded
+        logits = logits.flatten(0, 1)[kept, :size]
+        theirs = rows.flat(output.logits)[kept, :size]
     soft = soft_loss(logits.to(dtype), theirs.to(dtype), options.temperature)
     if not with_states:
         return soft, None

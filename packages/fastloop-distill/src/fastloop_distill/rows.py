@@ -38,7 +38,8 @@ class TeacherRows:
 
     def keys(self) -> list[int]:
         """A hash of each row. Two of a million rows have the same one with a probability of 3e-8."""
-        real, columns = self.real.cpu(), [self.inputs[name].cpu() for name in READ if name in self.inputs]
+        real = self.real.cpu()
+        columns = [self.inputs[name].cpu() for name in READ if name in self.inputs]
         contents = ([column[row][kept].numpy().tobytes() for column in columns] for row, kept in enumerate(real))
         hashes = (blake2b(b"".join(content), digest_size=8).digest() for content in contents)
         return [int.from_bytes(each, "little", signed=True) for each in hashes]

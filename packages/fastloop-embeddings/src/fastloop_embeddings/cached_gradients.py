@@ -26,7 +26,9 @@ class CachedGradients:
     """
 
     def __init__(self, columns: int, vectors: Callable[..., Tensor], loss: Callable[..., Tensor]) -> None:
-        self.columns, self.vectors, self.loss = columns, vectors, loss
+        self.columns = columns
+        self.vectors = vectors
+        self.loss = loss
         self.waiting: list[Tensor] = []  # gradients of each micro-batch
         self.value: Tensor  # the loss of the whole step
 

@@ -216,8 +216,10 @@ class Embedding(PairTask):
     def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
         import torch
 
-        vectors, scores = self.vectors(model, batch), batch.get("labels")
-        columns, keys = vectors.chunk(len(self.columns)), self.cached.row_keys(batch)
+        vectors = self.vectors(model, batch)
+        scores = batch.get("labels")
+        columns = vectors.chunk(len(self.columns))
+        keys = self.cached.row_keys(batch)
         loss = self.cached.next_loss(vectors) if self.cached.waiting else self.batch_loss(columns, scores, keys)
         if scores is not None:
             return Output(loss, torch.cosine_similarity(*columns), scores)

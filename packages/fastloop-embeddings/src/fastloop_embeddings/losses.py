@@ -64,7 +64,8 @@ def find_false_negatives(keys: Tensor) -> Tensor:
     """
     rows, columns = keys.shape
     texts = keys[:, 1:].T.flatten()
-    anchor_ids, text_ids = number(keys[:, 0]), number(texts)
+    anchor_ids = number(keys[:, 0])
+    text_ids = number(texts)
     fits = torch.zeros(rows, len(texts), dtype=torch.bool, device=keys.device)
     fits[anchor_ids, text_ids[:rows]] = True
     false = fits[anchor_ids][:, text_ids] | (keys[:, :1] == texts)
@@ -103,7 +104,9 @@ def compute_of_lists(scores: Tensor, labels: Tensor, options: Any) -> Tensor:
     if options.loss == "binary":
         return functional.binary_cross_entropy_with_logits(scores, labels)
     if options.loss == "list_net":
-        absent, lowest = labels.isnan(), torch.finfo(scores.dtype).min  # -inf would give 0 * inf
+        # -inf would give 0 * inf
+        absent = labels.isnan()
+        lowest = torch.finfo(scores.dtype).min
         wanted = labels.masked_fill(absent, lowest).softmax(1)
         return functional.cross_entropy(scores.masked_fill(absent, lowest), wanted)
     first = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)

@@ -54,7 +54,8 @@ class Retrieval(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         rows = dim_zero_cat(self.rows).view(-1, *self.shape.tolist())
-        vectors, keys = rows[..., :-2], rows[..., -2:].contiguous().view(torch.int64)[..., 0].cpu().numpy()
+        vectors = rows[..., :-2]
+        keys = rows[..., -2:].contiguous().view(torch.int64)[..., 0].cpu().numpy()
         _, queries, query_of = np.unique(keys[:, 0], return_index=True, return_inverse=True)
         _, documents, document_of = np.unique(keys[:, 1:].ravel(), return_index=True, return_inverse=True)
         pairs = np.unique(np.stack([query_of, document_of[:: keys.shape[1] - 1]], 1), axis=0)
@@ -102,7 +103,9 @@ def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, 
         depth: Documents of a ranking.
     """
     relevant, order = relevant.sort(dim=1)
-    gains, documents, found = gains.gather(1, order), normalize(documents).T, []
+    gains = gains.gather(1, order)
+    documents = normalize(documents).T
+    found = []
     for part, own, gain in zip(*(each.split(CHUNK) for each in (queries, relevant, gains)), strict=True):
         best = (normalize(part) @ documents).topk(min(depth, documents.shape[1])).indices
         places = torch.searchsorted(own, best).clamp(max=own.shape[1] - 1)
@@ -113,7 +116,8 @@ def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, 
 def measure(found: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[str, Tensor]:
     """Means over queries, from the gains of their documents, best score first, (Q, depth), and those of all relevant
     documents in any order, (Q, most), both filled with 0. ``recall_at``: depths of recall."""
-    hit, count = found > 0, (relevant > 0).sum(1)
+    hit = found > 0
+    count = (relevant > 0).sum(1)
     places = torch.arange(1, DEPTH + 1, device=found.device)
     ideal = relevant.sort(dim=1, descending=True).values
     dcg, best = (

@@ -70,7 +70,8 @@ class Reranker(PairTask):
         base = find_folder(recipe, self.text_model.options, download=False)
         if base is not None:
             read_score_activation(base, f"{recipe.where}: model.name")
-        options, where = self.data.options, f"{recipe.where}: data.candidates"
+        options = self.data.options
+        where = f"{recipe.where}: data.candidates"
         self.candidates = None if options.candidates is None else recipe.find(options.candidates)
         if self.candidates is not None and (self.folder is None or not self.candidates.is_file()):
             found = f"found {self.candidates}, and data.beir is {options.beir}"
@@ -103,7 +104,8 @@ class Reranker(PairTask):
 
     @hookimpl
     def build_collator(self, run: Run) -> Any:
-        tokenizer, options = self.text_model.tokenizer, self.data.options
+        tokenizer = self.text_model.tokenizer
+        options = self.data.options
         self.join = Joiner(tokenizer, options.max_length, f"{run.recipe.where}: model")
         return super().build_collator(run)
 
@@ -131,7 +133,9 @@ class Reranker(PairTask):
         otherwise Sigmoid. The export names it, so CrossEncoder computes the same scores as ``predict``."""
         from fastloop_embeddings.head import find_activation
 
-        config, where, adapter = self.text_model.config, f"{recipe.where}: model.name", self.text_model.adapter
+        config = self.text_model.config
+        where = f"{recipe.where}: model.name"
+        adapter = self.text_model.adapter
         name = None
         if adapter is not None:  # its head replaces that of the base, so its own files come first
             name = read_score_activation(adapter.folder, where)
@@ -147,7 +151,8 @@ class Reranker(PairTask):
         """``predictions`` and ``targets`` are scores and labels of the documents, (queries, most documents) each."""
         from fastloop_embeddings.losses import compute_of_lists
 
-        scores, labels = self.scores(model, batch), batch.get("labels")
+        scores = self.scores(model, batch)
+        labels = batch.get("labels")
         if labels is None:  # pairs to predict, with which `packing` tries the model
             return Output(scores.mean(), scores)
         lists = scores.new_zeros(labels.shape).masked_scatter(~labels.isnan(), scores)

@@ -33,7 +33,8 @@ class PairTask(TextTask):
     def read_columns(self, recipe: Any, loss: str, scored: bool) -> None:
         """Check the recipe. ``scored``: rows have a score each; otherwise texts that fit, and maybe one that does
         not."""
-        data, negative = f"{recipe.where}: data", recipe.data.get("negative") is not None
+        data = f"{recipe.where}: data"
+        negative = recipe.data.get("negative") is not None
         if scored and negative:
             raise RecipeError(
                 f"the loss {loss} reads a score for each pair.",

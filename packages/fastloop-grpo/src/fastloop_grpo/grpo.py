@@ -261,7 +261,8 @@ class GRPO(TextTask):
 
         from fastloop_grpo.rollout import empty_sample
 
-        size, collate = self.completions_at_once(run), run.loaders.collators[run.loaders.first]
+        size = self.completions_at_once(run)
+        collate = run.loaders.collators[run.loaders.first]
         batches = []
         for place in range(count):
             part = list(samples[place * size : (place + 1) * size])
@@ -339,7 +340,8 @@ class GRPO(TextTask):
 
         from fastloop_grpo.rollout import Rollout
 
-        asked, rows = [], []
+        asked = []
+        rows = []
         for batch in batches:
             asked += [ids.tolist() for ids in split(batch["input_ids"], batch)]
             rows += batch["rows"].tolist()
@@ -347,7 +349,8 @@ class GRPO(TextTask):
         seed = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
         sampling = Sampling(self.max_new_tokens, self.temperature, self.ends)
         completions = run.hooks.generate_completions(run=run, prompts=asked, count=count, options=sampling, seed=seed)
-        tokenizer, config = self.text_model.tokenizer, self.text_model.config.get_text_config()
+        tokenizer = self.text_model.tokenizer
+        config = self.text_model.config.get_text_config()
         vocabulary = max(len(tokenizer), config.vocab_size)  # a model may have more rows than its tokenizer tokens
         check_completions(completions, len(asked) * count, vocabulary)
         texts = tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)

@@ -87,7 +87,8 @@ def policy_loss(found: Tensor, batch: Mapping[str, Tensor], settings: LossSettin
             engine, NaN for a token that the model has drawn. All three are (tokens,) float32.
         settings: ``gspo``: one ratio for a completion: Zheng et al., 2025, https://arxiv.org/abs/2507.18071.
     """
-    rows, sizes = batch["completions"], batch["sizes"]
+    rows = batch["completions"]
+    sizes = batch["sizes"]
     gains = batch["advantages"][rows]
     change = found - batch["old"]
     if settings.name == "gspo":

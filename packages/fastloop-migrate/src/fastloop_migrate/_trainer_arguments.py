@@ -89,7 +89,9 @@ def training_arguments(run: Run, given: Mapping[str, Any]) -> TrainingArguments:
     Args:
         given: Fields that callbacks read and that no key of the recipe sets. They do not change the run.
     """
-    train, loader, plugins = run.recipe.train, run.train_loader, run.recipe.plugins
+    train = run.recipe.train
+    loader = run.train_loader
+    plugins = run.recipe.plugins
     evaluation = run.eval_loaders.get("validation")
     best = plugins.get("checkpoint-best") or plugins.get("early-stopping") or {}
     schedule = (plugins.get("lr-scheduler") or {}).get("schedule", "linear")

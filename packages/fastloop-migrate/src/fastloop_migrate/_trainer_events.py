@@ -32,7 +32,8 @@ class Flow(DefaultFlowCallback):
 
     def due(self, event: str) -> dict[str, bool]:
         """The control's requests that the schedule sets after this event, without those of callbacks."""
-        schedule, epoch_ended = self.run.schedule, event == "on_epoch_end"
+        schedule = self.run.schedule
+        epoch_ended = event == "on_epoch_end"
         return {
             "should_log": not epoch_ended and self.run.state.step % self.run.recipe.train.log_every == 0,
             "should_evaluate": schedule.evaluation_due(epoch_ended),
@@ -56,7 +57,8 @@ class Handler(CallbackHandler):
         every = self.callbacks
         try:
             for callback in every:
-                self.callbacks, stops = [callback], control.should_training_stop
+                self.callbacks = [callback]
+                stops = control.should_training_stop
                 control = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
                 if control.should_training_stop and not stops and not isinstance(callback, Flow):
                     self.stopped_by = f"{type(callback).__name__} in {event}"
@@ -79,10 +81,13 @@ class TrainerEvents:
     """
 
     def __init__(self, run: Run, callbacks: list[TrainerCallback], args: TrainingArguments) -> None:
-        self.run, self.args, self.control = run, args, TrainerControl()
+        self.run = run
+        self.args = args
+        self.control = TrainerControl()
         self.ignored: set[str] = set()
         self.evaluating: str | None = None
-        self.batches, self.started = 0, 0.0
+        self.batches = 0
+        self.started = 0.0
         self.lr: Any = 0.0
         task: Any = next((plugin for plugin in run.plugins if plugin.slot == "task"), None)
         tokenizer = getattr(getattr(task, "text_model", None), "tokenizer", None)
@@ -128,13 +133,16 @@ class TrainerEvents:
 
     def begin_evaluation(self, split: str) -> None:
         """An evaluation begins; it calls ``on_prediction_step`` after each batch."""
-        self.evaluating, self.batches, self.started = split, 0, perf_counter()
+        self.evaluating = split
+        self.batches = 0
+        self.started = perf_counter()
         self.handler.eval_dataloader = self.run.eval_loaders[split].loader
 
     def end_evaluation(self, split: str, metrics: Mapping[str, float]) -> None:
         """Call ``on_log`` and ``on_evaluate``, then update the best metric, as in the HF Trainer. For the test split,
         call ``on_predict``."""
-        prefix, seconds = "eval" if split == "validation" else split, perf_counter() - self.started
+        prefix = "eval" if split == "validation" else split
+        seconds = perf_counter() - self.started
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         named |= {f"{prefix}_runtime": seconds, f"{prefix}_steps_per_second": self.batches / seconds}
         if split == "validation":
@@ -147,10 +155,12 @@ class TrainerEvents:
 
     def update_best(self, metrics: Mapping[str, float]) -> None:
         """Keep the best value of ``metric_for_best_model``."""
-        state, name = self.state, f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+        state = self.state
+        name = f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
         better = np.greater if self.args.greater_is_better else np.less
         if name in metrics and (state.best_metric is None or better(metrics[name], state.best_metric)):
-            state.best_metric, state.best_global_step = metrics[name], state.global_step
+            state.best_metric = metrics[name]
+            state.best_global_step = state.global_step
 
     def end_training(self, mean_loss: float) -> None:
         """Call ``on_log`` with the values of the whole run, then ``on_train_end``."""
@@ -162,9 +172,13 @@ class TrainerEvents:
     def update_state(self) -> None:
         """Set the state's counters to those of the run. Within an epoch, ``epoch`` counts micro-batches, as in the HF
         Trainer."""
-        run, state, loader = self.run, self.state, self.run.train_loader
-        state.global_step, state.num_input_tokens_seen = run.state.step, run.state.tokens
-        size, samples = run.schedule.epoch_samples, loader.micro_batch_size * loader.world_size
+        run = self.run
+        state = self.state
+        loader = self.run.train_loader
+        state.global_step = run.state.step
+        state.num_input_tokens_seen = run.state.tokens
+        size = run.schedule.epoch_samples
+        samples = loader.micro_batch_size * loader.world_size
         state.epoch = float(run.state.epoch)
         if size:
             state.epoch += -(-run.state.epoch_samples // samples) / -(-size // samples)
@@ -177,7 +191,9 @@ class TrainerEvents:
         Raises:
             PluginError: A callback ends an epoch, or requests an evaluation without a validation split.
         """
-        run, control, where = self.run, self.control, f"{self.run.recipe.where}: plugins.transformers-callbacks"
+        run = self.run
+        control = self.control
+        where = f"{self.run.recipe.where}: plugins.transformers-callbacks"
         if control.should_epoch_stop:
             raise PluginError(
                 f"a callback set control.should_epoch_stop in {event}. An epoch cannot end early in fastloop.",

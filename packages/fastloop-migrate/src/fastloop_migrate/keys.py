@@ -159,7 +159,8 @@ ATTENTION = {
     "eager": "eager",
 }
 """``attn_implementation`` -> ``plugins.attention.implementation``."""
-FUSED, EIGHT_BITS = {"implementation": "fused"}, {"implementation": "8bit"}
+FUSED = {"implementation": "fused"}
+EIGHT_BITS = {"implementation": "8bit"}
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "adamw_torch": ("AdamW", None),
     "adamw_torch_fused": ("AdamW", FUSED),

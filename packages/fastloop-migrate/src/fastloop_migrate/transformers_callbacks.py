@@ -64,7 +64,9 @@ class TransformersCallbacks(Plugin):
         super().__init__(**options)
         self.objects = objects
         self.training = self.in_epoch = False
-        self.passes, self.steps = 0, 0  # micro-batches of the current step, and steps of this process
+        # micro-batches of the current step, and steps of this process
+        self.passes = 0
+        self.steps = 0
         self.loss: Tensor | float = 0.0
 
     @hookimpl
@@ -132,7 +134,8 @@ class TransformersCallbacks(Plugin):
 
     @hookimpl(trylast=True)
     def before_optimizer_step(self, run: Run) -> None:
-        self.passes, self.events.lr = 0, run.optimizer.param_groups[0]["lr"]
+        self.passes = 0
+        self.events.lr = run.optimizer.param_groups[0]["lr"]
         self.events.fire("on_pre_optimizer_step")
 
     @hookimpl(wrapper=True)

@@ -76,7 +76,8 @@ class DPO(PolicyTask):
         from fastloop_preference import losses
 
         log_probabilities = self.log_probabilities(model, batch)
-        of_completions, with_prompts = log_probabilities[:, 0], log_probabilities[:, 1]
+        of_completions = log_probabilities[:, 0]
+        with_prompts = log_probabilities[:, 1]
         sizes = batch["sizes"].view(2, -1, 2)  # (chosen and rejected, rows, all tokens and those of the completion)
         if self.loss == "orpo":
             rewards = of_completions.view(2, -1) / sizes[..., 1]

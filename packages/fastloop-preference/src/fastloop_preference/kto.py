@@ -53,7 +53,8 @@ class KTO(PolicyTask):
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         datasets = super().build_datasets(run)
         if self.data.classes not in LABELS:
-            where, found = f"{self.data.where}.label", ", ".join(self.data.classes)
+            where = f"{self.data.where}.label"
+            found = ", ".join(self.data.classes)
             raise RecipeError(
                 code="wrong-label", place=where, found=f"the labels {found}", expected="true and false, or 1 and 0"
             )
@@ -87,7 +88,8 @@ class KTO(PolicyTask):
 
     @hookimpl
     def before_evaluate(self, run: Run, split: str) -> None:
-        data, collate = run.datasets[split], run.loaders.collators[split]
+        data = run.datasets[split]
+        collate = run.loaders.collators[split]
         found = compute_all(run, run.model, data, collate, partial(self.distances, run))
         self.divergence = found.mean().clamp(min=0)
 
@@ -98,7 +100,8 @@ class KTO(PolicyTask):
 
         from fastloop_preference import losses
 
-        good, divergence = batch["labels"].bool(), self.divergence
+        good = batch["labels"].bool()
+        divergence = self.divergence
         ratios = self.ratios(run, self.log_probabilities(model, batch)[:, 0], batch)
         if divergence is None:  # a plugin tries the model before training
             divergence = self.distances(run, model, batch).mean().clamp(min=0)

@@ -66,7 +66,8 @@ class PolicyTask(PreferenceTask):
         import torch
 
         inputs = {name: value for name, value in batch.items() if name not in LOSS_INPUTS}
-        targets, places = batch["targets"], batch.get("places")
+        targets = batch["targets"]
+        places = batch.get("places")
         found = log_probabilities(model, inputs, targets, places)
         if places is not None:
             found = found.new_zeros(targets.numel()).index_copy(0, places, found).view_as(targets)

@@ -98,7 +98,8 @@ class PreferenceTask(TextTask):
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, Any]]]:
-        split, decode = self.read_splits(run, count)["train"], self.text_model.tokenizer.decode
+        split = self.read_splits(run, count)["train"]
+        decode = self.text_model.tokenizer.decode
         dataset = self.build_dataset(split, self.encoding_arguments())
         for index in range(len(dataset)):
             parts = ((name, row.tolist()) for name, row in dataset[index].items() if name in COMPLETIONS)

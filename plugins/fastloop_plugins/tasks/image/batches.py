@@ -34,7 +34,8 @@ CROP_ATTEMPTS = 10
 """Random parts to draw until one lies within the image, as in torchvision."""
 
 
-TRIED, TRIED_BYTES = 4096, 2**26
+TRIED = 4096
+TRIED_BYTES = 2**26
 """Images to decode before training, and the size of their files: at most about three seconds on one CPU core."""
 
 
@@ -168,10 +169,12 @@ class Transform:
     """
 
     def __init__(self, processor: ImageProcessor, augment: Augment | None = None) -> None:
-        self.processor, self.augment = processor, augment
+        self.processor = processor
+        self.augment = augment
 
     def __call__(self, image: Image.Image, random: Generator) -> Tensor:
-        processor, augment = self.processor, self.augment
+        processor = self.processor
+        augment = self.augment
         if augment is not None and augment.crop:
             part = image.crop(self._random_part(image, augment, random))
             inputs = processor.table(part.resize((processor.width, processor.height), processor.resample))
@@ -194,13 +197,17 @@ class Transform:
         for _ in range(CROP_ATTEMPTS):
             area = width * height * uniform(*augment.scale)
             ratio = math.exp(uniform(*map(math.log, augment.ratio)))
-            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            w = round(math.sqrt(area * ratio))
+            h = round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
-                left, top = int(uniform(0, width - w + 1)), int(uniform(0, height - h + 1))
+                left = int(uniform(0, width - w + 1))
+                top = int(uniform(0, height - h + 1))
                 return left, top, left + w, top + h
         ratio = min(max(width / height, augment.ratio[0]), augment.ratio[1])
-        w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
-        left, top = (width - w) // 2, (height - h) // 2
+        w = min(width, max(1, round(height * ratio)))
+        h = min(height, max(1, round(width / ratio)))
+        left = (width - w) // 2
+        top = (height - h) // 2
         return left, top, left + w, top + h
 
 
@@ -219,14 +226,18 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
     """
 
     def __init__(self, files: ImageFiles, transform: Transform, seed: int = 0, named: bool = False) -> None:
-        self.files, self.transform, self.seed, self.named = files, transform, seed, named
+        self.files = files
+        self.transform = transform
+        self.seed = seed
+        self.named = named
         self.epoch: Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.files.names)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        name, label = self.files.names[index], self.files.labels[index]
+        name = self.files.names[index]
+        label = self.files.labels[index]
         random = Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**32)
         image = self.transform(
             read_image(self.files.root / name, self.files.max_pixels, self.transform.processor.shorter_side), random

@@ -28,7 +28,8 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 SOURCES = {"images": "images (a folder)", "module": "module (a function that returns one)"}
 """Option of ``data`` that names the source of the images -> the option in messages."""
 SPLITS = ("train", "validation", "test")
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's red, green and blue values from 0 to 1."""
 MAX_PIXELS = 89_478_485
 """Pixels of an image at most, as in Pillow, which warns about more."""
@@ -178,7 +179,9 @@ class ImageData:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.where, self.inference = recipe, f"{recipe.where}: data", recipe.inference
+        self.recipe = recipe
+        self.where = f"{recipe.where}: data"
+        self.inference = recipe.inference
         self.options = parse(ImageDataOptions, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
@@ -387,7 +390,8 @@ class ImageData:
         """
         root = Path()
         if isinstance(source, Path) and source.is_dir():
-            root, self.ignored = source, []
+            root = source
+            self.ignored = []
             names: Iterator[str] = self._walk(source, source)
             self._log_ignored()
         else:

@@ -38,7 +38,9 @@ class LibraryModel:
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any], where: str) -> None:
-        self.name, self.arguments, self.where = name, arguments, where
+        self.name = name
+        self.arguments = arguments
+        self.where = where
         self.new: set[str] = set()
         self.library, _, self.short = name.partition("/")
         known = self._known()

@@ -73,7 +73,8 @@ class ImageModel:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.where = recipe, f"{recipe.where}: model"
+        self.recipe = recipe
+        self.where = f"{recipe.where}: model"
         self.options = parse(ImageModelOptions, recipe.model, self.where)
         check_model_source(self.options, self.where, "resnet")
         self.adapter = self._use_base_of_adapter()

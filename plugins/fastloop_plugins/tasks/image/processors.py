@@ -110,7 +110,8 @@ class ImageProcessor(ABC):
         self.resample = Image.Resampling(resample)
         self.height, self.width = self._find_size()
         self.table = self._make_table()
-        square, wide = self._kept_share(256, 256), self._kept_share(512, 256)
+        square = self._kept_share(256, 256)
+        wide = self._kept_share(512, 256)
         crops_sides = wide < 0.75 * square
         self.shorter_side = round(self.width / square) if crops_sides else 1
 

@@ -251,7 +251,8 @@ def with_arguments(function: Callable[..., Any], value: str | Mapping[str, Any],
     check_mean(function, where)
     if isinstance(value, str):
         return function
-    name, arguments = value["name"], {key: item for key, item in value.items() if key != "name"}
+    name = value["name"]
+    arguments = {key: item for key, item in value.items() if key != "name"}
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in arguments:

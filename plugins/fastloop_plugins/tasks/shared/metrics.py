@@ -225,7 +225,8 @@ def prediction_columns(
     Raises:
         PluginError: The output has no predictions.
     """
-    scores, targets = output.predictions, output.targets
+    scores = output.predictions
+    targets = output.targets
     if scores is None:
         raise PluginError(
             "the model's output has no predictions: only its loss is known.",

@@ -28,7 +28,8 @@ class SingleLabel:
     modes: ClassVar[Mapping[str, MetricMode]] = {}
 
     def __init__(self, loss: ClassLoss, threshold: float | None) -> None:
-        self.loss, self.threshold = loss, threshold
+        self.loss = loss
+        self.threshold = threshold
 
     def output(self, logits: Tensor, targets: Tensor) -> Output:
         """Of logits (N, C) and targets (N,)."""

@@ -55,7 +55,8 @@ class TagModel(AutoClassModel):
 
     def __init__(self, recipe: Recipe, data: TagTextData) -> None:
         super().__init__(recipe, "AutoModelForTokenClassification", what="token classifier", examples=EXAMPLES)
-        self.data, self.problem_type = data, None
+        self.data = data
+        self.problem_type = None
 
     def load_tokenizer(self, max_length: int) -> None:
         super().load_tokenizer(max_length)
@@ -115,7 +116,8 @@ class TagModel(AutoClassModel):
     def special(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Ids of the tokens before and after a sentence. Read it when the tokenizer is complete."""
         encoded = self.tokenizer("a", return_special_tokens_mask=True)
-        ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
+        ids = encoded["input_ids"]
+        is_special = encoded["special_tokens_mask"]
         words = len(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         before = is_special.index(0) if 0 in is_special else len(ids) - words
         return np.array(ids[:before], dtype=np.int32), np.array(ids[before + words :], dtype=np.int32)
@@ -152,7 +154,8 @@ class TaggedSentences(Sequences):
         if split and self.long:
             counts = divide_long(found[:, 1], counts, room)
         super().__init__(found[:, 0], counts, found[:, 1])
-        self.counts, self.words = counts, words
+        self.counts = counts
+        self.words = words
         self.lengths = np.add(counts, special, out=zeros(len(counts), np.int64))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -198,7 +201,8 @@ def reorder(numbers: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int3
     """
     if list(order) == list(range(len(order))):
         return numbers
-    table, found = np.array(order, dtype=np.int32), zeros(len(numbers), np.int32)
+    table = np.array(order, dtype=np.int32)
+    found = zeros(len(numbers), np.int32)
     found[0::2] = numbers[0::2]
     for span in spans(len(numbers) // 2):
         targets = numbers[1::2][span]
@@ -223,7 +227,8 @@ def cut_words(
     cut = sum(_kept_tokens(found[places], counts[rows], room)[1] for rows, places in row_spans(ends))
     if not cut:
         return found, counts, 0
-    tokens, new_counts = GrowingArray(np.int32, 2), GrowingArray(np.int64)
+    tokens = GrowingArray(np.int32, 2)
+    new_counts = GrowingArray(np.int64)
     for rows, places in row_spans(ends):
         kept, _ = _kept_tokens(found[places], counts[rows], room)
         tokens.extend(found[places][kept])
@@ -249,7 +254,8 @@ def divide_long(targets: NDArray[np.int32], counts: NDArray[np.int64], room: int
     """
     divided = GrowingArray(np.int64)
     for rows, places in row_spans(cumsum(counts)):
-        part, start = targets[places], 0
+        part = targets[places]
+        start = 0
         sizes = list[int]()
         for count in counts[rows].tolist():
             sizes += windows(part[start : start + count], room)
@@ -262,7 +268,9 @@ def windows(targets: NDArray[np.int32], room: int) -> list[int]:
     """The number of tokens of each row of a sentence: as many whole words as fit into ``room`` tokens."""
     if len(targets) <= room:
         return [len(targets)]
-    found, begin, end = list[int](), 0, 0
+    found = list[int]()
+    begin = 0
+    end = 0
     for boundary in [*np.flatnonzero(targets >= 0).tolist(), len(targets)]:
         if boundary - begin > room:
             found.append(end - begin)
@@ -288,7 +296,9 @@ def batch_sentences(
 
     before, after = model.special
     room, _ = model.room(max_length)
-    ids, labels, sentences = list[Any](), list[Any](), list[Any]()
+    ids = list[Any]()
+    labels = list[Any]()
+    sentences = list[Any]()
 
     def framed(values: NDArray[Any], fill: int) -> NDArray[Any]:
         """Values of a row's words, and ``fill`` for its special tokens."""
@@ -330,7 +340,8 @@ def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     found = batch["sentences"] >= 0
     # sentences are in order, so each word moves by the number of sentences before it
     number = batch["sentences"][found]
-    places, size = number + number.new_ones(len(number)).cumsum(0) - 1, len(number) + len(batch["rows"])
+    places = number + number.new_ones(len(number)).cumsum(0) - 1
+    size = len(number) + len(batch["rows"])
     scores = logits.new_zeros(size, logits.shape[-1]).index_copy(0, places, logits[found])
     return scores, number.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][found])
 
@@ -346,7 +357,9 @@ class TagRows:
     """
 
     def __init__(self, data: TagTextData, model: TagModel, table: Mapping[Any, int], spare: Mapping[str, Any]) -> None:
-        self.data, self.tokenizer, self.table = data, model.tokenizer, table
+        self.data = data
+        self.tokenizer = model.tokenizer
+        self.table = table
         self.room, self.special = model.room(data.options.max_length)
         self.spare = {**spare, "input_ids": spare["input_ids"].copy(), "targets": spare["targets"].copy()}
 
@@ -418,16 +431,21 @@ def sentence_chunks(
     def bad(first: int, index: int, problem: str) -> None:
         raise RecipeError(problem, code="invalid-row", place=f"predict: sentence {first + index + 1}")
 
-    rest, total, last = islice(sentences, start, None), 0, None
+    rest = islice(sentences, start, None)
+    total = 0
+    last = None
     empty = EmptyTexts()
     long = cut = 0
     while words := list(islice(rest, size)):
         last = encode_sentences(words, model, max_length, partial(bad, start + total))
-        long, cut, total = long + last.long, cut + last.cut, total + len(words)
+        long = long + last.long
+        cut = cut + last.cut
+        total = total + len(words)
         for sentence in words:
             empty.add(" ".join(sentence))
         yield last
     empty.warn("sentences")
     if last is not None:
-        last.long, last.cut = long, cut
+        last.long = long
+        last.cut = cut
         last.warn("predict", total)

@@ -100,11 +100,10 @@ class TagTextData(TextData):
                     remedy="Remove it.",
                 )
         super().__init__(recipe, labelled=False)
-        words, tags = self.options.words, self.options.tags
-        self.columns, self.labels = (
-            [words if isinstance(words, str) else "words"],
-            [tags if isinstance(tags, str) else "tags"],
-        )
+        words = self.options.words
+        tags = self.options.tags
+        self.columns = [words if isinstance(words, str) else "words"]
+        self.labels = [tags if isinstance(tags, str) else "tags"]
         self.numbers = Columns(words if isinstance(words, int) else 0, tags if isinstance(tags, int) else -1)
         if (names := self.options.tag_names) is not None and (len(set(names)) < len(names) or len(names) < 2):
             raise RecipeError(
@@ -121,7 +120,8 @@ class TagTextData(TextData):
             return datasets
         from fastloop_plugins.tasks.tags.batches import TagRows
 
-        ids, part = {name: index for index, name in enumerate(self.classes)}, self.stream.head
+        ids = {name: index for index, name in enumerate(self.classes)}
+        part = self.stream.head
         table = {tag: ids.get(self._name(part, tag), -1) for tag in self._stream_tags()}
         for tag in (tag for tag, index in table.items() if index < 0):
             raise self._unknown_tag(self.stream.index.name(self.stream.index.labels[tag][1]), tag, "train")
@@ -141,7 +141,8 @@ class TagTextData(TextData):
         return suffix == CONLL or (self.options.format == "conll" and suffix in (".txt", ".tsv"))
 
     def _check_file(self, path: Path) -> None:
-        suffix, is_conll = format_of(path)[0], self.is_conll(path)
+        suffix = format_of(path)[0]
+        is_conll = self.is_conll(path)
         if not is_conll and suffix in (".csv", ".tsv", ".txt"):
             remedy = "" if suffix == ".csv" else " For a CoNLL file: data.format=conll."
             raise RecipeError(f"data.words needs {LISTS}.", code="unknown-format", place=str(path), remedy=remedy)

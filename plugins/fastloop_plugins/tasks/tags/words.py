@@ -54,7 +54,8 @@ def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
                 word_ids = find_words(words, offsets, encoding.word_ids, spaces_begin)
             except CoveredWords as error:
                 token = encoding.tokens[error.token]
-                first, second = words[error.word], words[error.word + 1]
+                first = words[error.word]
+                second = words[error.word + 1]
                 raise RowError(
                     f"the tokenizer {type(tokenizer).__name__} reads parts of two words as one token, {token!r}: of "
                     f"{first!r} and {second!r}. A token can have only one tag. Use another tokenizer."
@@ -88,7 +89,8 @@ class CoveredWords(Exception):
 
     def __init__(self, token: int, word: int) -> None:
         super().__init__(token, word)
-        self.token, self.word = token, word
+        self.token = token
+        self.word = word
 
 
 def find_words(
@@ -142,7 +144,8 @@ def pairs(ids: Sequence[int], word_ids: Sequence[int], tags: Sequence[int], stan
         tags: The tag of each word.
         stand_in: The id of a token for a word without one.
     """
-    numbers, newest = list[int](), -1
+    numbers = list[int]()
+    newest = -1
     for token, word in zip(ids, word_ids, strict=True):
         if word < 0:
             numbers += (token, ~tags[~word])

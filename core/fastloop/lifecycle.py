@@ -115,7 +115,7 @@ def execute(run: Run) -> dict[str, Any]:
     run._until_closed.enter_context(run.signals.handled(run.rank, run.world_size))
     if run.resume_point is not None:
         with explain_errors(run):
-            resume.load(run, *run.resume_point)
+            resume.load(run, run.resume_point)
     folder.make(run)
     run.processes.barrier()
     try:

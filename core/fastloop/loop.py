@@ -155,6 +155,8 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     run.hooks.before_step(run=run, batches=batches)
     totals = run._start_totals(batches)
     run.updates = 0
+    # once a step, for its updates: state.step counts the steps before this one
+    run._is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
     loss = run.hooks.train_step(run=run, batches=batches)
     if run.scheduler is not None and not run.step_was_skipped():
         with region("optimizer"):
@@ -212,8 +214,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
     # run.gradient_norm() works until the optimizer steps
     run._clipped_at = run.state.step
     run._gradient_norm = grad_norm
-    is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
-    if is_log_point:
+    if run._is_log_point:
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
     run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     with region("optimizer"):
@@ -225,8 +226,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
 
 def count_update(run: Run, grad_norm: Tensor | None) -> None:
     """Count an update that repeated recorded operations; see ``Run.count_update``."""
-    is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
-    if is_log_point and grad_norm is not None:
+    if run._is_log_point and grad_norm is not None:
         run.scalars.set_gradient_norm(grad_norm.clone(), run.is_main)
     run.updates += 1
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.checkpoint.saver import CheckpointSaver
+from fastloop.checkpoint.store import ResumePoint
 from fastloop.data import Loader, Loaders
 from fastloop.distributed.buffers import SharedBuffers
 from fastloop.distributed.processes import Processes
@@ -80,7 +81,8 @@ class Run:
         saver: The pending and the newest complete checkpoint.
         signals: The stop signal of this process.
         build_record: The settings with which the run was built, for its checkpoints.
-        resume_point: ``(checkpoint folder, warnings)`` to resume from, or None.
+        resume_point: The checkpoint to resume from: its folder ``checkpoint``, and ``skipped``, the warnings about
+            damaged ones. None: the run starts anew.
         scalars: The values since the last log point; see ``log``.
         steps_to_compare: Optimizer steps after which the processes will compare facts; see ``compared_facts``.
         updates: Calls of ``apply_gradients`` in the current step.
@@ -98,7 +100,7 @@ class Run:
         self.processes = Processes()
         self.saver = CheckpointSaver()
         self.signals = StopSignals()
-        self.resume_point: tuple[Path, list[str]] | None = None
+        self.resume_point: ResumePoint | None = None
         self.settings: Settings
         self.accelerator: Accelerator
         self.device: torch.device
@@ -119,6 +121,7 @@ class Run:
             needed_at_once=any(plugin.waits_for_scalars for plugin in plugins),
         )
         self._pending_log_point: LogPoint | None = None
+        self._is_log_point = False  # whether a log point follows the step that is computed
         self.updates = 0
         self.is_recording = False
         self.steps_to_compare = 0

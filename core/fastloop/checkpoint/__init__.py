@@ -9,11 +9,12 @@ saver                     # the pending save, and failed ones
 build_record              # the settings of a run, which a resume compares
 """
 
-from fastloop.checkpoint.store import MANIFEST, find_newest, pack, read, rotate, unpack, verify, write
+from fastloop.checkpoint.store import MANIFEST, ResumePoint, find_newest, pack, read, rotate, unpack, verify, write
 from fastloop.runtime.step_folders import checkpoints, step_folder, step_of
 
 __all__ = [
     "MANIFEST",
+    "ResumePoint",
     "checkpoints",
     "find_newest",
     "pack",

@@ -94,7 +94,9 @@ def _create_and_lock(run: Run) -> Lock:
         RecipeError: Another process uses the folder.
         OSError: It cannot be written.
     """
-    resumes = run.resume_point is not None and run.resume_point[0].resolve().is_relative_to(run.folder.resolve())
+    resumes = False
+    if run.resume_point is not None:
+        resumes = run.resume_point.checkpoint.resolve().is_relative_to(run.folder.resolve())
     files.make_folder(run.folder)
     lock = Lock(run.folder, run.recipe.where)
     if resumes or not _files(run.folder):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fastloop import checkpoint, log_points
 from fastloop.checkpoint.build_record import with_own_code, with_own_growth, without_parameters
 from fastloop.checkpoint.form import check_form
+from fastloop.checkpoint.store import ResumePoint
 from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
 from fastloop.problem import Problem
 from fastloop.recipe import secrets
@@ -101,9 +102,8 @@ def wait_for_save(run: Run) -> None:
             run.saver.wait()
 
 
-def find_resume_point(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
-    """The checkpoint for ``--resume PATH``, and warnings about damaged ones. None: ``path`` is the run's ``folder``,
-    without a checkpoint.
+def find_resume_point(folder: Path, path: Path) -> ResumePoint | None:
+    """The checkpoint for ``--resume PATH``. None: ``path`` is the run's ``folder``, without a checkpoint.
 
     Raises:
         CheckpointError: Another folder has no checkpoint; all checkpoints are damaged; or the run is complete and kept
@@ -126,16 +126,14 @@ def find_resume_point(folder: Path, path: Path) -> tuple[Path, list[str]] | None
     return None
 
 
-def load(run: Run, path: Path, skipped: list[str]) -> None:
-    """Restore a run from the checkpoint ``path``.
-
-    Args:
-        skipped: Warnings to log.
+def load(run: Run, point: ResumePoint) -> None:
+    """Restore a run from a checkpoint.
 
     Raises:
         CheckpointError: The checkpoint has other weights, or this process does not see it.
     """
-    for line in skipped:
+    path = point.checkpoint
+    for line in point.skipped:
         log.warning(Problem(f"{line}.", code="damaged-checkpoint"))
     if not run.is_main:  # the main process has verified it already
         problem = checkpoint.verify(path, wait=True)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -266,11 +266,20 @@ def _compare(folder: Path) -> str | None:
     return None
 
 
-def find_newest(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint for ``--resume PATH``: a checkpoint folder itself, or the newest valid checkpoint of a run folder.
+class ResumePoint(NamedTuple):
+    """The checkpoint that a run resumes from.
 
-    Returns:
-        The folder, and warnings about damaged checkpoints that were skipped.
+    Attributes:
+        checkpoint: Its folder.
+        skipped: Warnings about newer checkpoints, which are damaged.
+    """
+
+    checkpoint: Path
+    skipped: list[str]
+
+
+def find_newest(path: Path) -> ResumePoint:
+    """The checkpoint for ``--resume PATH``: a checkpoint folder itself, or the newest valid checkpoint of a run folder.
 
     Raises:
         NoCheckpoint: There is no checkpoint.
@@ -282,7 +291,7 @@ def find_newest(path: Path) -> tuple[Path, list[str]]:
     for candidate in candidates:
         problem = verify(candidate)
         if problem is None:
-            return candidate, skipped
+            return ResumePoint(candidate, skipped)
         if not candidate.name.startswith("."):  # not a leftover of an interrupted save
             skipped.append(f"{candidate}: damaged ({problem})")
     if skipped:

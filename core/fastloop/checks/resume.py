@@ -57,7 +57,7 @@ def check_run(run: Run) -> None:
     """
     if run.resume_point is None:
         return
-    path = run.resume_point[0]
+    path = run.resume_point.checkpoint
     # the main process reads: another host may see the checkpoint late
     saved = run.processes.all_gather_object(read_state(path) if run.is_main else None)[0]
     with refuse_errors(f"{path}: malformed state.json. Resume from another checkpoint: "):

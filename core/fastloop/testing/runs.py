@@ -148,7 +148,7 @@ class RunRecorder(Plugin):
     @hookimpl(trylast=True)
     def before_fit(self, run: Run) -> None:
         if run.resume_point is not None and run.world_size == 1:
-            saved = checkpoint.read(run.resume_point[0])[1]["plugins"].get(self.of)
+            saved = checkpoint.read(run.resume_point.checkpoint)[1]["plugins"].get(self.of)
             saved_again = None
             for plugin, call in run.plugins.each("save_state"):
                 if plugin.name == self.of:

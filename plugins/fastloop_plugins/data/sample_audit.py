@@ -99,7 +99,7 @@ class SampleAudit(Plugin):
     def _open(self, run: Run, files: AuditFiles) -> None:
         """Create the folder. For a resumed run, include the records from before."""
         if run.resume_point is not None:
-            source = run.resume_point[0].resolve().parent.parent / "sample-audit"
+            source = run.resume_point.checkpoint.resolve().parent.parent / "sample-audit"
             if source.is_dir() and source != files.folder.resolve():  # the run resumes in another folder
                 check_links(source.parent)
                 shutil.copytree(source, files.folder, dirs_exist_ok=True)

@@ -38,11 +38,10 @@ from fastloop_plugins.guards._numbers import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
     from fastloop import Run
+    from fastloop.checkpoint import ResumePoint
 
 logger = logging.getLogger("fastloop")
 
@@ -260,7 +259,7 @@ def roll_back(run: Run, skip: StepStart) -> bool:
     if newest is None:
         return False
     left_out = [*run.state.left_out, [skip.epoch, skip.samples]]
-    resume.load(run, *newest)
+    resume.load(run, newest)
     run.state.left_out = left_out  # the checkpoint does not have the step yet
     logger.warning(
         Problem(
@@ -271,18 +270,18 @@ def roll_back(run: Run, skip: StepStart) -> bool:
     return True
 
 
-def newest_checkpoint(run: Run) -> tuple[Path, list[str]] | None:
-    """The newest checkpoint of a run, and warnings about damaged ones; None, which is logged: there is none.
+def newest_checkpoint(run: Run) -> ResumePoint | None:
+    """The newest checkpoint of a run; None, which is logged: there is none.
 
     The main process looks it up for all, because other hosts may see late what it has just written.
     """
     from fastloop import checkpoint
 
-    newest: tuple[Path, list[str]] | None = None
+    newest: ResumePoint | None = None
     if run.is_main:
         try:
             newest = checkpoint.find_newest(run.folder)
         except CheckpointError as error:
             logger.warning(Problem(f"there is nothing to roll back to: {error}", code="damaged-checkpoint"))
-    by_rank: list[tuple[Path, list[str]] | None] = run.processes.all_gather_object(newest)
+    by_rank: list[ResumePoint | None] = run.processes.all_gather_object(newest)
     return by_rank[0]

@@ -40,20 +40,18 @@ def weight_files(recipe: Recipe) -> list[Path]:
     path = recipe.find(name)
     if path.is_file():
         return [path]
-    found = sorted(path.glob("*.safetensors")) or sorted(path.glob("model/*.safetensors"))
-    if not found:
-        problem = (
-            "holds no .safetensors file, and neither does its folder model"
-            if path.is_dir()
-            else "no such file or folder"
-        )
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("model/*.safetensors"))
+    if not files:
+        problem = "no such file or folder."
+        if path.is_dir():
+            problem = "holds no .safetensors file, and neither does its folder model."
         raise RecipeError(
-            f"{problem}.",
+            problem,
             code="file-missing",
             place=f"{recipe.where}: model.weights: {path}",
             expected="a .safetensors or .pt file, or a run folder",
         )
-    return found
+    return files
 
 
 def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = ()) -> set[str]:
@@ -75,31 +73,18 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
     if not files or any(parameter.is_meta for parameter in model.parameters()):
         return set(new or ())
     where = f"{recipe.where}: model.weights: {recipe.model['weights']}"
-    found = {name: tensor for file in files for name, tensor in _read(file, where).items()}
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    saved = _read_all(files, where)
     own: dict[str, Tensor] = model.state_dict()
-    matched = {name: tensor for name, tensor in found.items() if name in own and tensor.shape == own[name].shape}
+    matched = {name: tensor for name, tensor in saved.items() if name in own and tensor.shape == own[name].shape}
     if not matched:
         raise RecipeError(
-            f"no tensor matches one of the model. The file has {_list(found)}; the model has {_list(own)}.",
+            f"no tensor matches one of the model. The file has {_list(saved)}; the model has {_list(own)}.",
             code="weights-differ",
             place=where,
         )
-    tied = {tensor.data_ptr() for name, tensor in own.items() if name in matched and tensor.numel()}
-    problems = {
-        "not in the file": [
-            name for name, tensor in own.items() if name not in found and tensor.data_ptr() not in tied
-        ],
-        "of another shape": [
-            f"{name} {tuple(own[name].shape)}, there {tuple(tensor.shape)}"
-            for name, tensor in found.items()
-            if name in own and name not in matched
-        ],
-        "not in the model": [name for name in found if name not in own],
-    }
-    notes = "".join(f"; {len(names)} {problem}: {_list(names)}" for problem, names in problems.items() if names)
+    # a tied weight has several names, and a file may have one of them
+    loaded_places = {own[name].data_ptr() for name in matched if own[name].numel()}
+    notes = _describe_differences(own, saved, matched, loaded_places)
     if notes and recipe.model.get("weights_strict"):
         raise RecipeError(
             f"{len(matched)} of {len(own)} tensors match{notes}.",
@@ -113,8 +98,45 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
         log.warning(Problem(f"{text}.", code="weights-differ", place=where))
     else:
         log.info("%s: %s", where, text)
-    loaded = {name for name, tensor in own.items() if name in matched or tensor.data_ptr() in tied}
-    return {*(own if new is None else new)} - loaded
+    loaded = {name for name, tensor in own.items() if name in matched or tensor.data_ptr() in loaded_places}
+    if new is None:
+        return set(own) - loaded
+    return set(new) - loaded
+
+
+def _describe_differences(
+    own: Mapping[str, Tensor], saved: Mapping[str, Tensor], matched: Mapping[str, Tensor], loaded_places: set[int]
+) -> str:
+    """Tensors without a counterpart, as the end of a sentence; empty if each has one.
+
+    Args:
+        own: The tensors of the model.
+        saved: Those of the files.
+        matched: Those of ``saved`` with the name and the shape of one of the model.
+        loaded_places: Addresses of the model's tensors that get values.
+    """
+    missing = [name for name, tensor in own.items() if name not in saved and tensor.data_ptr() not in loaded_places]
+    reshaped = []
+    for name, tensor in saved.items():
+        if name in own and name not in matched:
+            reshaped.append(f"{name} {tuple(own[name].shape)}, there {tuple(tensor.shape)}")
+    unknown = [name for name in saved if name not in own]
+    notes = ""
+    for problem, names in (("not in the file", missing), ("of another shape", reshaped), ("not in the model", unknown)):
+        if names:
+            notes += f"; {len(names)} {problem}: {_list(names)}"
+    return notes
+
+
+def _read_all(files: Iterable[Path], where: str) -> dict[str, Tensor]:
+    """The tensors of several files, by the names that they have in the model."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= _read(file, where)
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _read(file: Path, where: str) -> dict[str, Tensor]:
@@ -123,12 +145,12 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    content: Any
     try:
-        content: Any = (
-            load_file(file)
-            if file.suffix == ".safetensors"
-            else torch.load(file, map_location="cpu", weights_only=True)
-        )
+        if file.suffix == ".safetensors":
+            content = load_file(file)
+        else:
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
         raise RecipeError(
             f"{file} cannot be read: {' '.join(str(error).split()):.300}", code="file-unreadable", place=where
@@ -136,11 +158,9 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
     for key in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    tensors = (
-        {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
-        if isinstance(content, Mapping)
-        else {}
-    )
+    tensors = {}
+    if isinstance(content, Mapping):
+        tensors = {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
     if not tensors:
         raise RecipeError(
             f"{file} holds no tensors by name, such as a state_dict has them. It holds a {type(content).__name__}.",
@@ -151,5 +171,9 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
 
 
 def _list(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:LISTED]) + ", ..." * (len(names) > LISTED)
+    """The first names: ``a, b, c, d, e, ...``."""
+    listed = list(names)
+    shown = listed[:LISTED]
+    if len(listed) > LISTED:
+        shown.append("...")
+    return ", ".join(shown)

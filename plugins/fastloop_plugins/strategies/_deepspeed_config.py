@@ -69,11 +69,14 @@ class Configuration:
             if lookup(self.json, "torch_autocast.lower_precision_safe_modules"):
                 no_code.refuse(f"{self.file}: torch_autocast.lower_precision_safe_modules", "it imports the classes")
         train = recipe.train
-        given = (options.stage, lookup(self.json, "zero_optimization.stage"), 2)
-        self.stage: int = next(stage for stage in given if stage is not None)
+        stage = options.stage
+        if stage is None:
+            stage = lookup(self.json, "zero_optimization.stage")
+        self.stage: int = 2 if stage is None else stage
         self._agree("zero_optimization.stage", "plugins.deepspeed.stage", options.stage)
+        devices = {None: None, True: "cpu", False: "none"}
         for name, section in OFFLOADS.items():
-            device = {None: None, True: "cpu", False: "none"}[getattr(options, name)]
+            device = devices[getattr(options, name)]
             self._agree(f"zero_optimization.{section}.device", f"plugins.deepspeed.{name} (here the device)", device)
         for key, name in (
             ("overlap_comm", "overlap_comm"),
@@ -134,11 +137,11 @@ class Configuration:
     def _agree(self, key: str, name: str, wanted: Any) -> None:
         """Raise an error for a value in the JSON that contradicts the recipe's. ``wanted`` is None if the recipe sets
         none."""
-        found = lookup(self.json, key)
-        if wanted is None or found is None or found == wanted:
+        given = lookup(self.json, key)
+        if wanted is None or given is None or given == wanted:
             return
         raise PluginError(
-            f"is {found!r}, and {name} is {wanted!r}.",
+            f"is {given!r}, and {name} is {wanted!r}.",
             code="conflicting-values",
             place=f"{self.file}: {key}",
             remedy='Make them the same, write "auto" there, or remove it there.',
@@ -217,7 +220,9 @@ class Configuration:
         config["train_micro_batch_size_per_gpu"] = run.loaders.micro_batch_size
         config["gradient_accumulation_steps"] = run.loaders.micro_steps
         # the plugin clips for stage 0
-        config["gradient_clipping"] = (run.recipe.train.max_grad_norm or 0.0) if self.stage else 0.0
+        config["gradient_clipping"] = run.recipe.train.max_grad_norm or 0.0
+        if self.stage == 0:
+            config["gradient_clipping"] = 0.0
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
         zero = config.setdefault("zero_optimization", {})
@@ -235,8 +240,10 @@ class Configuration:
             config["torch_autocast"] = {"dtype": "bfloat16", **config.get("torch_autocast", {}), "enabled": True}
         if precision == "fp16":
             scaling = run.accelerator.scaler_handler
-            scale, window = (scaling.init_scale, scaling.growth_interval) if scaling else (65536.0, 2000)
-            defaults = {"initial_scale_power": round(math.log2(scale)), "loss_scale_window": window, "hysteresis": 1}
+            defaults = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}  # torch's
+            if scaling:
+                defaults["initial_scale_power"] = round(math.log2(scaling.init_scale))
+                defaults["loss_scale_window"] = scaling.growth_interval
             config["fp16"] = {**defaults, **config.get("fp16", {}), "enabled": True}
         return config
 
@@ -248,11 +255,14 @@ def take_over(launcher: Launcher) -> None:
         PluginError: A setting contradicts the recipe, or there is no option for it.
     """
     prefix = "ACCELERATE_DEEPSPEED_"
-    if (stage := launcher.asked(f"{prefix}ZERO_STAGE")) is not None:
+    stage = launcher.asked(f"{prefix}ZERO_STAGE")
+    if stage is not None:
         launcher.take(f"{prefix}ZERO_STAGE", "stage", int(stage))
-    if (file := launcher.asked(f"{prefix}CONFIG_FILE")) not in (None, "none"):
+    file = launcher.asked(f"{prefix}CONFIG_FILE")
+    if file not in (None, "none"):
         launcher.take(f"{prefix}CONFIG_FILE", "config", file)
-    if (norm := launcher.asked("ACCELERATE_GRADIENT_CLIPPING")) not in (None, "none"):
+    norm = launcher.asked("ACCELERATE_GRADIENT_CLIPPING")
+    if norm not in (None, "none"):
         launcher.take("ACCELERATE_GRADIENT_CLIPPING", "train.max_grad_norm", float(norm) or None)
     for variable, option in (
         (f"{prefix}OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer"),
@@ -275,7 +285,7 @@ def read(path: Path) -> dict[str, Any]:
         PluginError: The file cannot be read, or one of its keys is likely misspelt.
     """
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise PluginError(
             f"{path} cannot be read: {clause(error)}.",
@@ -283,15 +293,15 @@ def read(path: Path) -> dict[str, Any]:
             place="plugins.deepspeed.config",
             expected="a JSON file of DeepSpeed's",
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise PluginError(
-            f"{path} holds a {type(found).__name__}.",
+            f"{path} holds a {type(config).__name__}.",
             code="wrong-type",
             place="plugins.deepspeed.config",
             expected="an object with DeepSpeed's keys",
         )
     known = KEYS.split()
-    for key in found.keys() - set(known):
+    for key in config.keys() - set(known):
         hint = did_you_mean(key, known)
         if hint:
             raise PluginError(f"DeepSpeed has no key {key!r}.", code="unknown-key", place=str(path), remedy=hint)
@@ -302,7 +312,7 @@ def read(path: Path) -> dict[str, Any]:
                 place=f"deepspeed: {path}",
             )
         )
-    return found
+    return config
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
@@ -14,6 +15,18 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop_plugins.strategies._module_order import ModuleOrder
+
+
+@dataclass(frozen=True)
+class TrainedParameter:
+    """A parameter that is trained.
+
+    Attributes:
+        group: The index of its group, which DeepSpeed's function takes in stages 1 and 2; empty in stage 3.
+    """
+
+    parameter: Tensor
+    group: tuple[int, ...]
 
 
 class Reduction:
@@ -32,24 +45,23 @@ class Reduction:
         self.engine = engine
         self.stage = stage
         self.gradients = Gradients(run, engine.module.parameters())
-        self.order: list[tuple[Any, ...]] = []
-        self.reduce_all, engine.allreduce_gradients = engine.allreduce_gradients, self.complete
+        self.order: list[TrainedParameter] = []  # as backward reaches them
+        self.reduce_all = engine.allreduce_gradients
+        engine.allreduce_gradients = self.complete
         for parameter in engine.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.gradients.add)
         if stage:
             zero = engine.optimizer
             groups = zero.fp16_groups if stage == 3 else zero.bit16_groups
-            trained = (
-                (parameter, index)
-                for index, group in enumerate(groups)
-                for parameter in group
-                if parameter.requires_grad
-            )
-            self.order = [pair[:1] if stage == 3 else pair for pair in trained][::-1]
+            for index, group in enumerate(groups):
+                for parameter in group:
+                    if parameter.requires_grad:
+                        self.order.append(TrainedParameter(parameter, () if stage == 3 else (index,)))
+            self.order.reverse()
             self.reduce_one = zero.reduce_independent_p_g_buckets_and_remove_grads
             zero.reduce_independent_p_g_buckets_and_remove_grads = self.add
-        self.place = {id(parameter): index for index, (parameter, *_) in enumerate(self.order)}
+        self.place = {id(trained.parameter): index for index, trained in enumerate(self.order)}
         self.begin()
 
     def begin(self) -> None:
@@ -62,8 +74,11 @@ class Reduction:
         if self.place[id(parameter)] < self.reduced:  # once more in this pass: DeepSpeed knows whether that is allowed
             self.reduce_one(parameter, *group)
         self.arrived.add(id(parameter))
-        while self.reduced < len(self.order) and id(self.order[self.reduced][0]) in self.arrived:
-            self.reduce_one(*self.order[self.reduced])
+        while self.reduced < len(self.order):
+            following = self.order[self.reduced]
+            if id(following.parameter) not in self.arrived:
+                break
+            self.reduce_one(following.parameter, *following.group)
             self.reduced += 1
 
     def complete(self, *arguments: Any, **options: Any) -> None:
@@ -71,11 +86,12 @@ class Reduction:
         zero = self.engine.optimizer
         last = self.engine.is_gradient_accumulation_boundary()
         if self.stage > 1 or (self.stage == 1 and last):
-            for parameter, *group in self.order:
-                if id(parameter) not in self.arrived:
-                    self._fill(zero, parameter)
-                    if self.stage > 1 or zero.overlap_comm:  # else DeepSpeed reduces all of them now
-                        self.add(parameter, *group)
+            for trained in self.order:
+                if id(trained.parameter) in self.arrived:
+                    continue
+                self._fill(zero, trained.parameter)
+                if self.stage > 1 or zero.overlap_comm:  # else DeepSpeed reduces all of them now
+                    self.add(trained.parameter, *trained.group)
         self.reduce_all(*arguments, **options)
 
     def _fill(self, zero: Any, parameter: Any) -> None:
@@ -88,12 +104,51 @@ class Reduction:
             parameter.grad = torch.zeros_like(parameter)  # torch compares its shape with the weight's
             parameter.data = shard
         elif zero.get_gradient_for_reduction(parameter) is None:
-            name = "grad_accum" if zero.use_grad_accum_attribute else "grad"
-            setattr(
-                parameter,
-                name,
-                torch.zeros_like(parameter, dtype=zero.gradient_accumulation_dtype if name != "grad" else None),
-            )
+            if zero.use_grad_accum_attribute:
+                parameter.grad_accum = torch.zeros_like(parameter, dtype=zero.gradient_accumulation_dtype)
+            else:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """The elements ``start`` to ``start + size`` of a flat tensor, which are of a parameter."""
+
+    parameter: Tensor
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """Elements of a flat tensor that are stepped with one state.
+
+    Attributes:
+        owner: The ``id`` of their parameter; None: several parameters, which share the state of the flat tensor.
+    """
+
+    start: int
+    end: int
+    owner: int | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tensor that stands for a run of a flat tensor while the optimizer steps."""
+
+    tensor: Tensor
+    flat: Any
+    start: int
+    owner: int | None
+
+
+@dataclass(frozen=True)
+class CutGroup:
+    """A parameter group of the optimizer, its flat tensors, and the pieces in their place."""
+
+    group: dict[str, Any]
+    flats: list[Any]
+    pieces: list[Piece]
 
 
 class Slices:
@@ -118,92 +173,115 @@ class Slices:
         self.stage = stage
         self.own: dict[int, dict[str, Any] | None] = {}
         self.unused: set[int] = set()
-        self.cut: list[tuple[dict[str, Any], list[Any], list[tuple[Any, ...]]]] = []
+        self.cut: list[CutGroup] = []
         base.register_step_pre_hook(self.before_step)
         base.register_step_post_hook(self.after_step)
 
-    def layout(self) -> Iterator[tuple[Any, list[tuple[Tensor, int, int]]]]:
-        """Each flat tensor of this process, with the parameters in it, their first elements and numbers of elements."""
+    def layout(self) -> Iterator[tuple[Any, list[FlatSlice]]]:
+        """Each flat tensor of this process, with the parameters in it."""
         if self.stage == 3:
             for flat, group in zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True):
-                end = 0
-                found = []
+                start = 0
+                slices = []
                 for parameter in group:
-                    found.append((parameter, end, parameter.partition_numel()))
-                    end += parameter.partition_numel()
-                yield flat, found
+                    size = parameter.partition_numel()
+                    slices.append(FlatSlice(parameter, start, size))
+                    start += size
+                yield flat, slices
             return
         for flat, group in zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True):
-            places = ((parameter, parameter._hp_mapping) for parameter in group if parameter._hp_mapping is not None)
-            found = [
-                (parameter, place.hp_fragment_address.start, place.hp_fragment_address.numel)
-                for parameter, place in places
-            ]
-            yield flat, sorted(found, key=lambda item: item[1])
+            slices = []
+            for parameter in group:
+                place = parameter._hp_mapping
+                if place is not None:
+                    address = place.hp_fragment_address
+                    slices.append(FlatSlice(parameter, address.start, address.numel))
+            slices.sort(key=lambda each: each.start)
+            yield flat, slices
 
     def leave_out(self, unused: Iterable[Tensor]) -> None:
         """Set the parameters that the next step must not change."""
         self.unused = {id(parameter) for parameter in unused}
         missed = self.unused - self.own.keys()
+        if not missed:
+            return
         self.own |= dict.fromkeys(missed)  # on every process, also without a slice of them
-        for flat, found in self.layout() if missed else ():
+        for flat, slices in self.layout():
             state = self.base.state[flat]
             numbers = self._split(state, flat)[1] if state else None
-            self.own |= {id(parameter): numbers for parameter, *_ in found if id(parameter) in missed}
+            for each in slices:
+                if id(each.parameter) in missed:
+                    self.own[id(each.parameter)] = numbers
 
     def before_step(self, *_: Any) -> None:
         """Replace the flat tensors in the parameter groups by the pieces to step."""
-        layout = {id(flat): found for flat, found in self.layout()} if self.own else {}
-        for group in self.base.param_groups if self.own else ():
-            pieces = [piece for flat in group["params"] for piece in self._cut(flat, layout[id(flat)])]
-            self.cut.append((group, group["params"], pieces))
-            group["params"] = [piece for piece, *_ in pieces]
+        if not self.own:
+            return
+        layout = {id(flat): slices for flat, slices in self.layout()}
+        for group in self.base.param_groups:
+            pieces: list[Piece] = []
+            for flat in group["params"]:
+                pieces += self._cut(flat, layout[id(flat)])
+            self.cut.append(CutGroup(group, group["params"], pieces))
+            group["params"] = [piece.tensor for piece in pieces]
 
     def after_step(self, *_: Any) -> None:
         """Put the flat tensors back, with the state of their pieces."""
-        for group, flats, pieces in self.cut:
-            group["params"] = flats
-            for piece in pieces:
-                self._join(*piece)
+        for cut in self.cut:
+            cut.group["params"] = cut.flats
+            for piece in cut.pieces:
+                self._join(piece)
         self.cut.clear()
 
-    def _cut(self, flat: Any, found: list[tuple[Tensor, int, int]]) -> list[tuple[Tensor, Any, int, int | None]]:
-        """The pieces of a flat tensor to step: (piece, flat tensor, first element, ``id`` of the parameter; None:
-        several in one state)."""
-        tensors, common = self._split(self.base.state[flat], flat)
-        runs: list[tuple[int, int, int | None]] = []
-        for parameter, start, size in found:
-            if id(parameter) in self.own:
-                runs.append((start, start + size * (id(parameter) not in self.unused), id(parameter)))
-            elif runs and runs[-1][2] is None:
-                runs[-1] = runs[-1][0], start + size, None
+    def _runs(self, slices: list[FlatSlice]) -> list[StepRun]:
+        """The runs of a flat tensor to step.
+
+        For example, parameters a, b, c and d have 2 elements each. b has missed an earlier step, and c has no gradient
+        in this one. Then the runs are [0, 2), [2, 4) with the state of b, and [6, 8).
+        """
+        runs: list[StepRun] = []
+        for each in slices:
+            owner = id(each.parameter)
+            end = each.start + each.size
+            if owner in self.unused:
+                runs.append(StepRun(each.start, each.start, owner))  # empty, and it separates its neighbours
+            elif owner in self.own:
+                runs.append(StepRun(each.start, end, owner))
+            elif runs and runs[-1].owner is None:
+                runs[-1] = StepRun(runs[-1].start, end, None)
             else:
-                runs.append((start, start + size, None))
+                runs.append(StepRun(each.start, end, None))
+        return [run for run in runs if run.start < run.end]
+
+    def _cut(self, flat: Any, slices: list[FlatSlice]) -> list[Piece]:
+        """The pieces of a flat tensor to step, with their gradients and states."""
+        tensors, common = self._split(self.base.state[flat], flat)
         pieces = []
-        for start, end, owner in runs:
-            if start < end:
-                piece = flat.data[start:end]
-                numbers = common if owner is None else self.own[owner]
-                piece.grad = flat.grad[start:end]
-                if numbers is not None and self.base.state[flat]:
-                    copies = {key: value.clone() if is_tensor(value) else value for key, value in numbers.items()}
-                    self.base.state[piece] = {key: value[start:end] for key, value in tensors.items()} | copies
-                pieces.append((piece, flat, start, owner))
+        for run in self._runs(slices):
+            piece = flat.data[run.start : run.end]
+            piece.grad = flat.grad[run.start : run.end]
+            numbers = common if run.owner is None else self.own[run.owner]
+            if numbers is not None and self.base.state[flat]:
+                state = {key: value[run.start : run.end] for key, value in tensors.items()}
+                for key, value in numbers.items():
+                    state[key] = value.clone() if is_tensor(value) else value
+                self.base.state[piece] = state
+            pieces.append(Piece(piece, flat, run.start, run.owner))
         return pieces
 
-    def _join(self, piece: Tensor, flat: Any, start: int, owner: int | None) -> None:
+    def _join(self, piece: Piece) -> None:
         """Write the state of a piece back."""
         import torch
 
-        whole = self.base.state[flat]
-        tensors, numbers = self._split(self.base.state.pop(piece, {}), piece)
+        whole = self.base.state[piece.flat]
+        tensors, numbers = self._split(self.base.state.pop(piece.tensor, {}), piece.tensor)
         for key, value in tensors.items():
-            target = whole.setdefault(key, torch.zeros_like(flat, dtype=value.dtype, requires_grad=False))
-            target[start : start + piece.numel()].copy_(value)
-        if owner is None:
+            target = whole.setdefault(key, torch.zeros_like(piece.flat, dtype=value.dtype, requires_grad=False))
+            target[piece.start : piece.start + piece.tensor.numel()].copy_(value)
+        if piece.owner is None:
             whole.update(numbers)
         else:
-            self.own[owner] = numbers
+            self.own[piece.owner] = numbers
 
     def _split(self, state: dict[str, Any], flat: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors of an optimizer's state that have an element for each one of a flat tensor, and the numbers, such
@@ -229,23 +307,31 @@ class Slices:
         layout = list(self.layout())
         keys: set[str] = set()
         mine: dict[int, dict[str, Any] | None] = {}
-        for flat, found in layout:
+        for flat, slices in layout:
             tensors, common = self._split(self.base.state[flat], flat)
             keys |= tensors.keys()
-            mine |= {index[id(parameter)]: self.own.get(id(parameter), common) for parameter, *_ in found}
-        gathered = run.processes.all_gather_object((keys, mine))
+            for each in slices:
+                owner = id(each.parameter)
+                mine[index[owner]] = self.own.get(owner, common)
+        every_key: set[str] = set()
+        every_number: dict[int, dict[str, Any] | None] = {}
+        for keys_of_process, numbers_of_process in run.processes.all_gather_object((keys, mine)):
+            every_key |= keys_of_process
+            every_number |= numbers_of_process
         # a process that stepped no slice has no tensors yet, and every process exchanges the same ones
         for flat, _ in layout:
-            for key in set().union(*(others for others, _ in gathered)):
+            for key in every_key:
                 self.base.state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
-        return {number: value for _, numbers in gathered for number, value in numbers.items()}
+        return every_number
 
     def load_numbers(self, numbers: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
         """Load the numbers of a group's parameters, by ``id``; None: a parameter without state. Returns those of the
         largest step."""
-        found = [value for value in numbers.values() if value is not None]
-        common: dict[str, Any] = max(found, key=lambda value: float(value.get("step", 0)), default={})
-        for owner, value in numbers.items() if found else ():
+        stepped = [value for value in numbers.values() if value is not None]
+        if not stepped:
+            return {}
+        common: dict[str, Any] = max(stepped, key=lambda value: float(value.get("step", 0)))
+        for owner, value in numbers.items():
             self.own.pop(owner, None)
             if value is None or any(value.get(key) != common[key] for key in common):
                 self.own[owner] = value

@@ -69,12 +69,11 @@ class Sharded:
         import torch
         from torch.distributed.tensor import Shard, distribute_tensor
 
-        if (
-            self.mesh is None
-            or not isinstance(weight, torch.nn.Parameter)
-            or not (full.is_floating_point() and full.ndim)
-        ):
-            return None if not run.is_main else full.cpu() if hasattr(full, "cpu") else full
+        is_sharded = self.mesh is not None and isinstance(weight, torch.nn.Parameter)
+        if self.mesh is None or not is_sharded or not full.is_floating_point() or full.ndim == 0:
+            if not run.is_main:
+                return None
+            return full.cpu() if hasattr(full, "cpu") else full
         # a copy, to free the full tensor
         return distribute_tensor(full.cpu(), self.mesh, [Shard(0)], src_data_rank=None).clone()
 
@@ -116,11 +115,9 @@ class Sharded:
         shapes = {name: tuple(getattr(value, "ds_shape", getattr(value, "shape", ()))) for name, value in own.items()}
         wrong = [f"it lacks {name!r}" for name in own if name not in state]
         wrong += [f"{name!r} is not in the model" for name in state if name not in own]
-        wrong += [
-            f"{name!r} is of shape {tuple(value.shape)}, and the model's of {shapes[name]}"
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name in own and tuple(value.shape) != shapes[name]
-        ]
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name in own and tuple(value.shape) != shapes[name]:
+                wrong.append(f"{name!r} is of shape {tuple(value.shape)}, and the model's of {shapes[name]}")
         if wrong:
             raise RuntimeError("\n".join(["The weights do not fit.", *wrong]))
         with torch.no_grad():
@@ -222,9 +219,8 @@ class Sharded:
             self.base.load_state_dict(state)
             self.groups = list(self.base.param_groups)  # torch creates new groups
             return
-        if [len(group["params"]) for group in state["param_groups"]] != [
-            len(parameters) for parameters in self.parameters
-        ]:
+        saved_sizes = [len(group["params"]) for group in state["param_groups"]]
+        if saved_sizes != [len(parameters) for parameters in self.parameters]:
             raise ValueError("its parameter groups have other sizes")
         assert self.slices is not None
         flats = iter(self._flats())
@@ -235,28 +231,31 @@ class Sharded:
             numbers: dict[int, dict[str, Any] | None] = {}
             sharded: set[str] = set()
             for number, parameter in zip(saved["params"], parameters, strict=True):
+                if not parameter.requires_grad:
+                    continue
                 entry = state["state"].get(number, {})
                 shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                tensors = {
-                    key: value
-                    for key, value in entry.items()
-                    if key != "step" and tuple(getattr(value, "shape", ())) == shape
-                }
-                tensors = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
-                if parameter.requires_grad:
-                    pieces.append((parameter, tensors))
-                    sharded |= set(tensors)
-                    rest = {key: entry[key] for key in entry.keys() - tensors.keys()}
-                    numbers[id(parameter)] = rest if number in state["state"] else None
+                tensors: dict[str, Tensor] = {}
+                for key, value in entry.items():
+                    if key != "step" and isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+                        tensors[key] = value
+                pieces.append((parameter, tensors))
+                sharded |= tensors.keys()
+                rest = {key: entry[key] for key in entry.keys() - tensors.keys()}
+                numbers[id(parameter)] = rest if number in state["state"] else None
             scalars = self.slices.load_numbers(numbers)
+            if not scalars and not sharded:
+                continue
             on_device = live.get("fused") or live.get("capturable")
-            for flat in flat_pieces if scalars or sharded else ():
-                self.base.state[flat] = {
-                    key: value.to(flat.device if on_device else "cpu", copy=True)
-                    if isinstance(value, torch.Tensor)
-                    else value
-                    for key, value in scalars.items()
-                } | {key: torch.zeros_like(flat, requires_grad=False) for key in sharded}
+            for flat in flat_pieces:
+                of_flat: dict[str, Any] = {}
+                for key, value in scalars.items():
+                    if isinstance(value, torch.Tensor):
+                        value = value.to(flat.device if on_device else "cpu", copy=True)
+                    of_flat[key] = value
+                for key in sharded:
+                    of_flat[key] = torch.zeros_like(flat, requires_grad=False)
+                self.base.state[flat] = of_flat
         if self.base.state:
             self._relink()
         for parameter, tensors in pieces:
@@ -335,14 +334,14 @@ def imported(device: str) -> Any:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
-        found = get_accelerator().device_name()
+        imported_for = get_accelerator().device_name()
     finally:
         os.environ.pop("DS_ACCELERATOR")
         if previous is not None:
             os.environ["DS_ACCELERATOR"] = previous
-    if found != device:
+    if imported_for != device:
         raise PluginError(
-            f"DeepSpeed was imported for {found}, and this run is on {device}.",
+            f"DeepSpeed was imported for {imported_for}, and this run is on {device}.",
             code="wrong-device",
             place="plugins.deepspeed",
             remedy="Start a new process.",
@@ -365,10 +364,14 @@ def cast_around(engine: nn.Module) -> None:
     def is_float(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point()
 
-    engine.register_forward_pre_hook(
-        lambda module, args, kwargs: recursively_apply(
-            lambda tensor: tensor.to(dtype), (args, kwargs), test_type=is_float
-        ),
-        with_kwargs=True,
-    )
-    engine.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype)
+
+    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return recursively_apply(cast, (args, kwargs), test_type=is_float)
+
+    def cast_output(module: nn.Module, args: Any, output: Any) -> Any:
+        return convert_to_fp32(output)
+
+    engine.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    engine.register_forward_hook(cast_output)

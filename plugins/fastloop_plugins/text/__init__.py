@@ -4,7 +4,7 @@ Reads rows with named columns, tokenizes them with a cache, streams, pads and pa
 loads and exports a model with its tokenizer. Importing it imports neither torch nor transformers.
 
 task, column_data                   # the base class of tasks, and its ``data`` section
-options, option_checks              # the keys of ``data``, and checks of them that read no file
+options, option_checks              # the keys of ``data``, and checks of those for labels
 data, sources                       # finds the files and reads their rows; ``data.sources`` mixes several
 columns                             # the texts of a row: one column, or several
 labels, targets                     # classes, numbers and sets of classes

@@ -90,10 +90,10 @@ def find_checkpoint(run: Path, name: str) -> Path:
     from fastloop import checkpoint
 
     if name == "last":
-        found, warnings = checkpoint.find_newest(run)
-        for warning in warnings:
+        newest = checkpoint.find_newest(run)
+        for warning in newest.skipped:
             log.warning(Problem(f"{warning}.", code="damaged-checkpoint"))
-        return found
+        return newest.checkpoint
     folders = sorted(path for path in (run / "checkpoints").glob("[!.]*") if path.is_dir())
     chosen = [path for path in folders if (path.name.startswith("best-") if name == "best" else path.name == name)]
     if len(chosen) > 1:

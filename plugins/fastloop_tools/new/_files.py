@@ -6,8 +6,9 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,7 +19,18 @@ if TYPE_CHECKING:
     import jinja2
 
 
-def templates() -> jinja2.Environment:
+def render(template: str, words: Mapping[str, Any]) -> str:
+    """The text of a template of the folder ``template``.
+
+    Args:
+        template: Its path without ``.jinja``, such as ``job/slurm.sh``.
+        words: The values that it names.
+    """
+    return _environment().get_template(f"{template}.jinja").render(words)
+
+
+@cache
+def _environment() -> jinja2.Environment:
     """The templates. Filters: ``toml`` and ``yaml`` write a quoted string, ``sh`` one word of a shell."""
     import jinja2
 
@@ -30,9 +42,14 @@ def templates() -> jinja2.Environment:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["toml"] = environment.filters["yaml"] = lambda text: json.dumps(text, ensure_ascii=False)
+    environment.filters["toml"] = _quoted
+    environment.filters["yaml"] = _quoted
     environment.filters["sh"] = shlex.quote
     return environment
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
@@ -44,7 +61,8 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
     Raises:
         UsageError: A file exists already, or cannot be written.
     """
-    if there := [path for path in files if os.path.lexists(folder / path)]:
+    there = [path for path in files if os.path.lexists(folder / path)]
+    if there:
         raise UsageError(
             f"{folder} already contains {', '.join(there)}. Nothing was written; use another --folder.",
             code="folder-not-empty",

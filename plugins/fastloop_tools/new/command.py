@@ -16,7 +16,7 @@ import typer
 
 from fastloop import __version__
 from fastloop.errors import UsageError, did_you_mean
-from fastloop_tools.new._files import templates, write
+from fastloop_tools.new import _files
 from fastloop_tools.new.job import job
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def create(name: str, folder: Path | None, license: str, author: str, task: bool
     if not author.isprintable():
         raise UsageError(code="wrong-format", place="--author", expected="one line of text")
     folder = folder or Path(name)
-    write(folder, render(name, license, author, task))
+    _files.write(folder, render(name, license, author, task))
     typer.echo(f"\nNext steps:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml")
 
 
@@ -171,12 +171,11 @@ def render(name: str, license: str = "MIT", author: str = "", task: bool = False
         "above": f"{version.public}",
         "below": first_unsupported(version),
     }
-    environment = templates()
-    files = FILES | (TASK_FILES if task else {})
-    files |= {"LICENSE": f"licenses/{LICENSES[license]}"} if LICENSES[license] else {}
-    source = environment.get_template(f"{files['src/{module}/__init__.py']}.jinja").render(words)
+    files = dict(FILES)
+    if task:
+        files |= TASK_FILES
+    if LICENSES[license]:
+        files["LICENSE"] = f"licenses/{LICENSES[license]}"
+    source = _files.render(files["src/{module}/__init__.py"], words)
     words |= described(source, words["title"])
-    return {
-        path.format(module=module): environment.get_template(f"{template}.jinja").render(words)
-        for path, template in files.items()
-    }
+    return {path.format(module=module): _files.render(template, words) for path, template in files.items()}

@@ -11,7 +11,7 @@ import typer
 from fastloop import __version__
 from fastloop.cli.arguments import RecipeName
 from fastloop.errors import UsageError
-from fastloop_tools.new._files import templates, write
+from fastloop_tools.new import _files
 
 FILES = {
     "slurm": {"job.slurm": "job.slurm"},
@@ -90,7 +90,7 @@ def job(
         "image": image,
         "gpu": gpu,
     }
-    write(folder, render(chosen, words))
+    _files.write(folder, render(chosen, words))
     typer.echo("\nNext step:")
     for kind in chosen:
         typer.echo(f"  {NEXT[kind].format(folder=folder, image=image)}")
@@ -102,9 +102,8 @@ def render(kinds: list[str], words: dict[str, Any]) -> dict[str, str]:
     Args:
         words: The values that the templates name.
     """
-    environment = templates()
-    return {
-        path: environment.get_template(f"job/{template}.jinja").render(words, version=__version__)
-        for kind in kinds
-        for path, template in FILES[kind].items()
-    }
+    files = {}
+    for kind in kinds:
+        for path, template in FILES[kind].items():
+            files[path] = _files.render(f"job/{template}", {**words, "version": __version__})
+    return files

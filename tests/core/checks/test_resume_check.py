@@ -18,9 +18,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     paths: list[Path] = []
     load = resume.load
 
-    def record(run, path, skipped):
-        paths.append(path)
-        load(run, path, skipped)
+    def record(run, point):
+        paths.append(point.checkpoint)
+        load(run, point)
 
     monkeypatch.setattr(resume, "load", record)
     return paths

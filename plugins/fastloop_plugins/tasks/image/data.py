@@ -195,19 +195,23 @@ class ImageData:
                     code="wrong-type",
                     place=f"{self.where}.{key}",
                     found=str(values),
-                    expected=f"three numbers{' above 0' * (key == 'std')}",
+                    expected="three numbers above 0" if key == "std" else "three numbers",
                 )
         if self.inference is not None and self.inference.source is not None:
             return  # the images come from there
         check_source(self.options, SOURCES, recipe)
-        if self.options.images is not None and not recipe.find(self.options.images).is_dir():
-            problem = "a file, expected a folder" if recipe.find(self.options.images).is_file() else "no such folder"
-            raise RecipeError(
-                f"{problem}.",
-                code="file-missing",
-                place=f"{self.where}.images: {self.options.images}",
-                expected="FOLDER/train/CLASS/IMAGE",
-            )
+        if self.options.images is not None:
+            self._check_folder(recipe.find(self.options.images))
+
+    def _check_folder(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        raise RecipeError(
+            "a file, expected a folder." if folder.is_file() else "no such folder.",
+            code="file-missing",
+            place=f"{self.where}.images: {self.options.images}",
+            expected="FOLDER/train/CLASS/IMAGE",
+        )
 
     def input_changes(self) -> InputChanges:
         """The keys of the recipe that say how an image becomes the input of the model."""
@@ -229,9 +233,9 @@ class ImageData:
         needed = set(SPLITS) if self.inference is None else {self.inference.split}
         if "validation" in needed and fraction:
             needed.add("train")
-        found = {split: self._list(folder) for split, folder in folders.items() if split in needed}
+        images = {split: self._list(folder) for split, folder in folders.items() if split in needed}
         if self.inference is None:
-            self.classes = sorted(found["train"])
+            self.classes = sorted(images["train"])
             if len(self.classes) < 2:
                 raise RecipeError(
                     code="one-class",
@@ -239,14 +243,16 @@ class ImageData:
                     found=f"one class, {self.classes[0]!r}",
                     expected="a folder for each of two or more",
                 )
-        files = {split: self._files(folders[split], classes) for split, classes in found.items()}
-        classes = files["train"].labels if "train" in files else None
-        files, suffix = divide(files, fraction, classes, self.limit, self.where)
+        files = {split: self._files(folders[split], of_class) for split, of_class in images.items()}
+        labels = files["train"].labels if "train" in files else None
+        files, suffix = divide(files, fraction, labels, self.limit, self.where)
         if "train" in files:
             suffix += f"; images of each class in train: {self._count(files['train'])}"
-        files = {split: one for split, one in files.items() if self.inference is None or split == self.inference.split}
+        if self.inference is not None:
+            files = {split: of_split for split, of_split in files.items() if split == self.inference.split}
         self._log_ignored()
-        logger.info("data: %s%s", ", ".join(f"{split} {len(one.names)}" for split, one in files.items()), suffix)
+        numbers = ", ".join(f"{split} {len(of_split.names)}" for split, of_split in files.items())
+        logger.info("data: %s%s", numbers, suffix)
         return files
 
     def _root(self) -> Path:
@@ -269,40 +275,42 @@ class ImageData:
         """
         names = {split: name for split, name in vars(self.splits).items() if name is not None}
         there = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-        found = {split: root / name for split, name in names.items() if name in there}
-        listed = ", ".join(there[:8]) + ", ..." * (len(there) > 8) or "none"
-        needed = {"train"} if self.inference is None else set()
+        folders = {split: root / name for split, name in names.items() if name in there}
+        listed = _list_some(there) or "none"
         for split in self.options.splits or {}:
-            if split in names and split not in found and (self.inference is None or split == self.inference.split):
+            if split in names and split not in folders and (self.inference is None or split == self.inference.split):
                 raise RecipeError(
                     f"there is no folder {names[split]!r}. There are: {listed}.",
                     code="unknown-split",
                     place=f"{self.where}.splits.{split}: {root}",
                 )
-        if not found:
+        if not folders:
             return {"train": root}
-        if needed - set(found):
+        if self.inference is None and "train" not in folders:
             raise RecipeError(
                 f"there is no folder {names['train']!r} to train on. There are: {listed}. See data.splits.",
                 code="unknown-split",
                 place=str(root),
             )
-        for name in there if check else ():
-            if name not in {*names.values(), *SPLITS}:
-                raise RecipeError(
-                    f"unknown split {name!r}.",
-                    code="unknown-split",
-                    place=str(root),
-                    remedy=(
-                        f"{did_you_mean(name, names.values())} If it is a split, name it, such as "
-                        f"data.splits.validation={name}. Otherwise move it elsewhere."
-                    ),
-                )
-        return found
+        known = {*names.values(), *SPLITS}
+        unknown = [name for name in there if name not in known]
+        if check and unknown:
+            name = unknown[0]
+            raise RecipeError(
+                f"unknown split {name!r}.",
+                code="unknown-split",
+                place=str(root),
+                remedy=(
+                    f"{did_you_mean(name, names.values())} If it is a split, name it, such as "
+                    f"data.splits.validation={name}. Otherwise move it elsewhere."
+                ),
+            )
+        return folders
 
     def _list(self, folder: Path) -> dict[str, list[str]]:
         """Class -> its images, relative to the folder of the split."""
-        for path in sorted(folder.iterdir()):
+        paths = sorted(folder.iterdir())
+        for path in paths:
             if path.is_file() and path.suffix.lower() in SUFFIXES:
                 raise RecipeError(
                     "an image outside of the folders of classes.",
@@ -310,19 +318,18 @@ class ImageData:
                     place=str(path),
                     expected=f"{folder.name}/CLASS/{path.name}",
                 )
-        found = {
-            path.name: list(self._walk(path, folder))
-            for path in sorted(folder.iterdir())
-            if path.is_dir() and path.name[0] != "."
-        }
-        if not found:
+        by_class: dict[str, list[str]] = {}
+        for path in paths:
+            if path.is_dir() and path.name[0] != ".":
+                by_class[path.name] = self._walk(path, folder)
+        if not by_class:
             raise RecipeError(
                 "holds no folder of a class.",
                 code="wrong-folder",
                 place=str(folder),
                 expected=f"{folder.name}/CLASS/IMAGE",
             )
-        for name, images in found.items():
+        for name, images in by_class.items():
             if not images:
                 others = [path for path in self.ignored if path.is_relative_to(folder / name)]
                 raise RecipeError(
@@ -332,9 +339,9 @@ class ImageData:
                     place=str(folder / name),
                     remedy="Add or convert images, or remove the folder.",
                 )
-        return found
+        return by_class
 
-    def _walk(self, folder: Path, root: Path) -> Iterator[str]:
+    def _walk(self, folder: Path, root: Path) -> list[str]:
         """The images below a folder, sorted by path, relative to ``root``. Adds other files and hidden folders, such as
         ``.ipynb_checkpoints``, to ``ignored``."""
         images = []
@@ -347,35 +354,54 @@ class ImageData:
                     images.append(path.relative_to(root).as_posix())
                 else:
                     self.ignored.append(path)
-        return iter(sorted(images))
+        return sorted(images)
 
-    def _files(self, folder: Path, found: Mapping[str, list[str]]) -> ImageFiles:
+    def _files(self, folder: Path, by_class: Mapping[str, list[str]]) -> ImageFiles:
+        """The images of a split.
+
+        Args:
+            by_class: Class -> its images, relative to ``folder``.
+
+        Raises:
+            RecipeError: A class is not known.
+        """
         ids = {name: index for index, name in enumerate(self.classes)}
-        for name in found:
+        names: list[str] = []
+        labels: list[int] = []
+        for name, images in by_class.items():
             if name not in ids:
-                known = self.inference is not None
-                source = "the model" if known else "train"
-                remedy = "Rename or remove the folder" if known else "Add images of it to train, or remove the folder"
-                raise RecipeError(
-                    f"the class {name!r} is not in {source}, which has: {', '.join(self.classes)}. {remedy}.",
-                    code="unknown-label",
-                    place=str(folder / name),
-                )
-        rows = [(path, ids[name]) for name, images in found.items() for path in images]
-        return ImageFiles(folder, [path for path, _ in rows], [label for _, label in rows], self.options.max_pixels)
+                raise self._unknown_class(name, folder)
+            names += images
+            labels += [ids[name]] * len(images)
+        return ImageFiles(folder, names, labels, self.options.max_pixels)
+
+    def _unknown_class(self, name: str, folder: Path) -> RecipeError:
+        known = ", ".join(self.classes)
+        if self.inference is None:
+            return RecipeError(
+                f"the class {name!r} is not in train, which has: {known}.",
+                code="unknown-label",
+                place=str(folder / name),
+                remedy="Add images of it to train, or remove the folder.",
+            )
+        return RecipeError(
+            f"the class {name!r} is not in the model, which has: {known}.",
+            code="unknown-label",
+            place=str(folder / name),
+            remedy="Rename or remove the folder.",
+        )
 
     def _count(self, files: ImageFiles) -> str:
-        counts = [files.labels.count(index) for index in range(min(len(self.classes), 8))]
-        shown = ", ".join(f"{name} {count}" for name, count in zip(self.classes, counts, strict=False))
-        return shown + ", ..." * (len(self.classes) > 8)
+        """The number of images of the first classes: ``cat 12, dog 10``."""
+        counts = Counter(files.labels)
+        return _list_some([f"{name} {counts[index]}" for index, name in enumerate(self.classes)])
 
     def _log_ignored(self) -> None:
         if self.ignored:
-            found = _count_suffixes(self.ignored)
             logger.info(
                 "data: %d files that are no images, or hidden, are ignored (%s), such as %s",
                 len(self.ignored),
-                found,
+                _count_suffixes(self.ignored),
                 min(self.ignored),
             )
 
@@ -392,16 +418,17 @@ class ImageData:
         if isinstance(source, Path) and source.is_dir():
             root = source
             self.ignored = []
-            names: Iterator[str] = self._walk(source, source)
+            names = iter(self._walk(source, source))
             self._log_ignored()
         else:
             names = self._existing([str(source)] if isinstance(source, Path) else source)
         names = islice(names, start, None)
-        empty = start == 0
-        while chunk := list(islice(names, size)):
-            empty = False
+        is_empty = start == 0
+        for first in names:
+            is_empty = False
+            chunk = [first, *islice(names, size - 1)]
             yield ImageFiles(root, chunk, [0] * len(chunk), self.options.max_pixels)
-        if empty:
+        if is_empty:
             raise RecipeError(
                 f"found no image ({' '.join(SUFFIXES)}) to predict.",
                 code="nothing-to-predict",
@@ -423,7 +450,17 @@ class ImageData:
 
 def _count_suffixes(paths: Iterable[Path]) -> str:
     """The most frequent suffixes of files and their numbers: ``.heic 10, .txt 2``."""
-    counts = Counter("hidden" if path.name[0] == "." else path.suffix.lower() or "no suffix" for path in paths)
-    return ", ".join(
-        f"{suffix} {count}" for suffix, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5]
-    )
+    counts = Counter[str]()
+    for path in paths:
+        kind = "hidden" if path.name[0] == "." else path.suffix.lower()
+        counts[kind or "no suffix"] += 1
+    most_frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5]
+    return ", ".join(f"{suffix} {count}" for suffix, count in most_frequent)
+
+
+def _list_some(names: Sequence[str]) -> str:
+    """The first eight names: ``a, b, c, d, e, f, g, h, ...``."""
+    shown = list(names[:8])
+    if len(names) > 8:
+        shown.append("...")
+    return ", ".join(shown)

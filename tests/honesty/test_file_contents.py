@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from data_helpers import named_rows, refusal, text_data, write
+from data_helpers import named_rows, problem_of, refusal, text_data, write
 from streaming_helpers import write_arrow, write_lines, write_parquet
 
 from fastloop.errors import RecipeError
+from fastloop.testing import assert_problem
 from fastloop_plugins.text.chunks import text_chunks
 
 ROWS = [{"text": f"film {number}", "label": ("neg", "pos")[number % 2]} for number in range(20)]
@@ -57,14 +58,14 @@ WRITERS: dict[str, Callable[[str], object]] = {
 def test_a_file_with_the_name_of_another_format_is_named_by_every_reader(kind, suffix):
     path = f"train{suffix}"
     WRITERS[kind](path)
-    message = refusal(path)
-    assert message == refusal(path, streaming=True)
-    assert (path in message, "by its first bytes" in message) == (True, True)
+    problem = problem_of(path)
+    assert problem == problem_of(path, streaming=True)
+    assert_problem(problem, f"wrong-contents {path}")
     data = text_data(write("good.csv", CSV))
     with pytest.raises(RecipeError) as error:
         list(text_chunks(data, Path(path), 0, 8))
-    assert str(error.value) == message
-    if renamed := re.search(r"Rename it to .*?(\S+)\.$", message):
+    assert error.value.problem == problem
+    if renamed := re.search(r"Rename it to .*?(\S+)\.$", problem.remedy):
         shutil.move(path, renamed[1])
         assert len(named_rows(text_data(renamed[1]))) == 20
 
@@ -72,7 +73,7 @@ def test_a_file_with_the_name_of_another_format_is_named_by_every_reader(kind, s
 def test_files_compressed_as_their_first_bytes_show_are_read():
     assert len(named_rows(text_data(write("a.csv", gzip.compress(CSV.encode()))))) == 20
     path = write("b.csv", bz2.compress(CSV.encode()))
-    assert "compressed by bz2" in refusal(path)
+    assert_problem(problem_of(path), "wrong-contents bz2")
     assert len(named_rows(text_data(path, read={"compression": "bz2"}))) == 20
     assert len(named_rows(text_data(write("c.txt", "PAR1 is no Parquet file\n"), label=None))) == 1
 
@@ -94,7 +95,7 @@ def test_a_single_saved_dataset_is_the_training_split(streaming):
         file = re.search(r"data\.files\.train=(\S+)\.$", message)
         assert file is not None, message
         assert len({text for text, _ in named_rows(text_data(file[1], streaming=streaming))}) == 20
-    assert "give data.name=two instead of data.files" in refusal("two", streaming=streaming)
+    assert_problem(problem_of("two", streaming=streaming), "not-a-file data.name=two data.files")
     assert len(text_data(None, name="two").load()["test"]) == 20
 
 
@@ -102,8 +103,9 @@ def test_a_single_saved_dataset_is_the_training_split(streaming):
 def test_a_split_as_a_key_of_data_names_the_key_of_its_files(split):
     path = write("train.csv", CSV)
     files = {} if split == "train" else {"train": path}
-    message = refusal(files or None, **{split: path})
-    assert f"data.{split}: no such option. For files: data.files.{split}=train.csv." in message
+    problem = problem_of(files or None, **{split: path})
+    assert_problem(problem, f"unknown-option data.{split}")
+    assert problem.proposals == [f"data.files.{split}=train.csv"]
     assert len(text_data(files | {split: path}).load()[split]) == 20
 
 
@@ -127,15 +129,14 @@ def test_malformed_json_is_named_by_line_and_character(line, padding):
         ("a.jsonl", f"{good}\n{good}\n  {line}\n{good}\n"),
         ("a.json", f"[{good},\n{good},\n  {line},\n{good}]\n"),
     ):
-        message = refusal(write(path, content), label=None)
-        assert message.startswith(f"{path}, line 3: not valid JSON: ")
-        assert f"See character {character}: " in message
-        assert repr(MALFORMED[line])[:-1] in message
+        problem = problem_of(write(path, content), label=None)
+        assert_problem(problem, f"invalid-row JSON {character}:")
+        assert problem.place == f"{path}, line 3"
+        assert repr(MALFORMED[line])[:-1] in str(problem)
 
 
 def test_json_that_ends_too_early_names_the_end():
     write_lines("a.jsonl", ROWS)
     cut = Path("a.jsonl").read_text().rstrip()[:-1]
-    assert "line 20: not valid JSON: " in refusal(write("a.jsonl", cut), label=None)
-    assert ", the end." in refusal(write("a.jsonl", cut), label=None)
-    assert ", the end." in refusal(write("a.json", f"[{json.dumps(ROWS[0])}"), label=None)
+    assert_problem(problem_of(write("a.jsonl", cut), label=None), "invalid-row a.jsonl line 20 JSON the end.")
+    assert_problem(problem_of(write("a.json", f"[{json.dumps(ROWS[0])}"), label=None), "invalid-row the end.")

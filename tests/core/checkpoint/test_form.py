@@ -22,18 +22,18 @@ ACCEPTED: dict[str, tuple[Any, Any]] = {
     "tensors": ({"a": torch.ones(2), "b": torch.tensor(1.0)}, {"a": torch.zeros(2), "b": 0.0}),
 }
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "no mapping": (5, {"a": 0}, "state: found 5 "),
-    "a missing number": ({}, {"a": 0}, r"state\.a is missing"),
-    "a missing list": ({}, {"a": [0]}, r"state\.a is missing"),
-    "a text": ({"a": {"b": "1"}}, {"a": {"b": 0}}, r"state\.a\.b: found '1' \(str\), expected a int"),
-    "a flag for a number": ({"a": True}, {"a": 0}, r"state\.a: found True"),
-    "a number for a flag": ({"a": 1}, {"a": False}, r"state\.a: found 1"),
-    "a huge number": ({"a": 2**63}, {"a": 0}, r"state\.a: found 9223372036854775808"),
-    "a text in a list": ([1, "2"], [0], r"state\.1: found '2'"),
-    "a shorter tuple": ((0.9,), (0.0, 0.0), "state: found 1 values, expected 2"),
-    "a text as key": ({"a": [1]}, {0: [0]}, "a key of state: found 'a'"),
-    "a text in a list of a mapping": ({3: ["a"]}, {0: [0]}, r"state\.3\.0: found 'a'"),
-    "no tensor": ({"a": "text"}, {"a": torch.zeros(2)}, r"state\.a: found 'text'"),
+    "no mapping": (5, {"a": 0}, "state: .* 5 "),
+    "a missing number": ({}, {"a": 0}, r"state\.a "),
+    "a missing list": ({}, {"a": [0]}, r"state\.a "),
+    "a text": ({"a": {"b": "1"}}, {"a": {"b": 0}}, r"state\.a\.b: .*'1' \(str\).* int"),
+    "a flag for a number": ({"a": True}, {"a": 0}, r"state\.a: .* True"),
+    "a number for a flag": ({"a": 1}, {"a": False}, r"state\.a: .* 1"),
+    "a huge number": ({"a": 2**63}, {"a": 0}, r"state\.a: .* 9223372036854775808"),
+    "a text in a list": ([1, "2"], [0], r"state\.1: .*'2'"),
+    "a shorter tuple": ((0.9,), (0.0, 0.0), "state: .* 1 .* 2"),
+    "a text as key": ({"a": [1]}, {0: [0]}, "key of state: .*'a'"),
+    "a text in a list of a mapping": ({3: ["a"]}, {0: [0]}, r"state\.3\.0: .*'a'"),
+    "no tensor": ({"a": "text"}, {"a": torch.zeros(2)}, r"state\.a: .*'text'"),
 }
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from checkpoint_helpers import tokenizer
-from data_helpers import named_rows, refusal, text_data, write
+from data_helpers import named_rows, problem_of, text_data, write
 from streaming_helpers import NAMES, classify, generate, ids_by_step, samples_of, write_lines, write_parquet
 from text_helpers import TINY, make_run, rows, train_whole_and_cut
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.tasks.tags.data import TagTextData
@@ -56,7 +56,7 @@ def test_no_row_held_out_for_validation_repeats_one_of_train(caplog):
 def test_rows_of_train_in_other_splits_stay_and_give_the_warning(caplog):
     files = {"train": csv(FILMS), "test": csv([("film 1", "pos"), ("film 5", "neg")], "test.csv")}
     assert len(text_data(files, deduplicate=True).load()["train"]) == 3
-    assert "data: 1 of 2 rows of test are in train, too, such as 'film 1'." in caplog.text
+    assert_problem(caplog, "repeated-rows data 1 2")
 
 
 def test_lines_conversations_and_sentences_are_compared_by_their_texts():
@@ -109,8 +109,8 @@ def test_the_log_counts_the_rows_of_each_condition_and_split(caplog):
 
 def test_messages_name_the_rows_that_are_left_by_their_numbers_in_the_file():
     table = [{"text": "x"}, {"text": "a film"}, {"text": 5}]
-    message = refusal(write_lines("t.jsonl", table), label=None, drop=[{"column": "text", "equals": "x"}])
-    assert message.startswith("t.jsonl, row 3: column 'text' (data.text) holds 5 (int)")
+    problem = problem_of(write_lines("t.jsonl", table), label=None, drop=[{"column": "text", "equals": "x"}])
+    assert_problem(problem, "invalid-row t.jsonl 3 'text' data.text 5")
 
 
 def test_conditions_hold_for_rows_of_a_function_for_lists_and_for_missing_values():
@@ -121,22 +121,22 @@ def test_conditions_hold_for_rows_of_a_function_for_lists_and_for_missing_values
 
 
 @pytest.mark.parametrize(
-    ("drop", "message"),
+    ("drop", "expected"),
     [
         (
             [{"column": "lnag", "equals": "de"}],
-            "train.csv: there is no column 'lnag', which data.drop[0].column names.",
+            "unknown-column train.csv 'lnag' data.drop[0].column",
         ),
-        ([{"column": "lnag", "equals": "de"}], "Did you mean 'lang'?"),
-        ([{"column": "lang", "equal": "de"}], "data.drop[0].equal: no such option. Did you mean 'equals'?"),
-        ([{"column": "lang"}], "data.drop[0]: found no condition for column 'lang', expected one of: equals, "),
-        ([{"column": "lang", "equals": "de", "longer_than": 1}], "data.drop[0]: found equals and longer_than for"),
-        ([{"equals": "de"}], "data.drop[0].column: missing."),
-        ([{"column": "text", "shorter_than": 99}], "data.drop: leaves out all 5 rows of the train split. Remove a"),
+        ([{"column": "lnag", "equals": "de"}], "unknown-column 'lang'"),
+        ([{"column": "lang", "equal": "de"}], "unknown-option data.drop[0].equal 'equals'"),
+        ([{"column": "lang"}], "invalid-value data.drop[0] 'lang'"),
+        ([{"column": "lang", "equals": "de", "longer_than": 1}], "invalid-value data.drop[0] longer_than"),
+        ([{"equals": "de"}], "missing-value data.drop[0].column"),
+        ([{"column": "text", "shorter_than": 99}], "empty-split data.drop 5"),
     ],
 )
-def test_conditions_that_cannot_hold_are_refused_by_name(drop, message):
-    assert message in refusal(csv(TABLE, header=COLUMNS), drop=drop)
+def test_conditions_that_cannot_hold_are_refused_by_name(drop, expected):
+    assert_problem(problem_of(csv(TABLE, header=COLUMNS), drop=drop), expected)
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", [], float("nan")])
@@ -154,8 +154,8 @@ def test_conversations_are_left_out_by_the_role_of_their_first_message():
     assert [condition.holds(row["messages"]) for row in table] == [False, True, True, True, False, False, True, False]
     assert Condition(column="messages", first_role=["Assistant"]).holds(table[2]["messages"])
     path = write_lines("t.jsonl", [{"text": "a", "n": "b"}])
-    message = refusal(path, label=None, drop=[{"column": "n", "first_role": "assistant"}])
-    assert message == "t.jsonl: column 'n' holds 'b' (str), and data.drop[0].first_role needs a list of messages."
+    problem = problem_of(path, label=None, drop=[{"column": "n", "first_role": "assistant"}])
+    assert_problem(problem, "wrong-type t.jsonl 'n' 'b' data.drop[0].first_role")
 
 
 def test_rows_that_cannot_be_read_are_skipped_before_conditions():
@@ -167,8 +167,8 @@ def test_rows_that_cannot_be_read_are_skipped_before_conditions():
 
 def test_a_number_has_no_length():
     path = write_lines("t.jsonl", [{"text": "a film", "n": 5}])
-    message = refusal(path, label=None, drop=[{"column": "n", "shorter_than": 2}])
-    assert message == "t.jsonl: column 'n' holds 5 (int), and data.drop[0].shorter_than needs text or a list."
+    problem = problem_of(path, label=None, drop=[{"column": "n", "shorter_than": 2}])
+    assert_problem(problem, "wrong-type t.jsonl 'n' 5 data.drop[0].shorter_than")
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -233,11 +233,11 @@ def test_rows_of_a_stream_are_named_among_those_kept():
 
 def test_a_stream_refuses_what_needs_all_rows():
     path = write_lines("t.jsonl", rows(40, NAMES))
-    assert "data.deduplicate: cannot hold with data.streaming" in refusal(path, streaming=True, deduplicate=True)
-    message = refusal(path, streaming=True, drop=[{"column": "text", "longer_than": 1}])
-    assert message == "t.jsonl: has no rows that data.drop keeps. Remove it from data.files.train."
-    message = refusal(path, streaming=True, drop=[{"column": "lable", "equals": "x"}])
-    assert "there is no column 'lable', which data.drop[0].column names." in message
+    assert_problem(problem_of(path, streaming=True, deduplicate=True), "no-streaming data.deduplicate data.streaming")
+    problem = problem_of(path, streaming=True, drop=[{"column": "text", "longer_than": 1}])
+    assert_problem(problem, "empty-file t.jsonl data.drop data.files.train")
+    problem = problem_of(path, streaming=True, drop=[{"column": "lable", "equals": "x"}])
+    assert_problem(problem, "unknown-column 'lable' data.drop[0].column")
 
 
 def test_blocks_skip_rows_that_are_kept(tmp_path):

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import named_rows, refusal, text_data, write
+from data_helpers import named_rows, problem_of, refusal, text_data, write
 from saving_helpers import record, said, steps, summary, together
 from streaming_helpers import KILL, LANGUAGE, MODEL, NAMES, STREAM, ids_by_step, samples_of, write_lines
 from text_helpers import TINY, make_run, rows, train_whole_and_cut
 
+from fastloop.testing import assert_problem
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text import tokens as _text_tokens
 
@@ -68,8 +69,8 @@ def test_rows_that_are_left_out_count_for_no_source(caplog):
     assert counted(text_data(sources=write_sources(), drop=drop, deduplicate=True)) == (60, 19)
     assert "text equals review number 3 1" in caplog.text
     sources = [*write_sources(), {"files": "a.jsonl"}]
-    message = refusal(sources=sources, deduplicate=True)
-    assert message == "recipe.yaml: data.sources[2]: has no rows left. Remove it, or what leaves out its rows."
+    problem = problem_of(sources=sources, deduplicate=True)
+    assert_problem(problem, "empty-split recipe.yaml data.sources[2]")
 
 
 def test_other_splits_and_texts_in_columns_have_the_names_of_the_section():
@@ -115,14 +116,14 @@ def test_sources_that_cannot_be_read_are_refused_by_number(case):
 def test_a_bad_row_is_named_with_its_source():
     sources = write_sources()
     write_lines("c.jsonl", [{"review": "x", "mark": "bad"}, {"review": 5, "mark": "bad"}])
-    message = refusal(sources=[sources[0], sources[1] | {"files": "c.jsonl"}])
-    assert message.startswith("c.jsonl (data.sources[1]), row 2: column 'text' (data.text) holds 5 (int)")
+    problem = problem_of(sources=[sources[0], sources[1] | {"files": "c.jsonl"}])
+    assert_problem(problem, "invalid-row c.jsonl data.sources[1] 2 'text' data.text 5")
 
 
 def test_a_file_without_a_header_gets_the_names_of_its_source():
     sources = write_sources()
     write("b.csv", "".join(f"a long review number {index},{NAMES[index % 2]}\n" for index in range(9)))
-    assert "give data.read.columns=[review,mark]" in refusal(sources=sources)
+    assert_problem(problem_of(sources=sources), "unknown-column data.read.columns=[review,mark]")
 
 
 @pytest.mark.parametrize("task", ["text-classification", "causal-lm"])

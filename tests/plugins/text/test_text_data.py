@@ -14,7 +14,9 @@ import pytest
 from text_helpers import TINY, make_run, rows, write_rows
 
 from fastloop.errors import RecipeError
+from fastloop.problem import Problem
 from fastloop.recipe import make_recipe
+from fastloop.testing import assert_problem
 from fastloop_plugins.text.data import TextData
 
 
@@ -23,10 +25,15 @@ def read(labelled: bool = True, **data):
     return TextData(recipe, labelled=labelled)
 
 
-def refusal(labelled: bool = True, **data) -> str:
+def problem_of(labelled: bool = True, **data) -> Problem:
     with pytest.raises(RecipeError) as caught:
         read(labelled, **data).load()
-    return str(caught.value)
+    return caught.value.problem
+
+
+def refusal(labelled: bool = True, **data) -> str:
+    """The message of ``problem_of``."""
+    return str(problem_of(labelled, **data))
 
 
 # -- what can be read --------------------------------------------------------------------------------------------------
@@ -186,55 +193,53 @@ def test_string_labels_are_numbered_in_sorted_order():
 # -- what is refused before anything is loaded -------------------------------------------------------------------------
 
 
-def check(labelled: bool = True, **data) -> str:
+def check(labelled: bool = True, **data) -> Problem:
     with pytest.raises(RecipeError) as caught:
         read(labelled, **data)
-    return str(caught.value)
+    return caught.value.problem
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "expected"),
     [
-        ({"files": {"train": "nix.csv"}}, "recipe.yaml: data.files.train: nix.csv: no such file."),
-        ({"files": {"train": "nix*.csv"}}, "recipe.yaml: data.files.train: no file matches nix*.csv."),
-        ({"files": {"train": "."}}, "data.files.train: .: a folder, expected a file."),
-        ({"files": {"train": []}}, "data.files.train: found an empty list"),
+        ({"files": {"train": "nix.csv"}}, "file-missing recipe.yaml data.files.train nix.csv"),
+        ({"files": {"train": "nix*.csv"}}, "file-missing recipe.yaml data.files.train nix*.csv"),
+        ({"files": {"train": "."}}, "not-a-file data.files.train"),
+        ({"files": {"train": []}}, "missing-value data.files.train"),
         (
             {"files": {"train": "a.xlsx"}},
-            "data.files.train: a.xlsx: cannot read files of type '.xlsx'. Expected one of: .csv,",
+            "unknown-format data.files.train a.xlsx '.xlsx'",
         ),
-        ({"files": {"trian": "a.csv"}}, "data.files.trian: no such option. Did you mean 'train'?"),
-        ({"files": {"test": "a.csv"}}, "data.files.train: missing"),
-        ({"files": {"train": "a.csv"}, "lable": "y"}, "data.lable: no such option. Did you mean 'label'?"),
-        ({"files": {"train": "a.csv"}, "max_length": "long"}, "data.max_length: found 'long' (str). Expected int"),
-        ({"files": {"train": "a.csv"}, "limit": {"train": 0}}, "data.limit.train: found 0"),
-        ({"files": {"train": "a.csv"}, "splits": {"dev": "x"}}, "data.splits.dev: no such option."),
-        ({"files": {"train": "a.csv"}, "validation_fraction": 1.0}, "data.validation_fraction: found 1.0"),
+        ({"files": {"trian": "a.csv"}}, "unknown-option data.files.trian 'train'"),
+        ({"files": {"test": "a.csv"}}, "missing-value data.files.train"),
+        ({"files": {"train": "a.csv"}, "lable": "y"}, "unknown-option data.lable 'label'"),
+        ({"files": {"train": "a.csv"}, "max_length": "long"}, "invalid-value data.max_length 'long'"),
+        ({"files": {"train": "a.csv"}, "limit": {"train": 0}}, "invalid-value data.limit.train 0"),
+        ({"files": {"train": "a.csv"}, "splits": {"dev": "x"}}, "unknown-option data.splits.dev"),
+        ({"files": {"train": "a.csv"}, "validation_fraction": 1.0}, "invalid-value data.validation_fraction 1.0"),
         (
             {"files": {"train": "a.csv"}, "arguments": {"n": 1}},
-            "data.arguments: they are for the function of data.module",
+            "unknown-option data.arguments data.module",
         ),
-        ({"files": {"train": "a.csv"}, "label": None}, "data.label: missing"),
-        ({}, "recipe.yaml: data: found none, expected one of: name"),
-        ({"files": {"train": "a.csv"}, "module": "m:f"}, "data: found files and module, expected one of"),
-        ({"name": "a.csv"}, "data.name: a.csv is a file. Give it as data.files.train=a.csv."),
-        ({"name": "no/such/folder"}, "data.name: no/such/folder: no such folder"),
-        ({"module": "nonsense"}, "data.module: found 'nonsense', expected file.py:name or package.module:name."),
-        ({"module": "nix.py:f"}, "data.module: no such file: nix.py"),
-        ({"module": "nixpackage.m:f"}, "data.module: no package 'nixpackage' is installed."),
+        ({"files": {"train": "a.csv"}, "label": None}, "missing-value data.label"),
+        ({}, "exclusive-options recipe.yaml data"),
+        ({"files": {"train": "a.csv"}, "module": "m:f"}, "exclusive-options data"),
+        ({"name": "a.csv"}, "not-a-name data.name a.csv data.files.train=a.csv"),
+        ({"name": "no/such/folder"}, "file-missing data.name no/such/folder"),
+        ({"module": "nonsense"}, "wrong-format data.module 'nonsense' file.py:name package.module:name"),
+        ({"module": "nix.py:f"}, "file-missing data.module nix.py"),
+        ({"module": "nixpackage.m:f"}, "not-installed data.module 'nixpackage'"),
     ],
 )
-def test_a_wrong_data_section_is_refused_before_anything_is_loaded(data, message):
+def test_a_wrong_data_section_is_refused_before_anything_is_loaded(data, expected):
     write_rows("a.csv", rows(2))
     Path("a.xlsx").touch()
-    assert message in check(**data)
+    assert_problem(check(**data), expected)
 
 
 def test_a_language_model_refuses_labels():
     write_rows("a.csv", rows(2))
-    assert "data.label: a language model has no labels" in check(
-        labelled=False, files={"train": "a.csv"}, label="label"
-    )
+    assert_problem(check(labelled=False, files={"train": "a.csv"}, label="label"), "unknown-option data.label")
 
 
 # -- what is refused when it is read -----------------------------------------------------------------------------------
@@ -242,56 +247,48 @@ def test_a_language_model_refuses_labels():
 
 def test_missing_columns_are_named_with_those_there_are():
     write_rows("train.csv", [{"texts": "a", "label": 0}])
-    message = refusal(files={"train": "train.csv"})
-    assert (
-        message
-        == "train.csv: there is no column 'text', which data.text names. Its columns: texts, label. Did you mean "
-        "'texts'?"
-    )
+    problem = problem_of(files={"train": "train.csv"})
+    assert_problem(problem, "unknown-column train.csv 'text' data.text 'texts'")
 
 
 def test_a_label_column_that_only_test_lacks_is_named_with_the_file():
     write_rows("train.csv", rows(4))
     write_rows("test.csv", [{"text": "a"}])
-    assert refusal(files={"train": "train.csv", "test": "test.csv"}).startswith(
-        "test.csv: there is no column 'label', which data.label names."
+    assert_problem(
+        problem_of(files={"train": "train.csv", "test": "test.csv"}), "unknown-column test.csv 'label' data.label"
     )
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("labels", "expected"),
     [
-        ([0, None, 1], "train.jsonl, row 2: column 'label' (data.label) is empty."),
+        ([0, None, 1], "missing-label train.jsonl 2 'label' data.label"),
         (
             [0, 0.5, 1],
-            "train.jsonl, row 2: column 'label' (data.label) holds 0.5 (float), expected text, or whole numbers "
-            "from 0.",
+            "wrong-label train.jsonl 2 'label' data.label 0.5 0",
         ),
-        ([1, 2, 1], "train.jsonl: column 'label' (data.label) holds the labels 1, 2, expected 0 to 1 without gaps."),
-        ([-1, 0, 1], "holds the labels -1, 0, 1, expected 0 to 2 without gaps."),
-        ([0, 2, 0], "holds the labels 0, 2, expected 0 to 1 without gaps."),
+        ([1, 2, 1], "gaps-in-labels train.jsonl 'label' data.label 1 2 0"),
+        ([-1, 0, 1], "gaps-in-labels -1 0 1 2"),
+        ([0, 2, 0], "gaps-in-labels 0 2 1"),
         (
             [0, "a", 1],
-            "train.jsonl, row 2: column 'label' (data.label) mixes text and numbers: it holds 'a', and train.jsonl, "
-            "row 1 holds 0.",
+            "mixed-labels train.jsonl 2 'label' data.label 'a' 1 0",
         ),
-        (["a", "a", "a"], "train.jsonl: column 'label' (data.label) holds only the label 'a', expected at least two."),
-        ([["a"], "b", "c"], "train.jsonl, row 1: column 'label' (data.label) holds ['a'] (list)"),
+        (["a", "a", "a"], "one-class train.jsonl 'label' data.label 'a'"),
+        ([["a"], "b", "c"], "wrong-label train.jsonl 1 'label' data.label 'a'"),
     ],
 )
-def test_invalid_labels_error_has_file_row_and_key(labels, message):
+def test_invalid_labels_error_has_file_row_and_key(labels, expected):
     write_rows("train.jsonl", [{"text": "some text", "label": label} for label in labels])
-    assert message in refusal(files={"train": "train.jsonl"})
+    assert_problem(problem_of(files={"train": "train.jsonl"}), expected)
 
 
 def test_a_label_never_seen_in_training_is_refused_with_the_way_out():
     write_rows("train.csv", rows(4))
     write_rows("test.csv", [{"text": "a", "label": 1}, {"text": "b", "label": -1}])
-    message = refusal(files={"train": "train.csv", "test": "test.csv"})
-    assert (
-        "test.csv, row 2: column 'label' (data.label) holds -1, which never occurs in training. There: 0, 1." in message
-    )
-    assert "data.splits.test=null" in message
+    problem = problem_of(files={"train": "train.csv", "test": "test.csv"})
+    assert_problem(problem, "unknown-label test.csv 2 'label' data.label -1 0 1")
+    assert "data.splits.test=null" in str(problem)
     assert "test" not in read(files={"train": "train.csv", "test": "test.csv"}, splits={"test": None}).load()
 
 
@@ -303,52 +300,49 @@ def test_empty_splits_are_rejected_and_few_empty_texts_logged(caplog):
     for empty in ("header.csv", "nothing.csv", "nothing.jsonl"):
         assert f"{empty}: the test split is empty" in refusal(files={"train": "train.csv", "test": empty})
     write_rows("blank.jsonl", [{"text": "", "label": 0}, {"text": None, "label": 1}])
-    assert "blank.jsonl: all 2 texts in column 'text' are empty (data.text)." in refusal(files={"train": "blank.jsonl"})
+    assert_problem(problem_of(files={"train": "blank.jsonl"}), "empty-column blank.jsonl 2 'text' data.text")
     write_rows("some.jsonl", [*rows(4), {"text": " ", "label": 1}])
     read(files={"train": "some.jsonl"}).load()
-    assert "some.jsonl: 1 of 5 texts are empty" in caplog.text
+    assert_problem(caplog, "empty-texts some.jsonl 1 5")
 
 
 def test_non_string_texts_are_rejected():
     write_rows("train.jsonl", [{"text": "a", "label": 0}, {"text": 3, "label": 1}])
-    assert "train.jsonl, row 2: column 'text' (data.text) holds 3 (int), expected text." in refusal(
-        files={"train": "train.jsonl"}
-    )
+    assert_problem(problem_of(files={"train": "train.jsonl"}), "invalid-row train.jsonl 2 'text' data.text 3")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "expected"),
     [
-        ("bad.jsonl", b'{"text": "a", "label": 0}\n{"text": \n', "bad.jsonl, line 2: not valid JSON"),
-        ("bad.json", b'[{"text": "a"},\n]', "bad.json, line 2: not valid JSON"),
-        ("bad.json", b'["a", "b"]', "bad.json, row 1: found 'a' (str), expected a mapping of columns."),
-        ("bad.parquet", b"not parquet at all", "bad.parquet: it is text, by its first bytes"),
-        ("bad.parquet", b"PAR1\x15damaged", "bad.parquet: cannot be read as .parquet"),
-        ("bad.csv", b"text,label\na,0\nb,1,2\n", "bad.csv, line 3: found 3 cells, expected 2 (text, label)."),
-        ("bad.txt", b"\xff\x00bad", "bad.txt, line 1: not UTF-8"),
+        ("bad.jsonl", b'{"text": "a", "label": 0}\n{"text": \n', "invalid-row bad.jsonl line 2 JSON"),
+        ("bad.json", b'[{"text": "a"},\n]', "invalid-row bad.json line 2 JSON"),
+        ("bad.json", b'["a", "b"]', "invalid-row bad.json 1 'a'"),
+        ("bad.parquet", b"not parquet at all", "wrong-contents bad.parquet"),
+        ("bad.parquet", b"PAR1\x15damaged", "file-unreadable bad.parquet"),
+        ("bad.csv", b"text,label\na,0\nb,1,2\n", "invalid-row bad.csv line 3 2"),
+        ("bad.txt", b"\xff\x00bad", "invalid-row bad.txt line 1 UTF-8"),
     ],
 )
-def test_a_file_that_is_not_what_its_suffix_says_is_refused(name, content, message):
+def test_a_file_that_is_not_what_its_suffix_says_is_refused(name, content, expected):
     Path(name).write_bytes(content)
-    assert message in refusal(files={"train": name})
+    assert_problem(problem_of(files={"train": name}), expected)
 
 
 def test_a_function_called_or_answering_wrongly_is_refused():
     Path("mine.py").write_text("def one(n): ...\ndef two(): return [1]\ndef three(): return {'train': ['a']}\n")
-    assert "data.arguments: mine.py:one cannot take them: missing a required argument: 'n'" in refusal(
-        module="mine.py:one"
-    )
-    assert "data.module: mine.py:two returned list, expected {split: rows}" in refusal(module="mine.py:two")
-    assert "mine.py:three, split train, row 1: found 'a' (str)" in refusal(module="mine.py:three")
+    assert_problem(problem_of(module="mine.py:one"), "call-failed data.arguments mine.py:one 'n'")
+    assert_problem(problem_of(module="mine.py:two"), "wrong-result data.module mine.py:two")
+    assert_problem(problem_of(module="mine.py:three"), "invalid-row mine.py:three split train 1 'a'")
     assert "data.module: mine.py has no 'tow'. Did you mean 'two'?" in refusal(module="mine.py:tow")
-    assert "data.module: fastloop_plugins.nix cannot be imported: ModuleNotFoundError" in refusal(
-        module="fastloop_plugins.nix:f"
+    assert_problem(
+        problem_of(module="fastloop_plugins.nix:f"),
+        "import-failed data.module fastloop_plugins.nix ModuleNotFoundError",
     )
 
 
 def test_one_row_cannot_be_held_out_from():
     Path("one.txt").write_text("only one")
-    assert "data.validation_fraction: 1 row cannot be split" in refusal(labelled=False, files={"train": "one.txt"})
+    assert_problem(problem_of(labelled=False, files={"train": "one.txt"}), "too-few-rows data.validation_fraction 1")
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ from data_helpers import write
 from tag_helpers import make, write_jsonl
 
 from fastloop.errors import RecipeError
+from fastloop.problem import Problem
 from fastloop.recipe import make_recipe
+from fastloop.testing import assert_problem
 from fastloop_plugins.tasks.tags.data import TagTextData
 
 TWO = [(["EU", "rejects"], ["B-ORG", "O"]), (["Peter"], ["B-PER"])]
@@ -32,10 +34,10 @@ def load(*arguments: Any, role: str = "train", **data: Any) -> list[tuple[list[s
     return [(words, [section.classes[tag] for tag in tags]) for words, tags in rows]
 
 
-def refusal(*arguments: Any, **data: Any) -> str:
+def problem_of(*arguments: Any, **data: Any) -> Problem:
     with pytest.raises(RecipeError) as caught:
         load(*arguments, **data)
-    return str(caught.value)
+    return caught.value.problem
 
 
 @pytest.mark.parametrize(
@@ -77,9 +79,7 @@ def test_a_word_that_begins_with_a_hash_is_no_comment(caplog):
         content = "\n".join("" if line is None else separator.join(line) for line in lines)
         assert load(write("a.conll", content)) == [(["#", "1"], ["O", "B-PER"]), (["#eu", "#"], ["B-ORG", "O"])]
     assert "comments" not in caplog.text
-    assert "a.conll, line 3: found 1 columns, expected 2, as in line 1." in refusal(
-        write("a.conll", "EU B-ORG\n\n#eu\n")
-    )
+    assert_problem(problem_of(write("a.conll", "EU B-ORG\n\n#eu\n")), "invalid-row a.conll line 3 1 2")
 
 
 def test_other_columns_of_a_conll_file():
@@ -129,78 +129,53 @@ CONLL = "a O\nb B-X\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "message"),
+    ("content", "options", "expected"),
     [
-        ("a O\n\nb B-X extra\n", {}, "a.conll, line 3: found 3 columns, expected 2, as in line 1. Blank lines separate "
-                                     "sentences."),
-        ("a\nb\n", {}, "a.conll, line 1: found one column, expected a word and its tag, separated by a tab or "
-                       "by spaces."),
-        ("a O\nb B-X\n", {"tags": 5}, "a.conll, line 1: there is no column 5, which data.tags names. The line has 2, "
-                                      "counted from 0."),
-        ("a\tO\nb\t\n", {}, "a.conll, line 2: column -1 (data.tags) is empty."),
-        ("a O\nb O\n", {}, "a.conll: data.tags: found 'O', expected at least two different tags."),
-        ("\n\n", {}, "a.conll: the train split is empty. Expected at least one sentence (data.files, data.splits)."),
-        (CONLL, {"tags": "ner"}, "data.tags: found 'ner' (str), and a.conll needs a number: the columns of CoNLL "
-                                 "files have no"),
-        (CONLL, {"text": "text"}, "data.text: is for texts, and token-classification reads data.words and data.tags. "
-                                  "Remove it."),
-        (CONLL, {"label_map": {"a": "b"}}, "data.label_map: is for texts"),
-        (CONLL, {"read": {"delimiter": ","}}, "data.read.delimiter: is for .csv files, which hold no lists of words. "
-                                              "Remove it."),
-        (CONLL, {"tag_names": ["O", "O"]}, "data.tag_names: found ['O', 'O'], expected at least two tags, each once."),
-        (CONLL, {"tag_names": ["O", "B-Y"]}, "line 2: found the tag 'B-X' (data.tags), which never occurs in "
-                                             "data.tag_names."),
+        ("a O\n\nb B-X extra\n", {}, "invalid-row a.conll line 3 2 1"),
+        ("a\nb\n", {}, "invalid-row a.conll line 1"),
+        ("a O\nb B-X\n", {"tags": 5}, "invalid-row a.conll line 1 5 data.tags 2 0"),
+        ("a\tO\nb\t\n", {}, "invalid-row a.conll line 2 -1 data.tags"),
+        ("a O\nb O\n", {}, "one-class a.conll data.tags 'O'"),
+        ("\n\n", {}, "empty-split a.conll data.files data.splits"),
+        (CONLL, {"tags": "ner"}, "wrong-type data.tags 'ner' a.conll CoNLL"),
+        (CONLL, {"text": "text"}, "unknown-option data.text data.words data.tags"),
+        (CONLL, {"label_map": {"a": "b"}}, "unknown-option data.label_map"),
+        (CONLL, {"read": {"delimiter": ","}}, "unknown-option data.read.delimiter"),
+        (CONLL, {"tag_names": ["O", "O"]}, "wrong-type data.tag_names 'O'"),
+        (CONLL, {"tag_names": ["O", "B-Y"]}, "unknown-label line 2 'B-X' data.tags data.tag_names"),
     ],
 )  # fmt: skip
-def test_wrong_conll_files(content, options, message):
-    assert message in refusal(write("a.conll", content), **options)
+def test_wrong_conll_files(content, options, expected):
+    assert_problem(problem_of(write("a.conll", content), **options), expected)
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "expected"),
     [
-        ({"words": "a b", "tags": ["O"]}, "a.jsonl, row 2: column 'words' (data.words) holds 'a b' (str), expected a "
-                                          "list of words."),
-        ({"words": ["a", 3], "tags": ["O", "O"]}, "column 'words' (data.words) has as word 2 one that holds 3 (int), "
-                                                  "expected text."),
-        ({"words": ["a", " "], "tags": ["O", "O"]}, "a.jsonl, row 2: column 'words' (data.words) has as word 2 one "
-                                                    "that is empty."),
-        ({"words": ["a"], "tags": ["O", "O"]}, "a.jsonl, row 2: found 1 words and 2 tags, expected a tag for "
-                                               "each word."),
-        ({"words": ["a"], "tags": [None]}, "column 'tags' (data.tags) holds [None] (list), expected a list of tags: "
-                                           "names, or"),
+        ({"words": "a b", "tags": ["O"]}, "invalid-row a.jsonl 2 'words' data.words"),
+        ({"words": ["a", 3], "tags": ["O", "O"]}, "invalid-row 'words' data.words 2 3"),
+        ({"words": ["a", " "], "tags": ["O", "O"]}, "invalid-row a.jsonl 2 'words' data.words"),
+        ({"words": ["a"], "tags": ["O", "O"]}, "invalid-row a.jsonl 2 1"),
+        ({"words": ["a"], "tags": [None]}, "invalid-row 'tags' data.tags"),
     ],
 )  # fmt: skip
-def test_wrong_lists(row, message):
+def test_wrong_lists(row, expected):
     write_jsonl("a.jsonl", [{"words": ["a", "b"], "tags": ["O", "B-X"]}, row])
-    assert message in refusal("a.jsonl")
+    assert_problem(problem_of("a.jsonl"), expected)
 
 
 def test_other_files_are_refused():
-    assert "a.csv: data.words needs a file of type .conll, .jsonl, .json or .parquet." in refusal(
-        write("a.csv", "words,tags\n")
-    )
-    assert (
-        "a.txt: data.words needs a file of type .conll, .jsonl, .json or .parquet. For a CoNLL file: data.format=conll."
-        in refusal(write("a.txt", CONLL))
-    )
-    assert "there is no column 'tags', which data.tags names. Its columns: words" in refusal(
-        write_jsonl("a.jsonl", [{"words": ["a"]}])
-    )
-    assert "a.jsonl needs the name of a column" in refusal("a.jsonl", tags=-1)
+    assert_problem(problem_of(write("a.csv", "words,tags\n")), "unknown-format a.csv data.words")
+    assert_problem(problem_of(write("a.txt", CONLL)), "unknown-format a.txt data.words CoNLL data.format=conll")
+    assert_problem(problem_of(write_jsonl("a.jsonl", [{"words": ["a"]}])), "unknown-column 'tags' data.tags")
+    assert_problem(problem_of("a.jsonl", tags=-1), "wrong-type a.jsonl")
 
 
 def test_a_tag_that_training_lacks_is_named_by_its_line():
     files = {"train": write("a.conll", CONLL), "validation": write("b.conll", "-DOCSTART- O\n\na O\n\nb O\nc I-X\n")}
-    message = refusal(files)
-    assert (
-        "b.conll, line 6: found the tag 'I-X' (data.tags), which never occurs in training. There: 'B-X', 'O'."
-        in message
-    )
-    assert (
-        "To give the model this tag: data.tag_names=[B-X, O, I-X]. To leave this split out: "
-        "data.splits.validation=null." in message
-    )
+    problem = problem_of(files)
+    assert_problem(problem, "unknown-label b.conll line 6 'I-X' data.tags 'B-X' 'O'")
+    assert_problem(problem, "unknown-label I-X data.splits.validation=null")
     assert load(files, role="validation", tag_names=["B-X", "O", "I-X"])[1] == (["b", "c"], ["O", "I-X"])
 
 
@@ -211,7 +186,7 @@ def test_unreadable_sentences_are_skipped_on_request(caplog):
     )
     assert len(run.datasets["train"]) == 2
     assert run.state.unreadable == 1
-    assert "a.conll: 1 sentences cannot be read, and are skipped" in caplog.text
+    assert_problem(caplog, "rows-unreadable a.conll 1")
 
 
 def test_cached_token_ids_give_the_same_samples():

@@ -31,20 +31,22 @@ from fastloop_plugins.text.tokenizers import check_saved_tokenizer
 from fastloop_tools.inference.chunks import Chunks, predict_dataset
 
 OK = "ok"
+"""Equal within the bound."""
 REFUSED = "refused"
+"""Refused by a message of fastloop."""
 WARNED = "warned"
+"""Differs, with a warning."""
 WRONG = "WRONG"
+"""Differs without a warning."""
 ERROR = "ERROR"
-"""Equal within the bound; refused by a message of fastloop; differs with a warning; differs without one; any other
-exception."""
+"""Another exception."""
 LOSS = 1e-4
+"""Largest relative difference of a step's loss. Rounding gives up to a tenth of it in three steps, since the weights
+are large; a wrong mask or weight gives ten times it."""
 UPDATE = 1e-2
+"""Largest difference of the weights, as a share of their change in training. Rounding and faults: as for ``LOSS``."""
 BF16 = 0.03
-"""Largest differences: of a step's loss, relative; of the weights, as a share of their change in training; of the last
-loss in bf16.
-
-Rounding gives up to a tenth of the first two in three steps, since the weights are large; a wrong mask or weight ten
-times them."""
+"""Largest relative difference of the last loss in bf16."""
 ROUNDING = 1e-6
 """Relative change of weights that stands for rounding, eight times the precision of float32: sums over many numbers
 lose a few bits."""
@@ -110,19 +112,26 @@ class Pair:
         self, output: str, plugins: Mapping[str, Any], settings: Mapping[str, Any], model: Path | None = None
     ) -> dict[str, Any]:
         """The recipe of a run, with the default guards and without the default observers."""
-        files = {split: str(self.folder / f"{split}.jsonl") for split in ("train", "validation")}
-        settings = {"epochs": plain.EPOCHS, "batch_size": plain.BATCH, "seed": plain.SEED, "lr": plain.LR} | dict(
-            settings
-        )
-        settings = {
+        data = dict(self.task.data)
+        if self.images:
+            data["images"] = str(self.folder / "images")
+        else:
+            data["files"] = {split: str(self.folder / f"{split}.jsonl") for split in ("train", "validation")}
+        train = {
+            "epochs": plain.EPOCHS,
+            "batch_size": plain.BATCH,
+            "seed": plain.SEED,
+            "lr": plain.LR,
             "optimizer": {"name": "SGD", "momentum": plain.MOMENTUM},
             "max_grad_norm": plain.NORM,
             "device": "cpu",
-        } | settings
+            "save_every": None,
+            "log_every": 1,
+        }
         return {
             "model": {"name": str(model or self.model)},
-            "data": self.task.data | ({"images": str(self.folder / "images")} if self.images else {"files": files}),
-            "train": {"save_every": None, "log_every": 1} | settings,
+            "data": data,
+            "train": train | dict(settings),
             "plugins": {self.name: {}} | dict.fromkeys(IDLE, False) | dict(plugins),
             "output": str(self.folder / output),
         }
@@ -146,10 +155,14 @@ class Pair:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record the warnings of fastloop inside the block."""
+
+        def keep(record: logging.LogRecord) -> None:
+            self.messages.append(record.getMessage())
+
         handler = logging.Handler(logging.WARNING)
         logger = logging.getLogger("fastloop")
         self.messages = []
-        handler.emit = lambda record: self.messages.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = keep  # type: ignore[method-assign]
         logger.addHandler(handler)
         try:
             yield
@@ -159,9 +172,8 @@ class Pair:
     @cached_property
     def before(self) -> dict[str, Tensor]:
         """The weights before training, without buffers: a norm's statistics depend on the order of samples."""
-        return {
-            name: weight.detach().clone() for name, weight in plain.load(self.model, self.task)[0].named_parameters()
-        }
+        model = plain.load(self.model, self.task)[0]
+        return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
     @cached_property
     def rows(self) -> list[plain.Row]:
@@ -178,10 +190,13 @@ class Pair:
         """Largest differences of losses and weights between plain loops with other random numbers, and with weights
         changed by rounding."""
         losses, weights = plain.train(self.model, self.task, self.rows, seed=1)
-        draws = [plain.train(self.model, self.task, self.rows, seed=seed, nudge=ROUNDING) for seed in (2, 3, 4)]
-        return max(largest_difference(others, losses) for others, _ in draws), max(
-            self.update(changed, weights) for _, changed in draws
-        )
+        of_losses = []
+        of_weights = []
+        for seed in (2, 3, 4):
+            other_losses, other_weights = plain.train(self.model, self.task, self.rows, seed=seed, nudge=ROUNDING)
+            of_losses.append(largest_difference(other_losses, losses))
+            of_weights.append(self.update(other_weights, weights))
+        return max(of_losses), max(of_weights)
 
     def update(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
         """The norm of the difference of two models' weights, as a share of the norm of the change in training."""
@@ -194,11 +209,12 @@ class Pair:
         """Compare a run with the losses and weights of another one, within rounding, or within the noise."""
         loss = largest_difference(ours.losses, losses)
         update = self.update(ours.weights, weights)
-        found = f"loss {loss:.1e}, update {update:.1e}"
+        difference = f"loss {loss:.1e}, update {update:.1e}"
         if loss <= LOSS and update <= UPDATE:
-            return OK, found
+            return OK, difference
         of_loss, of_update = self.noise
-        return self.verdict(loss <= max(LOSS, TIMES * of_loss) and update <= max(UPDATE, TIMES * of_update), found)
+        is_noise = loss <= max(LOSS, TIMES * of_loss) and update <= max(UPDATE, TIMES * of_update)
+        return self.verdict(is_noise, difference)
 
     def near(self, ours: Trained, losses: Sequence[float]) -> Cell:
         """Compare the losses of a run of reduced precision with those of another one."""
@@ -209,8 +225,10 @@ class Pair:
         """A cell for a comparison. A difference that a warning of the newest run announces is no silent one."""
         if equal:
             return OK, difference
-        about = [message for message in self.messages if re.search(r"padd|micro-batch|batch norm|recompute", message)]
-        return (WARNED, f"{difference}: {about[0]}") if about else (WRONG, difference)
+        for message in self.messages:
+            if re.search(r"padd|micro-batch|batch norm|recompute", message):
+                return WARNED, f"{difference}: {message}"
+        return WRONG, difference
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -227,9 +245,8 @@ class Pair:
         """Micro-batches of similar length, against the same batches in micro-batches of chance: one batch an epoch."""
         batches = {"batch_size": plain.ROWS, "epochs": 3}
         whole = self.train(**batches)
-        return self.same(
-            self.train({"length-bucketing": {}}, micro_batch_size=4, **batches), whole.losses, whole.weights
-        )
+        bucketed = self.train({"length-bucketing": {}}, micro_batch_size=4, **batches)
+        return self.same(bucketed, whole.losses, whole.weights)
 
     def check_plugin(self, column: str) -> Cell:
         """A speed plugin alone, against the run without plugins."""
@@ -292,19 +309,20 @@ class Pair:
         rows = plain.read_rows(self.folder, "validation", self.images)
         if self.name in ("causal-lm", "seq2seq"):
             texts = [row["text"] for row in rows]
-            ours = self.predict({self.name: {"max_new_tokens": NEW}}, texts)["text"]
-            theirs = plain.generate(model, self.task, texts, NEW)
-            wrong = sum(one != other for one, other in zip(ours, theirs, strict=True))
+            generated = self.predict({self.name: {"max_new_tokens": NEW}}, texts)["text"]
+            expected = plain.generate(model, self.task, texts, NEW)
+            wrong = sum(one != other for one, other in zip(generated, expected, strict=True))
             return self.verdict(not wrong, f"{wrong} of {len(texts)} texts")
         columns = self.predict({})
         logits = plain.predict(model, self.task, rows)
         probabilities = [row.float().softmax(-1) for row in logits]
         if self.name == "token-classification":
-            found = [torch.tensor(row) for row in columns["probabilities"]]
+            ours = [torch.tensor(row) for row in columns["probabilities"]]
+            # without the special tokens at both ends, the probability of the best tag of each word
             probabilities = [row[1:-1].max(-1).values for row in probabilities]
         else:
-            found = list(torch.tensor([columns[f"probability_{name}"] for name in plain.CLASSES]).T)
-        largest = max(float((one - other).abs().max()) for one, other in zip(found, probabilities, strict=True))
+            ours = list(torch.tensor([columns[f"probability_{name}"] for name in plain.CLASSES]).T)
+        largest = max(float((one - other).abs().max()) for one, other in zip(ours, probabilities, strict=True))
         return self.verdict(largest <= LOSS, f"probability {largest:.1e}")
 
     def predict(self, plugins: Mapping[str, Any], texts: list[str] | None = None) -> dict[str, list[Any]]:
@@ -313,7 +331,8 @@ class Pair:
         recipe = make_recipe(self.recipe("predicted", plugins, {}))
         split = "validation" if texts is None else "predict"
         recipe.inference = Inference((self.folder / "plain" / "model").resolve(), split, texts, chunk=plain.BATCH)
-        with self.recorded(), open_run(resolve(recipe), [reader := Chunks(None)]) as run:
+        reader = Chunks(None)
+        with self.recorded(), open_run(resolve(recipe), [reader]) as run:
             (chunk,) = reader.chunks
             return predict_dataset(run, run.loaders.replace(split, chunk))
 
@@ -337,11 +356,14 @@ CHECKS: dict[str, Callable[[Pair], Cell]] = {
 
 def columns(task: str) -> list[str]:
     """The checks of a task."""
-    return [
-        name
-        for name in CHECKS
-        if task in PLUGINS.get(name, (task,)) and (name != "length-bucketing" or "image" not in task)
-    ]
+    names = []
+    for name in CHECKS:
+        has_lengths = "image" not in task
+        if name == "length-bucketing" and not has_lengths:
+            continue
+        if name not in PLUGINS or task in PLUGINS[name]:
+            names.append(name)
+    return names
 
 
 def guarded(check: Callable[[], Any]) -> tuple[Any, Cell]:
@@ -351,13 +373,12 @@ def guarded(check: Callable[[], Any]) -> tuple[Any, Cell]:
     except UsageError as error:
         return None, (REFUSED, " ".join(str(error).split()))
     except Exception as error:  # models raise errors of any type
-        cause = error.__cause__ if isinstance(error, FastloopError) and error.__cause__ is not None else error
+        cause: BaseException = error
+        if isinstance(error, FastloopError) and error.__cause__ is not None:
+            cause = error.__cause__
         place = traceback.extract_tb(cause.__traceback__)[-1]
-        return None, (
-            ERROR,
-            f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]} "
-            f"({Path(place.filename).name}:{place.lineno})",
-        )
+        text = " ".join(str(cause).split())[:300]
+        return None, (ERROR, f"{type(cause).__name__}: {text} ({Path(place.filename).name}:{place.lineno})")
 
 
 def serve(pipe: Any) -> None:
@@ -368,17 +389,26 @@ def serve(pipe: Any) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("fastloop").propagate = False
-    while (asked := pipe.recv()) is not None:
-        task, kind, names = asked
+    while True:
+        request = pipe.recv()
+        if request is None:
+            return
+        task, kind, names = request
         with tempfile.TemporaryDirectory() as folder:
-            plain.write_data(Path(folder))
-            pair, cell = guarded(partial(Pair, task, kind, Path(folder)))
-            for name in names if pair is not None else ("model",):
-                found = None
-                if pair is not None:
-                    found, cell = guarded(partial(CHECKS[name], pair))
-                outcome, detail = found or cell
+            for name, (outcome, detail) in check_pair(task, kind, names, Path(folder)):
                 pipe.send((name, outcome, detail.replace(f"{folder}/", "")))
-                if name == FIRST and cell[0] == REFUSED:
-                    break
         pipe.send(None)
+
+
+def check_pair(task: str, kind: str, names: Sequence[str], folder: Path) -> Iterator[tuple[str, Cell]]:
+    """Check -> its cell. If the model cannot be built, the only one is ``model``."""
+    plain.write_data(folder)
+    pair, failure = guarded(partial(Pair, task, kind, folder))
+    if pair is None:
+        yield "model", failure
+        return
+    for name in names:
+        cell, failure = guarded(partial(CHECKS[name], pair))
+        yield name, failure if cell is None else cell
+        if name == FIRST and failure[0] == REFUSED:
+            return

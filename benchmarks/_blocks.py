@@ -77,10 +77,10 @@ def generate(blocks: int, size: Size, seed: int) -> NDArray[np.uint16]:
     weights = np.cumsum(1 / np.arange(1, size.tokens + 1))
     drawn = np.searchsorted(weights, chance.random((blocks, size.length)) * weights[-1]).clip(max=size.tokens - 1)
     follows = chance.random((blocks, size.length)) < FOLLOWS
-    found = drawn.astype(np.uint16)
+    tokens = drawn.astype(np.uint16)
     for place in range(1, size.length):
-        found[:, place] = np.where(follows[:, place], follower[found[:, place - 1]], found[:, place])
-    return found
+        tokens[:, place] = np.where(follows[:, place], follower[tokens[:, place - 1]], tokens[:, place])
+    return tokens
 
 
 def write_tokenizer(folder: Path, size: Size) -> Path:

@@ -73,10 +73,10 @@ def set_new_weights(model: Any) -> None:
 def unpadded(rows: Any, mask: Any) -> list[list[int]]:
     """The rows of a padded batch without padding; without a mask, as they are."""
     if mask is None:
-        return [[int(value) for value in row] for row in rows]
+        return [list(map(int, row)) for row in rows]
     lists = []
     for row, real in zip(rows, mask, strict=True):
-        lists.append([int(value) for value in row[real.bool()]])
+        lists.append(list(map(int, row[real.bool()])))
     return lists
 
 

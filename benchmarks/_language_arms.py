@@ -63,8 +63,8 @@ class LanguageWork:
     def load(self, split: str) -> NDArray[np.uint16]:
         """Read a split of the tokens."""
         with np.load(self.tokens) as arrays:
-            found: NDArray[np.uint16] = arrays[split]
-        return found
+            tokens: NDArray[np.uint16] = arrays[split]
+        return tokens
 
 
 def adamw_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
@@ -96,19 +96,24 @@ def run_plain(work: LanguageWork, windows: Windows) -> None:
     chance = torch.Generator().manual_seed(work.seed)
 
     def draw() -> tuple[Any, Any]:
+        """Blocks at random places, and their next tokens: of the tokens 5 6 7 8 at length 3, [5 6 7] and [6 7 8]."""
         places = torch.randint(len(tokens) - size.length, (size.batch,), generator=chance)
         parts = [tokens[place : place + size.length + 1].astype(np.int64) for place in places.tolist()]
-        pair = [
-            torch.stack([torch.from_numpy(part[shift : shift + size.length]) for part in parts]) for shift in (0, 1)
-        ]
+        longer = torch.from_numpy(np.stack(parts))
+        ids = longer[:, :-1].contiguous()
+        targets = longer[:, 1:].contiguous()
         if work.device == "cuda":
-            pair = [part.pin_memory().to(work.device, non_blocking=True) for part in pair]
-        return pair[0], pair[1]
+            ids = ids.pin_memory().to(work.device, non_blocking=True)
+            targets = targets.pin_memory().to(work.device, non_blocking=True)
+        return ids, targets
+
+    def validate() -> float:
+        return validation_loss(model.state_dict(), size, work.load("validation"), work.device)
 
     ids, targets = draw()
     for _ in count():
         if windows.command is None:
-            windows.begin(lambda: validation_loss(model.state_dict(), size, work.load("validation"), work.device))
+            windows.begin(validate)
         windows.batch({"input_ids": ids})
         with torch.autocast(work.device, dtype=torch.bfloat16):
             _, loss = compiled(model, ids, targets)
@@ -168,7 +173,11 @@ def run_fastloop(work: LanguageWork, windows: Windows) -> None:
         def before_step(self, run: Run, batches: Any) -> None:
             if windows.command is None:
                 weights = run.unwrap_model().state_dict()
-                windows.begin(lambda: validation_loss(weights, size, work.load("validation"), work.device))
+
+                def validate() -> float:
+                    return validation_loss(weights, size, work.load("validation"), work.device)
+
+                windows.begin(validate)
             for batch in batches:
                 windows.batch(batch.inputs, batch.samples)
 

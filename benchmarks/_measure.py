@@ -51,7 +51,8 @@ def recorded_properties(case: Element) -> dict[str, str]:
 def rounds(arms: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     """``(round, arm)`` with every second round backwards, A B B A, so that a drift of the machine hits all arms."""
     for number in range(repeats):
-        for arm in arms if number % 2 == 0 else reversed(arms):
+        order = arms if number % 2 == 0 else arms[::-1]
+        for arm in order:
             yield number, arm
 
 
@@ -158,7 +159,9 @@ class Clock:
 
     def seconds(self, warmup: int) -> float:
         """Mean seconds of a step, without the first ``warmup`` steps if there are more."""
-        measured = self.ends[min(warmup, len(self.ends) - 1) - 1 :]
+        # with a warm-up of 2 steps, the end of step 2, at place 1, begins the measured time
+        first = min(warmup, len(self.ends) - 1) - 1
+        measured = self.ends[first:]
         return (measured[-1] - measured[0]) / (len(measured) - 1)
 
 
@@ -178,9 +181,17 @@ def busy_seconds() -> float | None:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def load(found: Sequence[Mapping[str, Any]]) -> str:
+def every_run(results: Sequence[Mapping[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The figures of all arms of all rounds, for ``load``."""
+    runs: list[dict[str, Any]] = []
+    for of_round in results:
+        runs += of_round.values()
+    return runs
+
+
+def load(results: Sequence[Mapping[str, Any]]) -> str:
     """A sentence about the load of other processes during the given results."""
-    foreign = [row["foreign_cores"] for row in found if row["foreign_cores"] is not None]
+    foreign = [row["foreign_cores"] for row in results if row["foreign_cores"] is not None]
     if not foreign:
         return "The load by other processes was not measured."
     return (
@@ -191,8 +202,12 @@ def load(found: Sequence[Mapping[str, Any]]) -> str:
 
 def interval(values: Sequence[float], draws: int = 5000) -> tuple[float, float]:
     """The 95% percentile bootstrap interval of the median."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
+    generator = random.Random(0)
+    medians = []
+    for _ in range(draws):
+        drawn = generator.choices(values, k=len(values))
+        medians.append(statistics.median(drawn))
+    medians.sort()
     return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]
 
 
@@ -202,10 +217,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(ratios), "interval95": interval(ratios), "ratios": ratios}
 
 
-def show_ratio(found: Mapping[str, Any]) -> str:
-    """A ratio as text for tables."""
-    low, high = found["interval95"]
-    return f"{found['median']:.2f} ({low:.2f} to {high:.2f})"
+def show_ratio(measured: Mapping[str, Any]) -> str:
+    """A result of ``ratio`` as text for tables."""
+    low, high = measured["interval95"]
+    return f"{measured['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def caution(count: int) -> str:
@@ -215,21 +230,30 @@ def caution(count: int) -> str:
 
 def machine(*packages: str) -> dict[str, Any]:
     """Facts about the machine: processor, cores, versions of Python and packages, and the commit."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in packages:
+        versions[package] = version(package)
+    return {"cpu": cpu_model(), "cores": os.cpu_count(), "versions": versions, "commit": commit()}
+
+
+def commit() -> str | None:
+    """The commit of the checkout; None: there is no git, or no repository."""
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
-    except OSError:  # a machine without git
-        commit = ""
-    versions = {"python": platform.python_version()} | {package: version(package) for package in packages}
-    return {"cpu": cpu_model(), "cores": os.cpu_count(), "versions": versions, "commit": commit or None}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 def show_machine(facts: Mapping[str, Any]) -> str:
     """The facts as a sentence. The results have all versions."""
-    shown = {name: found for name, found in facts["versions"].items() if name not in ("python", "fastloop-train")}
-    versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in shown.items())
-    return f"{facts.get('device', facts['cpu'])}, {facts['cores']} cores; {versions}."
+    versions = []
+    for name, installed in facts["versions"].items():
+        if name not in ("python", "fastloop-train"):
+            versions.append(f"{name} {installed or 'not installed'}")
+    device = facts.get("device", facts["cpu"])
+    return f"{device}, {facts['cores']} cores; {', '.join(versions)}."
 
 
 def cpu_model() -> str:
@@ -238,7 +262,10 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
 
 
 def version(package: str) -> str | None:
@@ -251,8 +278,11 @@ def version(package: str) -> str | None:
 
 def memory(kind: str) -> int:
     """Bytes of this process, from Linux: ``VmRSS`` is the memory resident now, ``VmHWM`` its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{kind}:")))
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, size = line.partition(":")
+        if name == kind:
+            return 1024 * int(size.split()[0])  # "VmRSS:   1234 kB"
+    raise ValueError(f"/proc/self/status has no {kind}")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]], text_columns: int = 1) -> str:

@@ -15,21 +15,25 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 ROWS = 24
+"""Training samples."""
 BATCH = 8
+"""Samples of a step."""
 EPOCHS = 1
 SEED = 7
 LR = 0.02
+"""Learning rate of SGD."""
 MOMENTUM = 0.9
 NORM = 1.0
-"""Training samples, samples of a step, epochs, seed, and arguments of SGD and of the clipping of gradients."""
+"""Norm to which gradients are clipped."""
 LONGEST = 22
 """Words of a text at most; it has one at least."""
 WORDS = [f"w{index}" for index in range(40)]
 CLASSES = "ABC"
 IGNORED = -100
 MEAN = 0.5
+"""Mean of all colors, by which images are normalized."""
 STD = 0.25
-"""Mean and standard deviation of all colors, which images are normalized by."""
+"""Standard deviation of all colors, by which images are normalized."""
 
 Row = dict[str, Any]
 
@@ -57,9 +61,8 @@ def make_tokenizer(padding_side: str = "right") -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate([*special, *WORDS])}, unk_token="[UNK]")
-    )
+    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
@@ -86,19 +89,25 @@ def write_data(folder: Path) -> None:
                 "label": CLASSES[index % 3],
                 "words": words,
                 "tags": [CLASSES[int(word[1:]) % 3] for word in words],
-            }
-            row |= {
                 "prompt": " ".join(words[:cut]),
                 "completion": " " + " ".join([*words[cut:], "w1"]),
                 "target": " ".join(words[::-2]),
             }
             rows.append(json.dumps(row))
             image = Image.new("RGB", (IMAGE, IMAGE))
-            image.putdata([tuple(chance.randrange(256) for _ in range(3)) for _ in range(IMAGE * IMAGE)])
+            image.putdata([draw_color(chance) for _ in range(IMAGE * IMAGE)])
             place = folder / "images" / split / CLASSES[index % 3]
             place.mkdir(parents=True, exist_ok=True)
             image.save(place / f"{index:02}.png")
         (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def draw_color(chance: random.Random) -> tuple[int, int, int]:
+    """Red, green and blue from 0 to 255."""
+    red = chance.randrange(256)
+    green = chance.randrange(256)
+    blue = chance.randrange(256)
+    return red, green, blue
 
 
 def read_rows(folder: Path, split: str, images: bool) -> list[Row]:
@@ -130,10 +139,13 @@ def classes(rows: Sequence[Row], tokenizer: Any, inputs: dict[str, Tensor]) -> T
 
 def tags(rows: Sequence[Row], tokenizer: Any, inputs: dict[str, Tensor]) -> Tensor:
     """The tag of each token that is a word."""
-    found = torch.full_like(inputs["input_ids"], IGNORED)
-    special = torch.isin(inputs["input_ids"], torch.tensor(tokenizer.all_special_ids))
-    found[~special] = torch.tensor([CLASSES.index(tag) for row in rows for tag in row["tags"]])
-    return found.flatten()
+    targets = torch.full_like(inputs["input_ids"], IGNORED)
+    is_special = torch.isin(inputs["input_ids"], torch.tensor(tokenizer.all_special_ids))
+    classes_of_words: list[int] = []
+    for row in rows:
+        classes_of_words += [CLASSES.index(tag) for tag in row["tags"]]
+    targets[~is_special] = torch.tensor(classes_of_words)
+    return targets.flatten()
 
 
 def completion_ids(row: Row, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -144,28 +156,38 @@ def completion_ids(row: Row, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def language_inputs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
     """Prompts with completions, padded on the right: no token attends to a later one."""
-    ids = [
-        torch.tensor([*prompt, *completion]) for prompt, completion in (completion_ids(row, tokenizer) for row in rows)
-    ]
+    ids = []
+    for row in rows:
+        prompt, completion = completion_ids(row, tokenizer)
+        ids.append(torch.tensor([*prompt, *completion]))
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(line) for line in ids], batch_first=True)
     return {"input_ids": padded, "attention_mask": mask}
 
 
 def next_tokens(rows: Sequence[Row], tokenizer: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """For each token the next one, if it belongs to a completion."""
-    found = torch.full_like(inputs["input_ids"], IGNORED)
-    for line, row in zip(found, rows, strict=True):
+    """For each token the next one, if it belongs to a completion.
+
+    For a prompt [1 2] and a completion [3 4], the ids are [1 2 3 4] and the targets [- 3 4 -].
+    """
+    targets = torch.full_like(inputs["input_ids"], IGNORED)
+    for line, row in zip(targets, rows, strict=True):
         prompt, completion = completion_ids(row, tokenizer)
-        line[len(prompt) - 1 : len(prompt) - 1 + len(completion)] = torch.tensor(completion)
-    return found.flatten()
+        first = len(prompt) - 1
+        line[first : first + len(completion)] = torch.tensor(completion)
+    return targets.flatten()
 
 
 def pair_inputs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
     """Padded token ids of texts, and of targets as labels."""
     labels = tokenizer([row["target"] for row in rows], padding=True, padding_side="right", return_tensors="pt")
-    found = text_inputs(rows, tokenizer)
-    return found | {"labels": labels["input_ids"].masked_fill(labels["attention_mask"] == 0, IGNORED)}
+    ids = labels["input_ids"].masked_fill(labels["attention_mask"] == 0, IGNORED)
+    return text_inputs(rows, tokenizer) | {"labels": ids}
+
+
+def pair_targets(rows: Sequence[Row], tokenizer: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The tokens of the targets."""
+    return inputs["labels"].flatten()
 
 
 def pixels(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
@@ -198,7 +220,7 @@ TASKS = {
         "AutoModelForSeq2SeqLM",
         COLUMNS | {"target": "target", "max_target_length": LONGEST + 2},
         pair_inputs,
-        lambda rows, tokenizer, inputs: inputs["labels"].flatten(),
+        pair_targets,
     ),
     "image-classification": Task(
         "AutoModelForImageClassification",
@@ -238,9 +260,9 @@ def batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 def loss_of(model: Any, task: Task, rows: Sequence[Row], tokenizer: Any) -> Tensor:
     """The mean cross entropy over the targets of a batch."""
     inputs = task.inputs(rows, tokenizer)
-    logits = model(
-        **inputs, **({} if "Image" in task.auto or "Classification" in task.auto else {"use_cache": False})
-    ).logits
+    classifies = "Classification" in task.auto
+    options = {} if classifies else {"use_cache": False}
+    logits = model(**inputs, **options).logits
     return cross_entropy(logits.flatten(0, -2).float(), task.targets(rows, tokenizer, inputs))
 
 
@@ -260,9 +282,10 @@ def train(
     """
     model, tokenizer = load(folder, task)
     torch.manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters() if nudge else ():
-            weight.mul_(1 + nudge * torch.randn_like(weight))
+    if nudge:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + nudge * torch.randn_like(weight))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     model.train()
     losses = []
@@ -298,14 +321,15 @@ def generate(folder: Path, task: Task, texts: Sequence[str], tokens: int) -> lis
     """The greedy continuation of each text, one by one."""
     model, tokenizer = load(folder, task)
     model.eval()
-    decoder = "Causal" in task.auto
-    found = []
+    is_decoder = "Causal" in task.auto
+    generated = []
     for text in texts:
-        ids = tokenizer(text, add_special_tokens=not decoder, return_tensors="pt")["input_ids"]
-        if decoder:  # a prompt begins as in training, and has no end
+        ids = tokenizer(text, add_special_tokens=not is_decoder, return_tensors="pt")["input_ids"]
+        if is_decoder:  # a prompt begins as in training, and has no end
             ids = torch.nn.functional.pad(ids, (1, 0), value=tokenizer.bos_token_id)
-        new = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
-        )[0]
-        found.append(tokenizer.decode(new[ids.shape[1] :] if decoder else new, skip_special_tokens=True))
-    return found
+        mask = torch.ones_like(ids)
+        written = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False)[0]
+        if is_decoder:
+            written = written[ids.shape[1] :]  # without the prompt
+        generated.append(tokenizer.decode(written, skip_special_tokens=True))
+    return generated

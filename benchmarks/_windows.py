@@ -23,8 +23,9 @@ from typing import Any, Protocol
 from _measure import memory
 
 SKIPPED = 2
+"""Steps that a probe skips at the start of its window."""
 PROBED = 20
-"""Steps that a probe skips at the start of its window, and steps that it then observes."""
+"""Steps that a probe observes."""
 PROBES = ("syncs", "profile")
 ATTENTION = re.compile(r"flash|fmha|mha_|sdpa|attention|attn", re.IGNORECASE)
 """Matches names of attention kernels: FlashAttention, cuDNN, CUTLASS, and torch's operations on a CPU."""
@@ -73,9 +74,14 @@ class Syncs:
             for frame in traceback.extract_stack()[:-1]
             if "/torch/" not in frame.filename and frame.name != "_showwarnmsg"
         ]
-        if frames and frames[-1].filename == __file__:
+        if not frames:
+            self.places["?"] += 1
+            return
+        caller = frames[-1]
+        if caller.filename == __file__:
             return  # the probe itself waits when it stops
-        self.places[f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "?"] += 1
+        file = "/".join(Path(caller.filename).parts[-2:])
+        self.places[f"{file}:{caller.lineno}"] += 1
 
     def stop(self) -> None:
         import torch
@@ -107,7 +113,8 @@ class Kernels:
 
         if self.device == "cuda":
             torch.cuda.synchronize()
-        self.profiler = profile(activities=[ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU])
+        observed = ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU
+        self.profiler = profile(activities=[observed])
         self.profiler.start()
         self.started = time.perf_counter()
 
@@ -127,7 +134,8 @@ class Kernels:
         if self.trace is not None:
             Path(self.trace).write_bytes(gzip.compress(text))
         events = json.loads(text)["traceEvents"]
-        return summarize_kernels(events, steps, self.seconds, "kernel" if self.device == "cuda" else "cpu_op")
+        category = "kernel" if self.device == "cuda" else "cpu_op"
+        return summarize_kernels(events, steps, self.seconds, category)
 
 
 def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, category: str) -> dict[str, Any]:
@@ -139,22 +147,22 @@ def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, 
         ``kernels_per_step``; ``busy``: share of the time in which at least one kernel ran. Both are None if the trace
             has no kernels, as where the driver does not permit profiling.
     """
-    found = [event for event in events if event.get("ph") == "X" and event.get("cat") == category]
-    if not found:
+    kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == category]
+    if not kernels:
         return {"kernels_per_step": None, "busy": None, "attention": {}, "kernels": {}}
     spent = Counter[str]()
-    for event in found:
+    for event in kernels:
         spent[event["name"][:120]] += event["dur"] / 1e3 / steps
     busy = 0.0
     end = 0.0
-    for event in sorted(found, key=lambda event: float(event["ts"])):
+    for event in sorted(kernels, key=lambda event: float(event["ts"])):
         first = float(event["ts"])
-        last = float(event["ts"]) + event["dur"]
+        last = first + event["dur"]
         busy += max(0.0, last - max(first, end))
         end = max(end, last)
     attention = Counter({name: value for name, value in spent.items() if ATTENTION.search(name)})
     return {
-        "kernels_per_step": len(found) / steps,
+        "kernels_per_step": len(kernels) / steps,
         "busy": busy / 1e6 / seconds,
         "attention": dict(attention.most_common(4)),
         "kernels": dict(spent.most_common(10)),
@@ -195,10 +203,8 @@ class Windows:
         self.report = report
         self.lengths = lengths
         self.trace = trace
-        self.command: str | None = None
-        """The command that is carried out; None after its reply, until the next window begins."""
-        self.pending: str | None = None
-        """A command that was read inside a window, and is carried out in the next one."""
+        self.command: str | None = None  # None after its reply, until the next window begins
+        self.pending: str | None = None  # read inside a window, and carried out in the next one
         self.trained_steps = 0
         self.losses: list[Any] = []
 
@@ -319,6 +325,8 @@ def training_flops(model: Any, lengths: Any) -> float:
         for name, part in model.named_modules()
         if isinstance(part, nn.Linear) and ".layer." in f".{name}"
     )
-    config = model.config
-    squares = float((lengths.astype(float) ** 2).sum())
-    return 6.0 * weights * float(lengths.sum()) + 12.0 * config.num_hidden_layers * config.hidden_size * squares
+    tokens = float(lengths.sum())
+    pairs = float((lengths.astype(float) ** 2).sum())  # of tokens of one text
+    width = model.config.hidden_size
+    layers = model.config.num_hidden_layers
+    return 6.0 * weights * tokens + 12.0 * layers * width * pairs

@@ -65,7 +65,11 @@ def every_pair() -> list[Pair]:
     """The tasks and types of models that transformers' lists name."""
     from transformers.models.auto import modeling_auto
 
-    return [(name, kind) for name, task in TASKS.items() for kind in getattr(modeling_auto, MAPPINGS[task.auto])]
+    pairs = []
+    for name, task in TASKS.items():
+        for kind in getattr(modeling_auto, MAPPINGS[task.auto]):
+            pairs.append((name, kind))
+    return pairs
 
 
 class Worker:
@@ -97,9 +101,11 @@ class Worker:
             self.pipe.send((*pair, left))
             try:
                 while self.pipe.poll(PATIENCE):
-                    if (answer := self.pipe.recv()) is None:
+                    answer = self.pipe.recv()
+                    if answer is None:
                         return
                     name, outcome, detail = answer
+                    # "model", the only result of a model that cannot be built, is not among them
                     left = left[left.index(name) + 1 :] if name in left else []
                     yield {"check": name, "outcome": outcome, "detail": detail}
                 problem = f"no result in {PATIENCE:.0f} seconds"
@@ -119,19 +125,20 @@ def study(worker: Worker, pair: Pair, done: Sequence[Result], record: Callable[[
     """Run the checks of a pair that are not done, record and print them, and return all results."""
     from _architecture_checks import columns
 
+    task, kind = pair
     finished = {result["check"] for result in done}
-    missing = (
-        []
-        if "model" in finished or (done and not is_accepted(done))
-        else [name for name in columns(pair[0]) if name not in finished]
-    )
-    found = [*done]
+    missing = [name for name in columns(task) if name not in finished]
+    if "model" in finished or (done and not is_accepted(done)):
+        missing = []
+    results = [*done]
     for result in worker.check(pair, missing):
-        found.append(result)
-        record({"task": pair[0], "kind": pair[1], **result})
-    bad = [f"{result['check']}: {result['outcome']} {result['detail']}" for result in found if result["outcome"] in BAD]
-    print(f"{pair[0]:20} {pair[1]:24} {len(found)} checks", *bad, sep="\n    ", flush=True)
-    return found
+        results.append(result)
+        record({"task": task, "kind": kind, **result})
+    print(f"{task:20} {kind:24} {len(results)} checks", flush=True)
+    for result in results:
+        if result["outcome"] in BAD:
+            print(f"    {result['check']}: {result['outcome']} {result['detail']}", flush=True)
+    return results
 
 
 def write_result(result: Result) -> None:
@@ -142,11 +149,14 @@ def write_result(result: Result) -> None:
 
 def read_results() -> dict[Pair, list[Result]]:
     """The finished checks of earlier runs."""
-    found: dict[Pair, list[Result]] = {}
-    for line in RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else ():
+    results: dict[Pair, list[Result]] = {}
+    if not RESULTS.exists():
+        return results
+    for line in RESULTS.read_text(encoding="utf-8").splitlines():
         result = json.loads(line)
-        found.setdefault((result.pop("task"), result.pop("kind")), []).append(result)
-    return found
+        pair = (result.pop("task"), result.pop("kind"))
+        results.setdefault(pair, []).append(result)
+    return results
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -158,14 +168,20 @@ def is_accepted(results: Iterable[Result]) -> bool:
     return "model" not in outcomes and outcomes.get("hand-written loop") != "refused"
 
 
-def page(found: dict[Pair, list[Result]]) -> str:
+def page(checked: dict[Pair, list[Result]]) -> str:
     """The text of docs/architectures.md."""
-    accepted = {pair: results for pair, results in found.items() if is_accepted(results)}
-    counts = Counter(result["outcome"] for results in accepted.values() for result in results)
-    trains = sum(
-        result["outcome"] == "ok" for results in accepted.values() for result in results if result["check"] == "auto"
-    )
-    whole = sum(all(result["outcome"] not in BAD for result in results) for results in accepted.values())
+    accepted = {pair: results for pair, results in checked.items() if is_accepted(results)}
+    counts = Counter[str]()
+    trains = 0
+    whole = 0
+    for results in accepted.values():
+        outcomes = {result["check"]: result["outcome"] for result in results}
+        counts.update(outcomes.values())
+        trains += outcomes.get("auto") == "ok"
+        whole += not set(outcomes.values()) & set(BAD)
+    sections: list[str] = []
+    for task in TASKS:
+        sections += outcomes_of(task, accepted)
     versions = f"transformers {version('transformers')} and torch {version('torch')}"
     text = [
         "# Architectures",
@@ -179,12 +195,12 @@ def page(found: dict[Pair, list[Result]]) -> str:
         "",
         __doc__.partition("interrupted run\n")[2].strip(),
         "",
-        *(line for task in TASKS for line in outcomes_of(task, accepted)),
+        *sections,
         "## Not accepted",
         "",
         "The tiny model could not be built, or the task refuses it without plugins. A run shows the reason.",
         "",
-        *refusals(found.keys() - accepted.keys()),
+        *refusals(checked.keys() - accepted.keys()),
     ]
     return "\n".join(text) + "\n"
 
@@ -201,11 +217,12 @@ def outcomes_of(task: str, accepted: dict[Pair, list[Result]]) -> list[str]:
 
 def not_equal(results: Iterable[Result]) -> str:
     """The checks that were not equal, or ``EQUAL``."""
-    names = [
-        result["check"] + f" ({result['outcome']})" * (result["outcome"] != "refused")
-        for result in results
-        if result["outcome"] != "ok"
-    ]
+    names = []
+    for result in results:
+        if result["outcome"] == "refused":
+            names.append(result["check"])
+        elif result["outcome"] != "ok":
+            names.append(f"{result['check']} ({result['outcome']})")
     return ", ".join(names) or EQUAL
 
 
@@ -227,34 +244,42 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="check again what an earlier run has finished")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    part = options.sample or options.only
-    pairs = (
-        [*SAMPLE] if options.sample else [pair for pair in every_pair() if pair[1] in options.only or not options.only]
-    )
-    pairs = [pair for pair in pairs if options.task in (None, pair[0])]
+    part = bool(options.sample or options.only)
+    pairs = [*SAMPLE] if options.sample else every_pair()
+    if options.only and not options.sample:
+        pairs = [pair for pair in pairs if pair[1] in options.only]
+    if options.task is not None:
+        pairs = [pair for pair in pairs if pair[0] == options.task]
     RESULTS.parent.mkdir(exist_ok=True)
-    done = {} if options.again or part else read_results()
     if options.again and not part:
         RESULTS.unlink(missing_ok=True)
+    done = {} if part else read_results()
     from _architecture_checks import serve
 
     workers: dict[int, Worker] = {}
 
+    def record(result: Result) -> None:
+        if not part:
+            write_result(result)
+
     def check(pair: Pair) -> list[Result]:
-        record: Callable[[Result], None] = (lambda result: None) if part else write_result
-        return study(workers.setdefault(threading.get_ident(), Worker(serve)), pair, done.get(pair, []), record)
+        worker = workers.setdefault(threading.get_ident(), Worker(serve))
+        return study(worker, pair, done.get(pair, []), record)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            found = dict(zip(pairs, pool.map(check, pairs), strict=True))
+            checked = dict(zip(pairs, pool.map(check, pairs), strict=True))
         finally:
             pool.shutdown(cancel_futures=True)
             for worker in workers.values():
                 worker.stop()
-    bad = sum(result["outcome"] in BAD for results in found.values() if is_accepted(results) for result in results)
-    print(f"{len(found)} pairs, {bad} checks wrong or with an error")
+    bad = 0
+    for results in checked.values():
+        if is_accepted(results):
+            bad += sum(result["outcome"] in BAD for result in results)
+    print(f"{len(checked)} pairs, {bad} checks wrong or with an error")
     if not part:
-        TABLE.write_text(page({pair: found[pair] for pair in pairs}), encoding="utf-8")
+        TABLE.write_text(page({pair: checked[pair] for pair in pairs}), encoding="utf-8")
     sys.exit(bad > 0)
 
 

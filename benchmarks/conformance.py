@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
 from pathlib import Path
 
 from _measure import ROOT, recorded_properties, run_suite
@@ -60,49 +61,91 @@ def install(folder: Path) -> None:
     os.environ["PYTHONPATH"] = str(folder)
 
 
-def read(*reports: Path) -> dict[str, dict[str, tuple[str, str]]]:
-    """Plugin -> check -> result and reason."""
-    found: dict[str, dict[str, tuple[str, str]]] = {}
-    for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
-        recorded = recorded_properties(case)
-        if "plugin" not in recorded:
+@dataclass(frozen=True)
+class Checked:
+    """The outcome of a check: ``passed``, ``skipped`` or ``FAILED``, and the reason."""
+
+    outcome: str
+    reason: str = ""
+
+
+Checks = dict[str, Checked]
+"""Check -> its outcome."""
+
+
+def read(*reports: Path) -> dict[str, Checks]:
+    """Plugin -> its checks."""
+    plugins: dict[str, Checks] = {}
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            recorded = recorded_properties(case)
+            if "plugin" not in recorded:
+                continue
+            name = recorded["plugin"]
+            check = case.get("name", "").removeprefix("test_")
+            checked = read_outcome(case)
+            checks = plugins.setdefault(name, {})
+            if check == f"processes[{name}]" and name not in STRATEGIES:  # a strategy of examples/, with itself
+                for strategy in STRATEGIES:
+                    reason = "with itself: it fills the slot 'strategy', too"
+                    checks[f"processes[{strategy}]"] = Checked(checked.outcome, reason)
+            else:
+                checks[check] = checked
+    return plugins
+
+
+def read_outcome(case: ElementTree.Element) -> Checked:
+    """The outcome of a test."""
+    for child in case:
+        if child.tag in OUTCOMES:
+            return Checked(OUTCOMES[child.tag], child.get("message", ""))
+    return Checked("passed")
+
+
+class Reasons:
+    """The reasons of a page, numbered from 1. Reasons that differ only in names of plugins are one."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, reason: str) -> int:
+        """The number of a reason. Only its first sentence counts."""
+        first = re.sub(r"recipe: (?=plugin|')|(?<=\.) .*", "", " ".join(reason.split()))
+        without_names = re.sub(r"'[^']*'", "", first)
+        if without_names not in self._numbers:
+            self.shown.append(first)
+            self._numbers[without_names] = len(self.shown)
+        return self._numbers[without_names]
+
+
+def describe(checks: Checks, reasons: Reasons) -> str:
+    """The checks that a plugin did not pass, such as ``resume, amp (1); compile FAILED (2)``."""
+    names = dict.fromkeys([*CHECKS, *(f"processes[{name}]" for name in STRATEGIES)])
+    names |= dict.fromkeys(check for check in checks if check.startswith("processes["))
+    titles: dict[str, list[str]] = {}  # by the number of their reason
+    for name in names:
+        checked = checks.get(name, Checked("skipped", "not reported"))
+        if checked.outcome == "passed" and not checked.reason:
             continue
-        row = found.setdefault(recorded["plugin"], {})
-        check = case.get("name", "").removeprefix("test_")
-        outcome = next((child for child in case if child.tag in OUTCOMES), None)
-        row[check] = ("passed", "") if outcome is None else (OUTCOMES[outcome.tag], outcome.get("message", ""))
-        # a strategy of examples/, with itself
-        if check == f"processes[{recorded['plugin']}]" and recorded["plugin"] not in STRATEGIES:
-            result = row.pop(check)[0]
-            row |= {
-                f"processes[{name}]": (result, "with itself: it fills the slot 'strategy', too") for name in STRATEGIES
-            }
-    return found
+        title = CHECKS.get(name) or name.removeprefix("processes[").rstrip("]")
+        if checked.outcome != "skipped":
+            title += f" {checked.outcome}"
+        number = f" ({reasons.number(checked.reason)})" if checked.reason else ""
+        titles.setdefault(number, []).append(title)
+    return "; ".join(f"{', '.join(listed)}{number}" for number, listed in titles.items()) or "all passed"
 
 
-def lists(found: dict[str, dict[str, tuple[str, str]]]) -> str:
-    """The plugins by the checks that they did not pass, with the reasons below. Reasons that differ only in names of
-    plugins share a number, and the first one is shown."""
-    expected = [*CHECKS, *(f"processes[{name}]" for name in STRATEGIES)]
-    reasons: dict[str, tuple[int, str]] = {}
+def lists(plugins: dict[str, Checks]) -> str:
+    """The plugins by the checks that they did not pass, with the reasons below."""
+    reasons = Reasons()
     groups: dict[str, list[str]] = {}
-    for name, row in sorted(found.items()):
-        noted: dict[str, list[str]] = {}
-        for check in dict.fromkeys([*expected, *(check for check in row if check.startswith("processes["))]):
-            title = CHECKS.get(check) or check.removeprefix("processes[").rstrip("]")
-            outcome, why = row.get(check, ("skipped", "not reported"))
-            if outcome != "passed" or why:
-                first = re.sub(r"recipe: (?=plugin|')|(?<=\.) .*", "", " ".join(why.split()))
-                number, _ = reasons.setdefault(re.sub(r"'[^']*'", "", first), (len(reasons) + 1, first))
-                noted.setdefault(f" ({number})" if why else "", []).append(
-                    title if outcome == "skipped" else f"{title} {outcome}"
-                )
-        key = "; ".join(f"{', '.join(titles)}{number}" for number, titles in noted.items()) or "all passed"
-        groups.setdefault(key, []).append(name)
-    entries = [
-        f"- {key}: `{', '.join(names)}`" for key, names in sorted(groups.items(), key=lambda group: -len(group[1]))
-    ]
-    return "\n".join([*entries, "", *(f"{number}. {why}" for number, why in reasons.values())]) + "\n"
+    for name, checks in sorted(plugins.items()):
+        groups.setdefault(describe(checks, reasons), []).append(name)
+    largest_first = sorted(groups.items(), key=lambda group: -len(group[1]))
+    entries = [f"- {checks}: `{', '.join(names)}`" for checks, names in largest_first]
+    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons.shown, 1)]
+    return "\n".join([*entries, "", *numbered]) + "\n"
 
 
 def main() -> None:
@@ -114,11 +157,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         install(Path(folder, "examples"))
         suites = {Path(folder, f"{tests.stem}.xml"): tests for tests in (SUITE, *EXAMPLES)}
-        for report, tests in () if options.report else suites.items():
-            run_suite(
-                tests, report, *(["-c", str(tests / "pyproject.toml"), "-k", "Conformance"] if tests.is_dir() else [])
-            )
-        text = lists(found := read(*(options.report or suites)))
+        if not options.report:
+            for report, tests in suites.items():
+                is_package = tests.is_dir()
+                arguments = ["-c", str(tests / "pyproject.toml"), "-k", "Conformance"] if is_package else []
+                run_suite(tests, report, *arguments)
+        plugins = read(*(options.report or suites))
+    text = lists(plugins)
     TABLE.write_text(
         "# Promises of plugins, checked\n"
         "\n"
@@ -127,7 +172,8 @@ def main() -> None:
         f"{', '.join(STRATEGIES)}. An entry names the checks that its plugins skip, with the number of the reason, "
         "which shows one of them; all others passed. The packages of examples/ are included.\n\n" + text
     )
-    sys.exit(any(outcome == "FAILED" for row in found.values() for outcome, _ in row.values()))
+    failed = [name for name, checks in plugins.items() if any(one.outcome == "FAILED" for one in checks.values())]
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

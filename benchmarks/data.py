@@ -127,7 +127,7 @@ def main() -> None:
             (options.cgroup / "cgroup.procs").write_text(str(os.getpid()))
         print(json.dumps(measure(arm, Path(options.folder), cold == "cold", options.seconds)))
         return
-    found = list[dict[str, Any]]()
+    reads = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         write_entry(Path(name), options.rows)
         size = (Path(name) / "rows" / "ids.bin").stat().st_size
@@ -135,18 +135,18 @@ def main() -> None:
             for arm in ARMS:
                 arguments = ["--folder", name, "--seconds", options.seconds, "--measure", arm, cold]
                 arguments += [] if options.cgroup is None else ["--cgroup", options.cgroup]
-                found.append(spawn([Path(__file__).resolve(), *arguments]))
-                print(found[-1], flush=True)
+                reads.append(spawn([Path(__file__).resolve(), *arguments]))
+                print(reads[-1], flush=True)
     facts = machine("torch", "numpy")
     limit = None
     if options.cgroup is not None:
         limit = int((options.cgroup / "memory.limit_in_bytes").read_text())
-    write("data", {"machine": facts, "rows": options.rows, "bytes": size, "limit": limit, "reads": found})
+    write("data", {"machine": facts, "rows": options.rows, "bytes": size, "limit": limit, "reads": reads})
     rows = []
     for arm in ARMS:
         cells = [arm]
         for cold in (True, False):
-            row = next(row for row in found if (row["arm"], row["cold"]) == (arm, cold))
+            row = next(row for row in reads if (row["arm"], row["cold"]) == (arm, cold))
             cells += [f"{row['rows'] / row['seconds']:,.0f}", f"{row['tokens'] / row['seconds'] / 1e6:.2f}"]
         rows.append(cells)
     head = ["", "cold, rows/s", "million tokens/s", "warm, rows/s", "million tokens/s"]
@@ -163,7 +163,7 @@ def main() -> None:
         "",
         table(head, rows),
         "",
-        f"{show_machine(facts)} {load(found)}",
+        f"{show_machine(facts)} {load(reads)}",
     ]
     write_section("Token ids on a disk", "\n".join(text))
 

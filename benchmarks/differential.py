@@ -101,21 +101,21 @@ def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Comparison:
     )
 
 
-def describe(row: Row, adapters: bool, found: Comparison) -> list[str]:
+def describe(row: Row, adapters: bool, comparison: Comparison) -> list[str]:
     """The cells of a comparison in the table of the page."""
     head = [row.name, "yes" if adapters else "no", row.peer]
-    if found.error:
+    if comparison.error:
         return [*head, "-", "-", "-", "-", "no"]
-    masks = "none" if found.masks[1] == 0 else f"{found.masks[0]} of {found.masks[1]}"
-    one, other = found.trained
+    masks = "none" if comparison.masks[1] == 0 else f"{comparison.masks[0]} of {comparison.masks[1]}"
+    one, other = comparison.trained
     trained = f"{one:,}" if one == other else f"{one:,} and {other:,}"
     return [
         *head,
-        f"{found.ids[0]} of {found.ids[1]}",
+        f"{comparison.ids[0]} of {comparison.ids[1]}",
         masks,
-        f"{found.loss:.1e}",
+        f"{comparison.loss:.1e}",
         trained,
-        "yes" if found.agrees() else "no",
+        "yes" if comparison.agrees() else "no",
     ]
 
 
@@ -134,8 +134,8 @@ def copy_model(source: Path, folder: Path, changes: Mapping[str, Any]) -> None:
 
 def find_package(name: str) -> Path | None:
     """The folder of an installed package."""
-    found = importlib.util.find_spec(name)
-    return None if found is None or found.origin is None else Path(found.origin).parent
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def convert_smollm2(package: Path, folder: Path) -> None:
@@ -253,10 +253,10 @@ def train(side: Side, folder: Path, names: Sequence[str]) -> None:
 def show_notes(rows: Sequence[tuple[Row, bool, Comparison]]) -> list[str]:
     """A line for each comparison that does not agree, with the reason if it is known."""
     notes = []
-    for row, adapters, found in rows:
-        if found.agrees():
+    for row, adapters, comparison in rows:
+        if comparison.agrees():
             continue
-        why = found.error or row.reason or "We do not know why."
+        why = comparison.error or row.reason or "We do not know why."
         notes.append(f"- {row.name}{', with LoRA' if adapters else ''}: {why}")
     return notes
 
@@ -264,9 +264,9 @@ def show_notes(rows: Sequence[tuple[Row, bool, Comparison]]) -> list[str]:
 def make_page(rows: Sequence[tuple[Row, bool, Comparison]], models: str, versions: str) -> str:
     """The page of the site."""
     head = ["rows", "LoRA", "peer", "equal token ids", "equal masks", "loss", "trained weights", "agrees"]
-    cells = [describe(row, adapters, found) for row, adapters, found in rows]
+    cells = [describe(row, adapters, comparison) for row, adapters, comparison in rows]
     notes = show_notes(rows) or ["None."]
-    agreeing = sum(found.agrees() for _, _, found in rows)
+    agreeing = sum(comparison.agrees() for _, _, comparison in rows)
     return "\n".join(
         [
             "# Compared with other trainers, number by number",
@@ -323,7 +323,7 @@ def main() -> None:
                 train(side, folder, names)
                 numbers[side] |= read_numbers(folder / f"{side}.jsonl")
                 shutil.copy(folder / f"{side}.log", kept)
-                lines = [json.dumps(found) + "\n" for found in numbers[side].values()]
+                lines = [json.dumps(of_row) + "\n" for of_row in numbers[side].values()]
                 (kept / f"{side}.jsonl").write_text("".join(lines), encoding="utf-8")
     rows = []
     for row in ROWS:

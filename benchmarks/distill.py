@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _measure import RESULTS, ROOT, load, machine, show_machine, source, spawn, table, write, write_section
+from _measure import RESULTS, ROOT, every_run, load, machine, show_machine, source, spawn, table, write, write_section
 from _reviews import minilm
 
 LAYERS = [1, 3, 5]
@@ -103,7 +103,7 @@ def time_passes(folder: Path, seed: int) -> dict[str, Any]:
     models = [AutoModelForSequenceClassification.from_pretrained(each).eval() for each in folders]
     tokenizer = AutoTokenizer.from_pretrained(folders[0])
     texts = [json.loads(line)["text"] for line in (folder / "test.jsonl").read_text(encoding="utf-8").splitlines()]
-    found: list[list[float]] = [[], []]
+    seconds: list[list[float]] = [[], []]
     with torch.inference_mode():
         for number, first in enumerate(range(0, min(len(texts), BATCHES * TIMED), TIMED)):
             options = {"truncation": True, "max_length": LENGTH, "padding": True, "return_tensors": "pt"}
@@ -111,9 +111,9 @@ def time_passes(folder: Path, seed: int) -> dict[str, Any]:
             for place in (0, 1) if number % 2 == 0 else (1, 0):
                 begun = time.perf_counter()
                 models[place](**batch)
-                found[place].append(time.perf_counter() - begun)
-    pairs = zip(*(each[2:] or each for each in found), strict=True)  # the first ones warm up
-    return {"ratios": [one / other for one, other in pairs], "seconds": [statistics.median(each) for each in found]}
+                seconds[place].append(time.perf_counter() - begun)
+    pairs = zip(*(each[2:] or each for each in seconds), strict=True)  # the first ones warm up
+    return {"ratios": [one / other for one, other in pairs], "seconds": [statistics.median(each) for each in seconds]}
 
 
 def draw(reviews: Path, folder: Path, rows: int, test: int) -> None:
@@ -121,8 +121,8 @@ def draw(reviews: Path, folder: Path, rows: int, test: int) -> None:
     from pyarrow import parquet
 
     for split, count in (("train", rows), ("test", test)):
-        found = parquet.read_table(reviews / f"{split}.parquet", columns=["text", "label"]).to_pylist()
-        lines = map(json.dumps, random.Random(0).sample(found, min(count, len(found))))
+        known = parquet.read_table(reviews / f"{split}.parquet", columns=["text", "label"]).to_pylist()
+        lines = map(json.dumps, random.Random(0).sample(known, min(count, len(known))))
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -143,11 +143,11 @@ def main() -> None:
         return
     if not (options.data / "train.parquet").is_file():
         parser.error(f"{options.data / 'train.parquet'}: no such file. --data names the folder.")
-    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    runs: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         draw(options.data, folder, options.rows, options.test)
-        for seed, row in enumerate(found):
+        for seed, row in enumerate(runs):
             for arm in (*ARMS, "time"):
                 own = ["-W", "ignore", __file__, "--arm", arm, "--data", folder, "--seed", seed]
                 row[arm] = spawn(own, {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
@@ -155,19 +155,22 @@ def main() -> None:
                 print(f"round {seed + 1} {arm:12} {shown}, {row[arm]['wall_seconds']:.0f} s", flush=True)
     lines = []
     for arm in ARMS:
-        values = [row[arm]["accuracy"] for row in found]
-        share = statistics.mean(row[arm]["accuracy"] / row["teacher"]["accuracy"] for row in found)
+        values = [row[arm]["accuracy"] for row in runs]
+        share = statistics.mean(row[arm]["accuracy"] / row["teacher"]["accuracy"] for row in runs)
         spread = f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
         lines.append([arm, 6 if arm == "teacher" else len(LAYERS), spread, f"{share:.1%}"])
-    ratio = statistics.median(each for row in found for each in row["time"]["ratios"])
+    ratios: list[float] = []
+    for row in runs:
+        ratios += row["time"]["ratios"]
+    ratio = statistics.median(ratios)
     shown = table(["arm", "layers", "accuracy, mean (range)", "of the teacher's"], lines)
     facts = machine(*PACKAGES)
-    every = [each for row in found for each in row.values()]
+    every = every_run(runs)
     said = f"A forward pass of the distilled model is {ratio:.2f} times as fast as one of the teacher."
     ended = (
         f"{show_machine(facts)} {options.repeats} rounds, {options.rows} reviews of train and {options.test} of test."
     )
-    results = {"machine": facts, "rows": options.rows, "test": options.test, "speed": ratio, "rounds": found}
+    results = {"machine": facts, "rows": options.rows, "test": options.test, "speed": ratio, "rounds": runs}
     print(f"\n{shown}\n\n{said} {load(every)}\n{write('distill', results | {'load': load(every)}, options.results)}")
     if options.results == RESULTS:
         text = [source(__doc__, __file__), shown, said, f"{ended} {load(every)}"]

@@ -41,6 +41,7 @@ from _measure import (
     ROOT,
     Clock,
     caution,
+    every_run,
     load,
     machine,
     ratio,
@@ -107,9 +108,8 @@ def train_fastloop(folder: Path, seed: int, dropout: bool) -> dict[str, Any]:
     with open_run(resolve(recipe, objects=[Watch()])) as run:
         execute(run)
         plugins = run.plugins.names()
-    return {"seconds": clock.seconds(WARMUP), "steps": len(clock.ends), "plugins": plugins} | quality(
-        folder, folder / "run" / "model"
-    )
+    speed = {"seconds": clock.seconds(WARMUP), "steps": len(clock.ends), "plugins": plugins}
+    return speed | quality(folder, folder / "run" / "model")
 
 
 def train_theirs(folder: Path, seed: int, dropout: bool, best: bool) -> dict[str, Any]:
@@ -131,6 +131,14 @@ def train_theirs(folder: Path, seed: int, dropout: bool, best: bool) -> dict[str
     rows = read_lines(folder / "pairs.jsonl")
     if not best:
         rows = rows[: max(WARMUP + 2, len(rows) // BATCH // 4) * BATCH]
+    options: dict[str, Any] = {}
+    if best:
+        options = {
+            "bf16": True,
+            "optim": "adamw_torch_fused",
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0.0,
+        }
     arguments = Arguments(
         output_dir=str(folder / "st"),
         num_train_epochs=1,
@@ -141,11 +149,7 @@ def train_theirs(folder: Path, seed: int, dropout: bool, best: bool) -> dict[str
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **(
-            {"bf16": True, "optim": "adamw_torch_fused", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-            if best
-            else {}
-        ),
+        **options,
     )
     columns = {name: [row[name] for row in rows] for name in ("text", "other")}
     trainer = SentenceTransformerTrainer(
@@ -156,7 +160,7 @@ def train_theirs(folder: Path, seed: int, dropout: bool, best: bool) -> dict[str
         callbacks=[Watch()],
     )
     if best:
-        texts = [text for column in columns.values() for text in column]
+        texts = columns["text"] + columns["other"]
         ids = model.tokenizer(texts, truncation=True, max_length=LENGTH)["input_ids"]
         known = dict(zip(texts, ids, strict=True))
 
@@ -166,11 +170,11 @@ def train_theirs(folder: Path, seed: int, dropout: bool, best: bool) -> dict[str
 
         trainer.data_collator.preprocess_fn = preprocess
     trainer.train()
-    found = {"seconds": clock.seconds(WARMUP), "steps": len(clock.ends)}
+    speed = {"seconds": clock.seconds(WARMUP), "steps": len(clock.ends)}
     if not best:
-        return found
+        return speed
     model.save_pretrained(str(folder / "st" / "model"))
-    return found | quality(folder, folder / "st" / "model")
+    return speed | quality(folder, folder / "st" / "model")
 
 
 def quality(folder: Path, model: Path) -> dict[str, float]:
@@ -185,12 +189,12 @@ def quality(folder: Path, model: Path) -> dict[str, float]:
         texts = [row[key] for row in read_lines(folder / f"{name}.jsonl")]
         return encoder.encode(texts, normalize_embeddings=True, show_progress_bar=False)
 
+    import numpy as np
+
     similar = encode("held_out", "text") @ encode("held_out", "other").T
     scored = (encode("scored", "text") * encode("scored", "other")).sum(1)
     scores = [row["score"] for row in read_lines(folder / "scored.jsonl")]
-    ndcg = ndcg_score(
-        [[float(one == other) for other in range(len(similar))] for one in range(len(similar))], similar, k=10
-    )
+    ndcg = ndcg_score(np.eye(len(similar)), similar, k=10)  # each first passage finds its own second one
     return {"ndcg": float(ndcg), "spearman": float(spearmanr(scored, scores).statistic)}
 
 
@@ -251,22 +255,31 @@ def draw(source: Path, folder: Path, steps: int, seed: int) -> None:
     model.save_pretrained(str(folder / "model-without-dropout"))
 
 
-def summary(found: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, Any], str, str]:
-    """Ratios of speed, and the tables of arms and of ratios."""
-    lines = []
+Results = list[dict[str, dict[str, Any]]]
+"""For each round: the name of an arm -> its figures."""
+
+
+def compare_arms(results: Results) -> dict[str, dict[str, Any]]:
+    """Ratios of speed, by the names of both arms."""
     ratios = {}
+    for ours, theirs in PAIRS:
+        our_seconds = [one[ours]["seconds"] for one in results]
+        their_seconds = [one[theirs]["seconds"] for one in results]
+        ratios[f"{theirs} / {ours}"] = ratio(their_seconds, our_seconds)
+    return ratios
+
+
+def tabulate_arms(results: Results) -> str:
+    """A row for each arm."""
+    lines = []
     for arm in ARMS:
-        rows = [one[arm] for one in found]
+        rows = [one[arm] for one in results]
         shown = [f"{statistics.median(row['seconds'] for row in rows):.2f}"]
         for name in ("ndcg", "spearman"):
             values = [row[name] for row in rows if name in row]
             shown.append(f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})" if values else "")
         lines.append([arm, *shown])
-    for ours, theirs in PAIRS:
-        ratios[f"{theirs} / {ours}"] = ratio(*([one[arm]["seconds"] for one in found] for arm in (theirs, ours)))
-    head = ["arm", "seconds a step", "nDCG@10, mean (range)", "Spearman, mean (range)"]
-    speeds = table(["fastloop is faster than", "by"], [[name, show_ratio(value)] for name, value in ratios.items()])
-    return ratios, table(head, lines), speeds
+    return table(["arm", "seconds a step", "nDCG@10, mean (range)", "Spearman, mean (range)"], lines)
 
 
 def main() -> None:
@@ -284,9 +297,10 @@ def main() -> None:
     if options.arm:
         print(json.dumps(work(options.arm, options.data, options.seed)))
         return
-    if not (reviews := options.data / "train.parquet").is_file():
+    reviews = options.data / "train.parquet"
+    if not reviews.is_file():
         parser.error(f"{reviews}: no such file. --data names the folder.")
-    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    results: Results = [{} for _ in range(options.repeats)]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         for number, arm in rounds(ARMS, options.repeats):
@@ -296,17 +310,27 @@ def main() -> None:
                 draw(reviews, folder, options.steps, number)
             own = ["-W", "ignore", __file__, "--arm", arm, "--data", folder, "--seed", number]
             row = spawn(own, {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-            found[number][arm] = row
+            results[number][arm] = row
             print(f"round {number + 1} {arm:22} {row['seconds']:.2f} s a step, {row['wall_seconds']:.0f} s", flush=True)
-    ratios, arms, speeds = summary(found)
+    ratios = compare_arms(results)
+    arms = tabulate_arms(results)
+    speeds = table(["fastloop is faster than", "by"], [[name, show_ratio(value)] for name, value in ratios.items()])
     facts = machine(*PACKAGES)
-    every = [row for one in found for row in one.values()]
-    results = {"machine": facts, "steps": options.steps, "batch": BATCH, "length": LENGTH, "load": load(every)}
-    results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
-    print(f"\n{arms}\n\n{speeds}\n\n{load(every)}\n{write('embeddings', results, options.results)}")
+    every = every_run(results)
+    record = {
+        "machine": facts,
+        "steps": options.steps,
+        "batch": BATCH,
+        "length": LENGTH,
+        "load": load(every),
+        "seconds": time.perf_counter() - started,
+        "ratios": ratios,
+        "rounds": results,
+    }
+    print(f"\n{arms}\n\n{speeds}\n\n{load(every)}\n{write('embeddings', record, options.results)}")
     if options.results == RESULTS:
         said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps. {load(every)}"
-        said += f" {caution(options.repeats)} `auto` selected: {', '.join(found[0]['fastloop']['plugins'])}."
+        said += f" {caution(options.repeats)} `auto` selected: {', '.join(results[0]['fastloop']['plugins'])}."
         write_section("Embeddings", "\n\n".join([source(__doc__, __file__), arms, speeds, said]))
 
 

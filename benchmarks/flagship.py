@@ -39,20 +39,19 @@ SEEDS = (123, 7, 42)
 def fastloop(*arguments: object) -> float:
     """Run a command of fastloop; returns the seconds that it took."""
     started = time.perf_counter()
-    if code := subprocess.run([sys.executable, "-m", "fastloop", *map(str, arguments)], check=False).returncode:
-        sys.exit(f"fastloop ended with {code}")
+    done = subprocess.run([sys.executable, "-m", "fastloop", *map(str, arguments)], check=False)
+    if done.returncode:
+        sys.exit(f"fastloop ended with {done.returncode}")
     return time.perf_counter() - started
 
 
 def overrides(data: Path, **splits: tuple[str, int]) -> list[str]:
     """The model, and for each split a file and the number of its rows."""
-    files = [f"data.files.{split}={data / f'{name}.parquet'}" for split, (name, _) in splits.items()]
-    return [
-        f"model.name={minilm()}",
-        *files,
-        *(f"data.limit.{split}={rows}" for split, (_, rows) in splits.items()),
-        "train.epochs=1",
-    ]
+    words = [f"model.name={minilm()}", "train.epochs=1"]
+    for split, (name, rows) in splits.items():
+        words.append(f"data.files.{split}={data / f'{name}.parquet'}")
+        words.append(f"data.limit.{split}={rows}")
+    return words
 
 
 def train(data: Path, seed: int, folder: Path) -> dict[str, Any]:
@@ -66,8 +65,8 @@ def train(data: Path, seed: int, folder: Path) -> dict[str, Any]:
                 {"seed": seed, "wall_seconds": seconds, "summary": json.loads((folder / "summary.json").read_text())}
             )
         )
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    trained: dict[str, Any] = json.loads(result.read_text())
+    return trained
 
 
 def profile(data: Path, folder: Path) -> dict[str, Any]:
@@ -76,8 +75,8 @@ def profile(data: Path, folder: Path) -> dict[str, Any]:
     if not (folder / "profile.json").exists():
         work = overrides(data, train=("train", 2400), validation=("validation", 12), test=("test", 12))
         fastloop("profile", RECIPE, *work, "--without", "checkpoint-best", "--output", folder)
-    found: dict[str, Any] = json.loads((folder / "profile.json").read_text())["profile"]
-    return found
+    profile: dict[str, Any] = json.loads((folder / "profile.json").read_text())["profile"]
+    return profile
 
 
 def compare(data: Path, seeds: int, folder: Path) -> dict[str, Any]:
@@ -86,8 +85,8 @@ def compare(data: Path, seeds: int, folder: Path) -> dict[str, Any]:
     resume = ["--resume"] if (folder / "sweep.json").exists() else []
     chosen = ["--with", "allocator", "--without", "checkpoint-best", "--seeds", seeds, "--monitor", "accuracy"]
     fastloop("sweep", RECIPE, "plugins.auto=false,{}", *chosen, *work, f"output={folder}", *resume)
-    found: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
-    return found
+    record: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
+    return record
 
 
 def paired(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
@@ -103,7 +102,7 @@ def paired(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 def report(results: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
     runs = results["runs"]
-    found = results["profile"]
+    profile = results["profile"]
     lines = [
         [
             str(run["seed"]),
@@ -115,9 +114,9 @@ def report(results: dict[str, Any]) -> str:
         for run in runs
     ]
     mean = statistics.mean(run["summary"]["test"]["accuracy"] for run in runs)
-    reached = found["flops"] / found["seconds"]
-    peak = found["peaks"][found["precision"]]
-    peaks = ", ".join(f"{value / 1e9:,.0f} in {dtype}" for dtype, value in found["peaks"].items())
+    reached = profile["flops"] / profile["seconds"]
+    peak = profile["peaks"][profile["precision"]]
+    peaks = ", ".join(f"{value / 1e9:,.0f} in {dtype}" for dtype, value in profile["peaks"].items())
     without, full = results["pairs"]["points"]
     gap = (
         {name: -value for name, value in without["difference"].items()} if without["difference"] else full["difference"]

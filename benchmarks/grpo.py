@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from _measure import (
     Clock,
     arms_parser,
     caution,
+    every_run,
     load,
     machine,
     memory,
@@ -186,22 +188,30 @@ def work(arm: str, model: Path, steps: int, seed: int) -> dict[str, Any]:
         return train(model, Path(folder), steps, seed)
 
 
-def summary(found: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, Any], str, str]:
-    """Ratios, and the tables of arms and of ratios."""
+Results = Sequence[dict[str, dict[str, Any]]]
+"""For each round: the name of an arm -> its figures."""
+
+
+def tabulate_arms(results: Results) -> str:
+    """A row for each arm, with the medians of its rounds."""
     lines = []
-    ratios = {}
     for arm in ARMS:
-        rows = [one[arm] for one in found]
-        seconds, peak, tokens = (
-            statistics.median(row[name] for row in rows) for name in ("seconds", "memory", "tokens")
-        )
+        rows = [one[arm] for one in results]
+        seconds = statistics.median(row["seconds"] for row in rows)
+        peak = statistics.median(row["memory"] for row in rows)
+        tokens = statistics.median(row["tokens"] for row in rows)
         lines.append([arm, f"{seconds:.2f}", f"{peak / 2**20:,.0f}", f"{tokens:.1f}"])
-    compared = []
-    for what in ("seconds", "memory"):
-        ratios[what] = ratio(*([one[arm][what] for one in found] for arm in ("trl", "fastloop")))
-        compared.append([f"{what}, trl / fastloop", show_ratio(ratios[what])])
-    head = ["arm", "seconds a step", "peak MiB", "tokens of a completion"]
-    return ratios, table(head, lines), table(["ratio", "median"], compared)
+    return table(["arm", "seconds a step", "peak MiB", "tokens of a completion"], lines)
+
+
+def compare_arms(results: Results) -> dict[str, dict[str, Any]]:
+    """Figure -> the ratio of TRL's to fastloop's."""
+    ratios = {}
+    for figure in ("seconds", "memory"):
+        theirs = [one["trl"][figure] for one in results]
+        ours = [one["fastloop"][figure] for one in results]
+        ratios[figure] = ratio(theirs, ours)
+    return ratios
 
 
 def main() -> None:
@@ -211,18 +221,28 @@ def main() -> None:
         print(json.dumps(work(options.arm, options.model, options.steps, options.seed)))
         return
     started = time.perf_counter()
-    found = run_arms(__file__, ARMS, options, lambda row: f"{row['seconds']:.2f} s a step")
-    ratios, arms, compared = summary(found)
+    results = run_arms(__file__, ARMS, options, lambda row: f"{row['seconds']:.2f} s a step")
+    ratios = compare_arms(results)
+    arms = tabulate_arms(results)
+    lines = [[f"{figure}, trl / fastloop", show_ratio(one)] for figure, one in ratios.items()]
+    compared = table(["ratio", "median"], lines)
     facts = machine(*PACKAGES)
-    every = [row for one in found for row in one.values()]
-    results = {"machine": facts, "steps": options.steps, "load": load(every), "model": options.model.name}
-    results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
-    print(f"\n{arms}\n\n{compared}\n\n{load(every)}\n{write('grpo', results, options.results)}")
+    every = every_run(results)
+    record = {
+        "machine": facts,
+        "steps": options.steps,
+        "load": load(every),
+        "model": options.model.name,
+        "seconds": time.perf_counter() - started,
+        "ratios": ratios,
+        "rounds": results,
+    }
+    print(f"\n{arms}\n\n{compared}\n\n{load(every)}\n{write('grpo', record, options.results)}")
     if options.results == RESULTS:
         threads = os.environ.get("OMP_NUM_THREADS", "all")
         said = f"{options.model.name}. {show_machine(facts)} {options.repeats} rounds of {options.steps} steps, "
         said += f"threads: {threads}. {load(every)}"
-        said += f" {caution(options.repeats)} `auto` selected: {', '.join(found[0]['fastloop']['plugins'])}."
+        said += f" {caution(options.repeats)} `auto` selected: {', '.join(results[0]['fastloop']['plugins'])}."
         write_section("GRPO", "\n\n".join([source(__doc__, __file__), arms, compared, said]))
 
 

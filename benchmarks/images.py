@@ -43,6 +43,7 @@ from _measure import (
     RESULTS,
     Clock,
     caution,
+    every_run,
     load,
     machine,
     ratio,
@@ -103,10 +104,14 @@ class Watch(Clock):
         self.losses.append(loss)
         self.step()
 
-    def found(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Mean seconds of a step after the warm-up, and the loss at the end."""
-        last = self.losses[-max(1, len(self.losses) // 4) :]
-        return {"seconds": self.seconds(WARMUP), "steps": len(self.ends), "loss": statistics.mean(last)}
+        quarter = max(1, len(self.losses) // 4)
+        return {
+            "seconds": self.seconds(WARMUP),
+            "steps": len(self.ends),
+            "loss": statistics.mean(self.losses[-quarter:]),
+        }
 
 
 # -- the arms, each in a process of its own ----------------------------------------------------------------------------
@@ -161,7 +166,7 @@ def train_fastloop(kind: str, images: Path, output: Path, steps: int, seed: int)
     with open_run(resolve(recipe, objects=[Watching()])) as run:
         execute(run)
         plugins = run.plugins.names()
-    return watch.found() | {"accuracy": results["accuracy"], "plugins": plugins}
+    return watch.figures() | {"accuracy": results["accuracy"], "plugins": plugins}
 
 
 def transformers_model(kind: str) -> Any:
@@ -182,22 +187,27 @@ def train_timm(kind: str, images: Path, steps: int, seed: int, best: bool) -> di
     watch = Watch()
     device = torch.device("cpu")
     timm.utils.random_seed(seed, 0)
-    is_vit = kind == "vit"
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES) if is_vit else transformers_model(kind)
-    optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=RATES[kind], **({"fused": True} if best else {}))
+    if kind == "vit":
+        model = timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES)
+    else:
+        model = transformers_model(kind)
+    fused = {"fused": True} if best else {}
+    optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=RATES[kind], **fused)
     loss_function = torch.nn.CrossEntropyLoss()
 
     def loader(split: str) -> Any:
         train = split == "train"
+        changes = {"scale": SCALE, "hflip": 0.0, "color_jitter": None} if train else {"crop_pct": 1.0}
+        dataset = timm.data.create_dataset("", root=str(images), split=split, is_training=train, batch_size=BATCH)
         return timm.data.create_loader(
-            timm.data.create_dataset("", root=str(images), split=split, is_training=train, batch_size=BATCH),
+            dataset,
             input_size=(3, SIZES[kind], SIZES[kind]),
             batch_size=BATCH,
             is_training=train,
             interpolation="bilinear",
             num_workers=WORKERS[kind] if best else 4,
             device=device,
-            **({"scale": SCALE, "hflip": 0.0, "color_jitter": None} if train else {"crop_pct": 1.0}),
+            **changes,
         )
 
     def forward(inputs: Any) -> Any:
@@ -219,7 +229,7 @@ def train_timm(kind: str, images: Path, steps: int, seed: int, best: bool) -> di
     model.eval()
     with torch.no_grad():
         right = [(forward(inputs).argmax(1) == targets).float() for inputs, targets in loader("validation")]
-    return watch.found() | {"accuracy": torch.cat(right).mean().item()}
+    return watch.figures() | {"accuracy": torch.cat(right).mean().item()}
 
 
 def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best: bool) -> dict[str, Any]:
@@ -258,13 +268,18 @@ def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best:
         pixels = torch.stack([row["pixel_values"] for row in rows])
         return {"pixel_values": pixels, "labels": torch.tensor([row["label"] for row in rows])}
 
-    def accuracy(found: Any) -> dict[str, float]:
-        return {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()}
+    def accuracy(results: Any) -> dict[str, float]:
+        return {"accuracy": (results.predictions.argmax(1) == results.label_ids).mean()}
 
     options: dict[str, Any] = {}
     if best:
-        options = {"bf16": True, "optim": "adamw_torch_fused", "max_grad_norm": 0.0}
-        options |= {"dataloader_num_workers": workers, "dataloader_persistent_workers": workers > 0}
+        options = {
+            "bf16": True,
+            "optim": "adamw_torch_fused",
+            "max_grad_norm": 0.0,
+            "dataloader_num_workers": workers,
+            "dataloader_persistent_workers": workers > 0,
+        }
     arguments = TrainingArguments(
         output_dir=str(output),
         max_steps=steps,
@@ -289,7 +304,7 @@ def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best:
         compute_metrics=accuracy,
     )
     trainer.train()
-    return watch.found() | {"accuracy": float(trainer.evaluate()["eval_accuracy"])}
+    return watch.figures() | {"accuracy": float(trainer.evaluate()["eval_accuracy"])}
 
 
 def import_torchvision() -> None:
@@ -321,28 +336,37 @@ def work(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def summary(found: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, Any], str, str]:
-    """Ratios of speed, and the tables of arms and of ratios."""
-    lines = []
-    ratios = dict[str, Any]()
+Results = list[dict[str, dict[str, Any]]]
+"""For each round: ``MODEL/ARM`` -> its figures."""
+
+
+def compare_arms(results: Results) -> dict[str, dict[str, Any]]:
+    """Ratios of speed: every arm over fastloop."""
+    ratios = {}
+    for kind in MODELS:
+        ours = [one[f"{kind}/fastloop"]["seconds"] for one in results]
+        for arm in ARMS[1:]:
+            theirs = [one[f"{kind}/{arm}"]["seconds"] for one in results]
+            ratios[f"{kind}: {arm} / fastloop"] = ratio(theirs, ours)
+    return ratios
+
+
+def tabulate_arms(results: Results) -> str:
+    """A row for each arm. The accuracy of the ViT is not compared."""
 
     def spread(name: str, key: str) -> str:
-        values = [one[name][key] for one in found]
+        values = [one[name][key] for one in results]
         return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
-    def seconds(name: str) -> list[float]:
-        return [one[name]["seconds"] for one in found]
-
+    lines = []
     for kind in MODELS:
         for arm in ARMS:
             name = f"{kind}/{arm}"
+            seconds = statistics.median(one[name]["seconds"] for one in results)
             accuracy = spread(name, "accuracy") if kind == "resnet" else ""
-            lines.append([kind, arm, f"{1000 * statistics.median(seconds(name)):.0f}", spread(name, "loss"), accuracy])
-        for arm in ARMS[1:]:
-            ratios[f"{kind}: {arm} / fastloop"] = ratio(seconds(f"{kind}/{arm}"), seconds(f"{kind}/fastloop"))
+            lines.append([kind, arm, f"{1000 * seconds:.0f}", spread(name, "loss"), accuracy])
     head = ["model", "arm", "milliseconds a step", "loss at the end, mean (range)", "accuracy, mean (range)"]
-    speeds = table(["fastloop is faster than", "by"], [[name, show_ratio(value)] for name, value in ratios.items()])
-    return ratios, table(head, lines, text_columns=2), speeds
+    return table(head, lines, text_columns=2)
 
 
 def main() -> None:
@@ -363,7 +387,7 @@ def main() -> None:
         return
     from fastloop_plugins.datasets.digit_images import digit_images
 
-    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    results: Results = [{} for _ in range(options.repeats)]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -374,20 +398,29 @@ def main() -> None:
             steps = options.steps * FACTORS[name.partition("/")[0]]
             own = ["-W", "ignore", __file__, "--work", name, "--folder", folder, "--steps", steps, "--seed", number]
             row = spawn(own, {"HF_HUB_OFFLINE": "1"})
-            found[number][name] = row
+            results[number][name] = row
             shown = f"{1000 * row['seconds']:.0f} ms a step, loss {row['loss']:.3f}, {row['wall_seconds']:.0f} s"
             print(f"round {number + 1} {name:21} {shown}", flush=True)
-    ratios, arms, speeds = summary(found)
+    ratios = compare_arms(results)
+    arms = tabulate_arms(results)
+    speeds = table(["fastloop is faster than", "by"], [[name, show_ratio(value)] for name, value in ratios.items()])
     facts = machine(*PACKAGES)
-    every = [row for one in found for row in one.values()]
-    results = {"machine": facts, "steps": options.steps, "batch": BATCH, "load": load(every)}
-    results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
-    print(f"\n{arms}\n\n{speeds}\n\n{load(every)}\n{write('images', results, options.results)}")
+    every = every_run(results)
+    record = {
+        "machine": facts,
+        "steps": options.steps,
+        "batch": BATCH,
+        "load": load(every),
+        "seconds": time.perf_counter() - started,
+        "ratios": ratios,
+        "rounds": results,
+    }
+    print(f"\n{arms}\n\n{speeds}\n\n{load(every)}\n{write('images', record, options.results)}")
     if options.results == RESULTS:
         said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps of the ViT, and "
         said += f"{FACTORS['resnet'] * options.steps} of the ResNet. {load(every)} {caution(options.repeats)}"
         for kind in MODELS:
-            said += f" For {kind}, `auto` selected: {', '.join(found[0][f'{kind}/fastloop']['plugins'])}."
+            said += f" For {kind}, `auto` selected: {', '.join(results[0][f'{kind}/fastloop']['plugins'])}."
         write_section("Images", "\n\n".join([source(__doc__, __file__), arms, speeds, said]))
 
 

@@ -40,6 +40,7 @@ from _language_arms import adamw_groups, next_token_loss
 from _measure import (
     RESULTS,
     caution,
+    every_run,
     load,
     machine,
     ratio,
@@ -80,12 +81,21 @@ def write_recipe(model: str, steps: int, seed: int, folder: Path) -> Path:
         "lr": work["lr"],
         "weight_decay": 0.1,
         "max_grad_norm": 1.0,
+        "decay_biases_and_norms": False,
+        "log_every": 1,
+        "seed": seed,
+        "device": "cpu",
+        "optimizer": {"name": "AdamW", "betas": [0.9, 0.95]},
     }
-    train |= {"decay_biases_and_norms": False, "log_every": 1, "seed": seed, "device": "cpu"}
-    train |= {"optimizer": {"name": "AdamW", "betas": [0.9, 0.95]}}
-    tree = {"model": {"config": config, "tokenizer": {"kind": "bpe", "vocab_size": 2000}}, "data": data, "train": train}
+    tree = {
+        "model": {"config": config, "tokenizer": {"kind": "bpe", "vocab_size": 2000}},
+        "data": data,
+        "train": train,
+        "plugins": ["auto"],
+        "output": str(folder / "run"),
+    }
     path = folder / "recipe.yaml"  # JSON is YAML
-    path.write_text(json.dumps(tree | {"plugins": ["auto"], "output": str(folder / "run")}))
+    path.write_text(json.dumps(tree))
     return path
 
 
@@ -169,13 +179,27 @@ def nanogpt(model: str, folder: Path, seed: int, steps: int, source: Path) -> di
     work = MODELS[model]
     printed = io.StringIO()
     given = {
-        "out_dir": folder / "out", "dataset": folder, "device": "cpu", "dtype": "float32", "compile": False,
+        "out_dir": folder / "out",
+        "dataset": folder,
+        "device": "cpu",
+        "dtype": "float32",
+        "compile": False,
         "eval_interval": steps,
-        "eval_iters": 20, "log_interval": 1, "max_iters": steps, "gradient_accumulation_steps": 1,
+        "eval_iters": 20,
+        "log_interval": 1,
+        "max_iters": steps,
+        "gradient_accumulation_steps": 1,
         "batch_size": work["batch"],
-        "block_size": work["block"], "n_layer": 4, "n_head": 4, "n_embd": 128, "bias": True, "dropout": 0.0,
-        "learning_rate": work["lr"], "decay_lr": False, "always_save_checkpoint": False,
-    }  # fmt: skip
+        "block_size": work["block"],
+        "n_layer": 4,
+        "n_head": 4,
+        "n_embd": 128,
+        "bias": True,
+        "dropout": 0.0,
+        "learning_rate": work["lr"],
+        "decay_lr": False,
+        "always_save_checkpoint": False,
+    }
     os.chdir(source)
     sys.path.insert(0, str(source))
     if model == "llama":
@@ -188,33 +212,31 @@ def nanogpt(model: str, folder: Path, seed: int, steps: int, source: Path) -> di
         runpy.run_path("train.py", run_name="__main__")
     lines = re.findall(r"^iter \d+: loss ([\d.]+), time ([\d.]+)ms", printed.getvalue(), re.MULTILINE)
     validation = re.findall(r"val loss ([\d.]+)", printed.getvalue())
-    # the last line's time has the evaluation in it
-    timed = [(float(loss), float(ms) / 1e3) for loss, ms in lines][:steps]
+    timed = lines[:steps]  # the time of a further line has the evaluation in it
     return {
-        "losses": [loss for loss, _ in timed],
-        "seconds": [one for _, one in timed],
+        "losses": [float(loss) for loss, _ in timed],
+        "seconds": [float(milliseconds) / 1e3 for _, milliseconds in timed],
         "validation_loss": float(validation[-1]),
     }
 
 
-def summary(found: list[dict[str, dict[str, Any]]], model: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
+def tokens_per_second(model: str, run: dict[str, Any]) -> float:
+    """Tokens a second of the steps after the warm-up."""
+    seconds = run["seconds"][WARMUP:]
+    return float(MODELS[model]["batch"] * MODELS[model]["block"] * len(seconds) / sum(seconds))
+
+
+def summary(results: list[dict[str, dict[str, Any]]], model: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Results of a model over the rounds, and rows of a table."""
-    work = MODELS[model]
     rows = []
     lines = []
-    speeds = {
-        arm: [
-            work["batch"]
-            * work["block"]
-            * len(one[f"{model} {arm}"]["seconds"][WARMUP:])
-            / sum(one[f"{model} {arm}"]["seconds"][WARMUP:])
-            for one in found
-        ]
-        for arm in ("nanogpt", "fastloop")
-    }
-    for arm, rates in speeds.items():
-        last = [statistics.mean(one[f"{model} {arm}"]["losses"][-10:]) for one in found]
-        validation = [one[f"{model} {arm}"]["validation_loss"] for one in found]
+    their_rates = [tokens_per_second(model, one[f"{model} nanogpt"]) for one in results]
+    for arm in ("nanogpt", "fastloop"):
+        runs = [one[f"{model} {arm}"] for one in results]
+        rates = [tokens_per_second(model, run) for run in runs]
+        last = [statistics.mean(run["losses"][-10:]) for run in runs]
+        validation = [run["validation_loss"] for run in runs]
+        over = ratio(rates, their_rates)
         rows.append(
             {
                 "model": model,
@@ -222,10 +244,9 @@ def summary(found: list[dict[str, dict[str, Any]]], model: str) -> tuple[list[di
                 "tokens_per_second": statistics.median(rates),
                 "loss": last,
                 "validation_loss": validation,
+                "over_nanogpt": over,
             }
         )
-        over = ratio(rates, speeds["nanogpt"])
-        rows[-1]["over_nanogpt"] = over
         lines.append(
             [
                 model,
@@ -258,14 +279,14 @@ def main() -> None:
     if options.arm:
         model = options.models[0]
         folder = Path(options.folder)
+        result: dict[str, Any] = {}
         if options.arm == "tokens":
             tokens(model, folder)
-            found: Any = {}
         elif options.arm == "nanogpt":
-            found = nanogpt(model, folder, int(options.seed), options.steps, source)
+            result = nanogpt(model, folder, int(options.seed), options.steps, source)
         else:
-            found = fastloop(model, folder, int(options.seed), options.steps)
-        print(json.dumps(found))
+            result = fastloop(model, folder, int(options.seed), options.steps)
+        print(json.dumps(result))
         return
 
     arms = [f"{model} {arm}" for model in options.models for arm in ("nanogpt", "fastloop")]
@@ -304,7 +325,7 @@ def main() -> None:
         text_columns=2,
     )
     facts = machine("torch", "transformers", "fastloop-train")
-    every = [row for one in runs for row in one.values()]
+    every = every_run(runs)
     results = {"machine": facts, "models": MODELS, "llama": LLAMA, "load": load(every), "summary": rows, "rounds": runs}
     print(f"\n{shown_table}\n\n{load(every)}\n{write('language', results, options.results)}")
     if options.results == RESULTS:

@@ -59,25 +59,27 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
+def summary(results: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
     """Results of each arm over the rounds, and the same as a table."""
     rows = []
     lines = []
     for arm in arms:
-        speeds = {state: [one[f"{arm} {state}"]["samples_per_second"] for one in found] for state in ("idle", "busy")}
-        row = {state: statistics.median(values) for state, values in speeds.items()} | {
-            "slowdown": ratio(speeds["idle"], speeds["busy"])
+        idle = [one[f"{arm} idle"]["samples_per_second"] for one in results]
+        busy = [one[f"{arm} busy"]["samples_per_second"] for one in results]
+        row: dict[str, Any] = {
+            "arm": arm,
+            "idle": statistics.median(idle),
+            "busy": statistics.median(busy),
+            "slowdown": ratio(idle, busy),
         }
         if "fastloop" in arms:
-            row["fastloop_over_it"] = ratio(
-                [one["fastloop busy"]["samples_per_second"] for one in found], speeds["busy"]
-            )
-        rows.append({"arm": arm} | row)
+            ours = [one["fastloop busy"]["samples_per_second"] for one in results]
+            row["fastloop_over_it"] = ratio(ours, busy)
+        rows.append(row)
         over = show_ratio(row["fastloop_over_it"]) if "fastloop_over_it" in row and arm != "fastloop" else ""
         lines.append([f"`{arm}`", f"{row['idle']:.2f}", f"{row['busy']:.2f}", show_ratio(row["slowdown"]), over])
-    return rows, table(
-        ["arm", "samples/s, idle", "samples/s, busy", "slowdown", "speedup of fastloop over the arm, busy"], lines
-    )
+    head = ["arm", "samples/s, idle", "samples/s, busy", "slowdown", "speedup of fastloop over the arm, busy"]
+    return rows, table(head, lines)
 
 
 def main() -> None:
@@ -100,7 +102,7 @@ def main() -> None:
     minilm()
     arms = [arm for arm in options.arms if importlib.util.find_spec(NEEDS.get(arm, "torch")) is not None]
     plain = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": None, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    results: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
     with tempfile.TemporaryDirectory() as temporary:
         for number, arm in rounds(arms, options.repeats):
             folder = Path(temporary) / str(number)
@@ -111,23 +113,22 @@ def main() -> None:
                 extra = ["--plugins", "cpu-affinity"] if arm == "fastloop" else []
                 with busy_processes(count):
                     name = arm.removesuffix("-spinning")
-                    row = spawn(
-                        [Path(peers.__file__), "--arm", name, "--data", folder, "--seed", number, *extra], plain
-                    )
-                found[number][f"{arm} {state}"] = row | {"arm": arm, "state": state}
+                    own = [Path(peers.__file__), "--arm", name, "--data", folder, "--seed", number, *extra]
+                    row = spawn(own, plain)
+                results[number][f"{arm} {state}"] = row | {"arm": arm, "state": state}
                 print(f"round {number + 1} {arm:20} {state} {row['samples_per_second']:6.2f} samples/s", flush=True)
 
-    rows, shown = summary(found, arms)
+    rows, shown = summary(results, arms)
     facts = machine(*peers.PACKAGES) | {"device": f"{machine()['cpu']} (CPU)"}
-    results = {
+    record = {
         "machine": facts,
         "busy": options.busy,
         "steps": options.steps,
         "batch": peers.BATCH,
         "summary": rows,
-        "rounds": found,
+        "rounds": results,
     }
-    print(f"\n{shown}\n\n{write('loaded', results, options.results)}")
+    print(f"\n{shown}\n\n{write('loaded', record, options.results)}")
     if options.results == RESULTS:
         said = (
             f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps, beside {options.busy} busy "

@@ -81,7 +81,7 @@ def main() -> None:
         print(json.dumps(measure(options.measure)))
         return
     page = Path(__file__).resolve().parent.parent / "docs" / "streaming.md"
-    found = list[dict[str, Any]]()
+    results = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         os.chdir(name)
         from checkpoint_helpers import tokenizer
@@ -93,14 +93,14 @@ def main() -> None:
         for arm in options.arms:
             for start in ("first", "second")[: 1 if arm == "scan" else 2]:
                 row = spawn([Path(__file__).resolve(), "--measure", arm])
-                found.append({"arm": arm, "start_number": start, "rows": options.rows, "bytes": size} | row)
-                print(found[-1], flush=True)
+                results.append({"arm": arm, "start_number": start, "rows": options.rows, "bytes": size} | row)
+                print(results[-1], flush=True)
         os.chdir(page.parent)
     facts = machine("torch", "transformers", "tokenizers", "pyarrow")
-    write("many-rows", {"machine": facts, "rows": found})
+    write("many-rows", {"machine": facts, "rows": results})
     rows = [
         [f"{row['arm']}, {row['start_number']} start", f"{row['start']:.0f}", f"{row['peak'] / 2**20:.0f}"]
-        for row in found
+        for row in results
     ]
     text = [
         f"Written by `python benchmarks/many_rows.py`, which describes how it measures: {options.rows:,} rows of text "
@@ -111,7 +111,7 @@ def main() -> None:
         "",
         table(["", "s to the first step", "peak MiB"], rows),
         "",
-        f"{show_machine(facts)} {load(found)}",
+        f"{show_machine(facts)} {load(results)}",
     ]
     write_section("Start with many rows", "\n".join(text), page)
 

@@ -21,6 +21,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -118,17 +119,17 @@ def losses(folder: Path) -> list[float]:
 
 def spread(folder: Path, plain: list[float]) -> float:
     """The same largest difference for two other seeds; the smaller of both."""
-    found = []
+    spreads = []
     for seed in (1, 2):
         tree = recipe((), f"seed{seed}")
         tree["train"]["seed"] = seed
         (folder / "seed.yaml").write_text(yaml.safe_dump(tree))
         done = fastloop("train", "seed.yaml", folder=folder)
         assert done.returncode == 0, done.stderr
-        found.append(
+        spreads.append(
             max(abs(ours - theirs) / theirs for ours, theirs in zip(losses(folder / f"seed{seed}"), plain, strict=True))
         )
-    return min(found)
+    return min(spreads)
 
 
 def study(plugins: tuple[str, ...], folder: Path, plain: list[float]) -> dict[str, Any]:
@@ -145,9 +146,9 @@ def study(plugins: tuple[str, ...], folder: Path, plain: list[float]) -> dict[st
     done = fastloop("train", f"{name}.yaml", *started, folder=folder)
     if done.returncode:
         return {"plugins": plugins, "outcome": "failed", "message": done.stderr.strip().splitlines()[-1]}
-    found = losses(folder / name)
-    plain = plain or found
-    difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, plain, strict=True))
+    own = losses(folder / name)
+    plain = plain or own
+    difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(own, plain, strict=True))
     kind = numerics(plugins)
     return {
         "plugins": plugins,
@@ -155,7 +156,7 @@ def study(plugins: tuple[str, ...], folder: Path, plain: list[float]) -> dict[st
         "processes": processes,
         "class": kind,
         "difference": difference,
-        "losses": found,
+        "losses": own,
     }
 
 
@@ -184,7 +185,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", action="store_true", help="eight subsets only, written nowhere")
     options = parser.parse_args()
-    subsets = [names for size in range(len(PLUGINS) + 1) for names in itertools.combinations(PLUGINS, size)]
+    subsets: list[tuple[str, ...]] = []
+    for size in range(len(PLUGINS) + 1):
+        subsets += itertools.combinations(PLUGINS, size)
     rows: list[dict[str, Any]] = []
     plain: list[float] = []
     seeds = 0.0
@@ -201,10 +204,8 @@ def main() -> None:
                 f"{row.get('message', '')}",
                 flush=True,
             )
-    counts = {
-        outcome: sum(row["outcome"] == outcome for row in rows)
-        for outcome in ("trains", "refused", "leaves its band", "failed")
-    }
+    outcomes = Counter(row["outcome"] for row in rows)
+    counts = {outcome: outcomes[outcome] for outcome in ("trains", "refused", "leaves its band", "failed")}
     told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     print(f"{len(rows)} subsets: {told}")
     if not options.sample:

@@ -24,8 +24,9 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 
 BATCH = 12
+"""Samples of a step."""
 ROWS = 12_000
-"""Samples of a step, and of an epoch."""
+"""Samples of an epoch."""
 FIRST = 50
 """Step that later ones are compared with: one-time work is done."""
 

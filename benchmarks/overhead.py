@@ -79,10 +79,11 @@ def work(steps: int, device: str) -> tuple[Any, Any, Any]:
         """ROWS rows held in memory, repeated to the length of the run."""
 
         def __init__(self) -> None:
-            made = torch.Generator().manual_seed(SEED)
-            self.rows = [
-                {"x": torch.randn(WIDTH, generator=made), "labels": torch.tensor(i % CLASSES)} for i in range(ROWS)
-            ]
+            generator = torch.Generator().manual_seed(SEED)
+            self.rows = []
+            for index in range(ROWS):
+                features = torch.randn(WIDTH, generator=generator)
+                self.rows.append({"x": features, "labels": torch.tensor(index % CLASSES)})
 
         def __len__(self) -> int:
             return steps * BATCH
@@ -97,7 +98,8 @@ def work(steps: int, device: str) -> tuple[Any, Any, Any]:
             return steps * BATCH
 
         def __iter__(self) -> Iterator[int]:
-            return iter(torch.randperm(len(self), generator=torch.Generator().manual_seed(SEED)).tolist())
+            generator = torch.Generator().manual_seed(SEED)
+            return iter(torch.randperm(len(self), generator=generator).tolist())
 
     class Classifier(nn.Module):
         def __init__(self) -> None:
@@ -128,11 +130,9 @@ def run_raw(steps: int, device: str) -> float:
     model, optimizer, loader = work(steps, device)
     start = time.perf_counter()
     for step, batch in enumerate(loader, 1):
-        inputs = (
-            {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            if device == "cuda"
-            else batch
-        )
+        inputs = batch
+        if device == "cuda":
+            inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         loss = model(**inputs)["loss"]
         loss.backward()
         optimizer.step()
@@ -240,8 +240,9 @@ def run_fastloop(steps: int, device: str, plugins: Sequence[Any] = ()) -> float:
         "seed": SEED,
         "epochs": 1,
         "save_every": None,
+        "log_every": LOG_EVERY,
+        "device": "cpu" if device == "cpu" else "auto",
     }
-    settings |= {"log_every": LOG_EVERY, "device": "cpu" if device == "cpu" else "auto"}
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         Trainer(model, loader, plugins=plugins, output=folder, **settings).fit()
@@ -265,9 +266,11 @@ def time_arm(arm: str, steps: int, repeats: int, device: str) -> dict[str, Any]:
     torch.set_num_interop_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    kept = os.dup(1), os.dup(2)
+    stdout = os.dup(1)
+    stderr = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1), os.dup2(null, 2)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     try:
         run = ARMS[arm]
         run(WARMUP, device)
@@ -278,8 +281,10 @@ def time_arm(arm: str, steps: int, repeats: int, device: str) -> dict[str, Any]:
             seconds = {times: run(times * steps, device) for times in order}
             samples.append((seconds[2] - seconds[1]) / steps * 1e6)
     finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
     return {
         "arm": arm,
         "us_per_step": statistics.median(samples),
@@ -290,35 +295,42 @@ def time_arm(arm: str, steps: int, repeats: int, device: str) -> dict[str, Any]:
     }
 
 
-def report(rounds: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """The summary of each arm, and the same as a markdown table."""
-    rows = []
+Round = dict[str, dict[str, Any]]
+"""Name of an arm -> its figures."""
+
+
+def summarize(rounds: list[Round], arm: str) -> dict[str, Any]:
+    """The figures of an arm over all rounds."""
+    costs = [one[arm]["us_per_step"] for one in rounds]
+    raw_costs = [one["raw"]["us_per_step"] for one in rounds]
+    ratios = [cost / raw for cost, raw in zip(costs, raw_costs, strict=True)]
+    low, high = interval(ratios)
+    weights = [one[arm]["weights"] / one["raw"]["weights"] for one in rounds]
+    return {
+        "arm": arm,
+        "us_per_step": statistics.median(costs),
+        "us_over_raw": statistics.median(cost - raw for cost, raw in zip(costs, raw_costs, strict=True)),
+        "ratio": statistics.median(ratios),
+        "interval95": [low, high],
+        "ratios": ratios,
+        "same_weights": all(abs(weight - 1) < 1e-6 for weight in weights),
+    }
+
+
+def show_table(rows: list[dict[str, Any]]) -> str:
+    """The figures of all arms as a markdown table."""
     lines = [
         "| arm | us per step | over raw, us | ratio to raw | 95% interval | same weights as raw |",
         "|---|---:|---:|---:|---:|---|",
     ]
-    for arm in arms:
-        cost = statistics.median(r[arm]["us_per_step"] for r in rounds)
-        extra = statistics.median(r[arm]["us_per_step"] - r["raw"]["us_per_step"] for r in rounds)
-        ratios = [r[arm]["us_per_step"] / r["raw"]["us_per_step"] for r in rounds]
-        low, high = interval(ratios)
-        same = all(abs(r[arm]["weights"] / r["raw"]["weights"] - 1) < 1e-6 for r in rounds)
-        rows.append(
-            {
-                "arm": arm,
-                "us_per_step": cost,
-                "us_over_raw": extra,
-                "ratio": statistics.median(ratios),
-                "interval95": [low, high],
-                "ratios": ratios,
-                "same_weights": same,
-            }
-        )
+    for row in rows:
+        low, high = row["interval95"]
+        same = "yes" if row["same_weights"] else "NO"
         lines.append(
-            f"| {arm} | {cost:.0f} | {extra:.0f} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} | "
-            f"{'yes' if same else 'NO'} |"
+            f"| {row['arm']} | {row['us_per_step']:.0f} | {row['us_over_raw']:.0f} | {row['ratio']:.2f} | "
+            f"{low:.2f} to {high:.2f} | {same} |"
         )
-    return rows, "\n".join(lines)
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -338,30 +350,32 @@ def main() -> None:
         print(json.dumps(time_arm(args.arm, args.steps, args.repeats, args.device)))
         return
 
-    arms = [arm for arm in ARMS if arm == "raw" or arm in args.arms]
-    for arm in [arm for arm in arms if importlib.util.find_spec(NEEDS[arm]) is None]:
-        print(f"The arm {arm} is left out: the package {NEEDS[arm]} is not installed.")
-        arms.remove(arm)
-    rounds: list[dict[str, dict[str, Any]]] = []
+    arms = []
+    for arm in ARMS:
+        if arm != "raw" and arm not in args.arms:
+            continue
+        if importlib.util.find_spec(NEEDS[arm]) is None:
+            print(f"The arm {arm} is left out: the package {NEEDS[arm]} is not installed.")
+        else:
+            arms.append(arm)
+    rounds: list[Round] = []
     started = time.perf_counter()
-    rows = []
-    shown = ""
+    rows: list[dict[str, Any]] = []
     for number in range(args.rounds):
-        if rounds and args.seconds and (time.perf_counter() - started) * (number + 1) / number > args.seconds:
+        spent = time.perf_counter() - started
+        if rounds and args.seconds and spent * (number + 1) / number > args.seconds:  # another round takes too long
             break
         order = arms if number % 2 == 0 else arms[::-1]
         given = ["--steps", args.steps, "--repeats", args.repeats, "--device", args.device]
         rounds.append({arm: spawn([__file__, "--arm", arm, *given]) for arm in order})
-        print(
-            f"round {number + 1}: " + ", ".join(f"{a} {rounds[-1][a]['us_per_step']:.0f} us" for a in arms),
-            file=sys.stderr,
-            flush=True,
-        )
-        rows, shown = report(rounds, arms)
+        costs = ", ".join(f"{arm} {rounds[-1][arm]['us_per_step']:.0f} us" for arm in arms)
+        print(f"round {number + 1}: {costs}", file=sys.stderr, flush=True)
+        rows = [summarize(rounds, arm) for arm in arms]
         if args.json:
             args.json.write_text(json.dumps(results(args, rows, rounds, arms), indent=1))
     facts = results(args, rows, rounds, arms)
-    versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in facts["versions"].items())
+    shown = show_table(rows)
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in facts["versions"].items())
     about = (
         f"{facts['cpu']}, {facts['threads']} thread, {facts['device']}; {len(rounds)} rounds of {args.repeats} "
         f"samples; {versions}. {facts['load']}"
@@ -373,12 +387,14 @@ def main() -> None:
 
 
 def results(
-    args: argparse.Namespace, rows: list[dict[str, Any]], rounds: list[dict[str, dict[str, Any]]], arms: list[str]
+    args: argparse.Namespace, rows: list[dict[str, Any]], rounds: list[Round], arms: list[str]
 ) -> dict[str, Any]:
     """The contents of the results file."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in NEEDS.values():
+        versions[package] = version(DISTRIBUTIONS.get(package, package))
     return {
-        "versions": {"python": platform.python_version()}
-        | {package: version(DISTRIBUTIONS.get(package, package)) for package in NEEDS.values()},
+        "versions": versions,
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": rounds[0]["raw"]["threads"],

@@ -48,6 +48,7 @@ from _measure import (
     RESULTS,
     ROOT,
     caution,
+    every_run,
     load,
     machine,
     ratio,
@@ -77,13 +78,24 @@ PLUGINS: list[Any] = [
     "allocator",
 ]
 """Plugins of the fastloop arm's recipe."""
-ALLOCATORS: dict[str, dict[str, str]] = {
-    name: {"LD_PRELOAD": found} | SETTINGS[name]
-    for name, libraries in LIBRARIES.items()
-    if (found := next(filter(None, map(ctypes.util.find_library, libraries)), None))
-} | {"glibc": {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}}
-"""Environment variables of ``+allocator``: those of the first installed allocator, as set by fastloop's plugin
-``allocator``."""
+
+
+def installed_allocators() -> dict[str, dict[str, str]]:
+    """The installed allocators -> their environment variables, as fastloop's plugin ``allocator`` sets them."""
+    allocators = {}
+    for name, libraries in LIBRARIES.items():
+        for library in libraries:
+            file = ctypes.util.find_library(library)
+            if file is not None:
+                allocators[name] = {"LD_PRELOAD": file} | SETTINGS[name]
+                break
+    tunables = ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())
+    allocators["glibc"] = {"GLIBC_TUNABLES": tunables}
+    return allocators
+
+
+ALLOCATORS = installed_allocators()
+"""``+allocator`` means the first of them."""
 ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 BATCH = 12
 WARMUP = 2
@@ -104,16 +116,17 @@ def work(arm: str, folder: Path, seed: int, more: list[str]) -> dict[str, Any]:
     from transformers import set_seed
 
     splits = load_reviews(folder / "reviews.npz")
-    found = []
-    for name in ("warmup", "train"):
-        reviews = splits[f"{'naive_' * (arm == 'naive')}{name}"]
+    windows: list[dict[str, Any]] = []
+    names = ("naive_warmup", "naive_train") if arm == "naive" else ("warmup", "train")
+    for name in names:
+        reviews = splits[name]
         set_seed(seed)
         with tempfile.TemporaryDirectory(dir=folder) as own:
             given = Work(
                 model=str(minilm()), device="cpu", folder=Path(own), batch_size=BATCH, seed=seed, plugins=plugins
             )
-            ARMS[arm](given, reviews, Windows("cpu", lambda: "measure", found.append))
-    window = found[-1]
+            ARMS[arm](given, reviews, Windows("cpu", lambda: "measure", windows.append))
+    window = windows[-1]
     tokens = int(reviews.lengths.sum())
     if window["samples"] != len(reviews):
         raise SystemExit(f"{arm}: it trained on {window['samples']} of {len(reviews)} reviews.")
@@ -146,26 +159,46 @@ def third(losses: list[float]) -> list[float]:
     return losses[: -(-len(losses) // 3)]
 
 
-def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """Results of each arm over the rounds, and the same as a table."""
-    rows = []
+Round = dict[str, dict[str, Any]]
+"""Name of an arm -> its figures."""
+
+
+def summarize(results: list[Round], arm: str, arms: list[str]) -> dict[str, Any]:
+    """Results of an arm over the rounds.
+
+    Args:
+        arms: The arms of the rounds.
+    """
+    runs = [one[arm] for one in results]
+    speeds = [run["samples_per_second"] for run in runs]
+    first: list[float] = []
+    last: list[float] = []
+    for run in runs:
+        first += third(run["losses"])
+        last += third(run["losses"][::-1])
+    row = {
+        "arm": arm,
+        "samples_per_second": statistics.median(speeds),
+        "tokens_per_second": statistics.median(run["tokens_per_second"] for run in runs),
+        "padding": statistics.median(run["padding"] for run in runs),
+        "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
+        "first_losses": statistics.fmean(first),
+        "last_losses": statistics.fmean(last),
+    }
+    if "naive" in arms:
+        row["over_naive"] = ratio(speeds, [one["naive"]["samples_per_second"] for one in results])
+    if "fastloop" in arms:
+        row["fastloop_over_it"] = ratio([one["fastloop"]["samples_per_second"] for one in results], speeds)
+    return row
+
+
+def show_table(rows: list[dict[str, Any]]) -> str:
+    """The results of all arms."""
     lines = []
-    for arm in arms:
-        speeds = [one[arm]["samples_per_second"] for one in found]
-        row = {
-            "arm": arm,
-            "samples_per_second": statistics.median(speeds),
-            "tokens_per_second": statistics.median(one[arm]["tokens_per_second"] for one in found),
-            "padding": statistics.median(one[arm]["padding"] for one in found),
-            "peak_bytes": statistics.median(one[arm]["peak_bytes"] for one in found),
-            "first_losses": statistics.fmean(loss for one in found for loss in third(one[arm]["losses"])),
-            "last_losses": statistics.fmean(loss for one in found for loss in third(one[arm]["losses"][::-1])),
-        }
-        for name, other in (("over_naive", "naive"), ("fastloop_over_it", "fastloop")):
-            if other in arms:
-                pair = (arm, other) if name == "over_naive" else (other, arm)
-                row[name] = ratio(*([one[side]["samples_per_second"] for one in found] for side in pair))
-        rows.append(row)
+    for row in rows:
+        arm = row["arm"]
+        over_naive = "" if arm == "naive" or "over_naive" not in row else show_ratio(row["over_naive"])
+        over_it = "" if arm == "fastloop" or "fastloop_over_it" not in row else show_ratio(row["fastloop_over_it"])
         lines.append(
             [
                 f"`{arm}`",
@@ -173,10 +206,8 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
                 f"{row['tokens_per_second']:.0f}",
                 f"{row['padding']:.0%}",
                 f"{row['peak_bytes'] / 2**20:.0f}",
-                *(
-                    show_ratio(row[name]) if name in row and other != arm else ""
-                    for name, other in (("over_naive", "naive"), ("fastloop_over_it", "fastloop"))
-                ),
+                over_naive,
+                over_it,
                 f"{row['first_losses']:.3f} to {row['last_losses']:.3f}",
             ]
         )
@@ -190,7 +221,7 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
         "speedup of fastloop over the arm",
         "loss, first to last third",
     ]
-    return rows, table(head, lines)
+    return table(head, lines)
 
 
 def main() -> None:
@@ -229,12 +260,16 @@ def main() -> None:
     if not source.is_file():
         parser.error(f"{source}: no such file. --data names the folder.")
     minilm()
-    missing = [
-        arm for arm in options.arms if importlib.util.find_spec(NEEDS.get(arm.removesuffix(ALLOCATED), "torch")) is None
-    ]
+    arms = []
+    missing = []
+    for arm in options.arms:
+        package = NEEDS.get(arm.removesuffix(ALLOCATED), "torch")
+        if importlib.util.find_spec(package) is None:
+            missing.append(arm)
+        else:
+            arms.append(arm)
     if missing:
         print(f"Left out, since a package is not installed: {', '.join(missing)}")
-    arms = [arm for arm in options.arms if arm not in missing]
     allocator = options.allocator or next(iter(ALLOCATORS))
     threads = str(options.threads) if options.threads else None
     plain = {
@@ -243,7 +278,7 @@ def main() -> None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    results: list[Round] = [{} for _ in range(options.repeats)]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         for number, arm in rounds(arms, options.repeats):
@@ -252,20 +287,23 @@ def main() -> None:
                 folder.mkdir()
                 draw(source, folder, options.steps, number)
             name = arm.removesuffix(ALLOCATED)
-            environment = plain | (ALLOCATORS[allocator] if arm != name else {})
+            environment = dict(plain)
+            if arm != name:
+                environment |= ALLOCATORS[allocator]
             row = spawn([__file__, "--arm", name, "--data", folder, "--seed", number], environment)
             if not row["train_mode"]:
                 raise SystemExit(f"{arm}: the model was not in train mode: it trained without dropout.")
-            found[number][arm] = row | {"arm": arm}
+            results[number][arm] = row | {"arm": arm}
             print(
                 f"round {number + 1} {arm:20} {row['samples_per_second']:6.2f} samples/s, {row['wall_seconds']:.0f} s",
                 flush=True,
             )
 
-    rows, shown = summary(found, arms)
-    facts = machine(*PACKAGES) | {"device": f"{machine()['cpu']} (CPU)", "threads": found[0][arms[0]]["threads"]}
-    every = [row for one in found for row in one.values()]
-    results = {
+    rows = [summarize(results, arm, arms) for arm in arms]
+    shown = show_table(rows)
+    facts = machine(*PACKAGES) | {"device": f"{machine()['cpu']} (CPU)", "threads": results[0][arms[0]]["threads"]}
+    every = every_run(results)
+    record = {
         "machine": facts,
         "plugins": PLUGINS,
         "allocator": {allocator: ALLOCATORS[allocator]},
@@ -274,15 +312,13 @@ def main() -> None:
         "seconds": time.perf_counter() - started,
         "load": load(every),
         "summary": rows,
-        "rounds": found,
+        "rounds": results,
     }
-    print(f"\n{shown}\n\n{load(every)}\n{write('peers', results, options.results)}")
+    print(f"\n{shown}\n\n{load(every)}\n{write('peers', record, options.results)}")
     if options.results == RESULTS:
         said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps on {facts['threads']} threads."
         said += f" {load(every)} {caution(options.repeats)}"
-        listed = ", ".join(
-            f"`{json.dumps(plugin)}`" if isinstance(plugin, dict) else f"`{plugin}`" for plugin in PLUGINS
-        )
+        listed = ", ".join(f"`{plugin if isinstance(plugin, str) else json.dumps(plugin)}`" for plugin in PLUGINS)
         write_section("Peers", "\n\n".join([source(__doc__, __file__), shown, said, f"fastloop's plugins: {listed}."]))
 
 

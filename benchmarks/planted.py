@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,20 +122,32 @@ def texts(config: dict[str, Any], data: dict[str, Any], plugins: list[Any], **ar
     }
 
 
+@dataclass(frozen=True)
+class Planted:
+    """A slow run with one cause.
+
+    Attributes:
+        recipe: The recipe of the run.
+        cures: Plugins that are right to be suggested first.
+        arguments: Further arguments of the commands.
+    """
+
+    recipe: dict[str, Any]
+    cures: set[str]
+    arguments: list[str] = field(default_factory=list)
+
+
 BF16: list[Any] = [{"amp": {"dtype": "bf16"}}]
-PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
-    "data": (numbers(16, ["allocator"], sleep=0.005), {"dataloader-workers"}, []),
-    "padding": (
+PLANTED = {
+    "data": Planted(numbers(16, ["allocator"], sleep=0.005), {"dataloader-workers"}),
+    "padding": Planted(
         texts(CALM, {"max_length": 256, "padding": "max_length"}, ["allocator", "fused-optimizer"]),
         {"packing", "text-classification"},
-        [],
     ),
-    "precision": (
-        numbers(2048, ["allocator", "fused-optimizer"], {"width": 1024, "depth": 8}, width=1024),
-        {"amp"},
-        [],
+    "precision": Planted(
+        numbers(2048, ["allocator", "fused-optimizer"], {"width": 1024, "depth": 8}, width=1024), {"amp"}
     ),
-    "allocator": (
+    "allocator": Planted(
         texts(
             CALM,
             {"max_length": 400},
@@ -143,9 +156,8 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
             longest=400,
         ),
         {"allocator"},
-        [],
     ),
-    "dropout": (
+    "dropout": Planted(
         texts(
             TRANSFORMER,
             {"max_length": 400},
@@ -154,14 +166,12 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
             longest=400,
         ),
         {"fast-dropout"},
-        [],
     ),
-    "graph break": (
+    "graph break": Planted(
         numbers(64, ["compile", "allocator", "fused-optimizer"], {"width": 32, "depth": 6}, "Scaled", width=32),
         {"compile"},
-        [],
     ),
-    "lagging process": (
+    "lagging process": Planted(
         numbers(
             64, ["ddp", "allocator", "fused-optimizer"], {"width": 768, "depth": 8}, sleep=0.003, rank=1, width=768
         ),
@@ -169,14 +179,14 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
         ["--nproc", "2"],
     ),
 }
-"""Name -> the recipe, the plugin that should be suggested first, and further arguments."""
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
     """Profile one of the runs, and apply edits if possible."""
-    recipe, cures, arguments = PLANTED[name]
+    planted = PLANTED[name]
     (folder / "planted.py").write_text(CODE)
-    (folder / "planted.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    (folder / "planted.yaml").write_text(yaml.safe_dump(planted.recipe, sort_keys=False))
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     started = time.perf_counter()
     window = ["--steps", "8", "--seconds", "3", "--warmup", "3"]
     for command in (
@@ -184,31 +194,36 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         ["bench", "planted.yaml", "--select", "planted.fast.yaml"],
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "fastloop", *command, *window, *arguments],
+            [sys.executable, "-m", "fastloop", *command, *window, *planted.arguments],
             cwd=folder,
             capture_output=True,
             text=True,
             check=False,
-            env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
+            env=environment,
         )
         if done.returncode:
             sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     # the folder is gone afterwards
-    found = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))
+    profiled = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))
     record = json.loads((folder / "planted.fast.json").read_text())
-    first = found["suggestions"][0]["plugin"] if found["suggestions"] else ""
-    page = (folder / "seen" / "profile.md").read_text()
+    first = profiled["suggestions"][0]["plugin"] if profiled["suggestions"] else ""
+    lag = None
+    for line in (folder / "seen" / "profile.md").read_text().splitlines():
+        if "lags" in line:
+            lag = line
+            break
+    kept_plugins = {trial["plugin"] for trial in record["trials"] if trial["kept"]}
     return {
         "name": name,
         "seconds": time.perf_counter() - started,
         "first": first,
-        "named": first in cures,
-        "verdicts": found["suggestions"],
-        "seen": found["profile"],
+        "named": first in planted.cures,
+        "verdicts": profiled["suggestions"],
+        "seen": profiled["profile"],
         "trials": record["trials"],
         "check": record["check"],
-        "lag": next((line for line in page.splitlines() if "lags" in line), None),
-        "cured": any(trial["kept"] for trial in record["trials"] if trial["plugin"] in cures),
+        "lag": lag,
+        "cured": bool(kept_plugins & planted.cures),
     }
 
 
@@ -227,10 +242,38 @@ def sign(trial: dict[str, Any]) -> str:
     return "right" if low > 1 else "wrong"
 
 
-def kept(results: Path) -> dict[str, dict[str, Any]]:
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """Results of earlier runs, by name."""
-    file = results / "planted.json"
-    return {found["name"]: found for found in json.loads(file.read_text())["runs"]} if file.exists() else {}
+    file = folder / "planted.json"
+    if not file.exists():
+        return {}
+    return {result["name"]: result for result in json.loads(file.read_text())["runs"]}
+
+
+def describe(result: dict[str, Any]) -> list[str]:
+    """The row of a run in the table."""
+    suggestion = "the lagging process" if result["lag"] else result["first"].strip("- ")
+    is_cause = "yes" if result["named"] else "no"
+    first_edit = ["", "", "", "", ""]
+    if result["trials"]:
+        trial = result["trials"][0]
+        measured = [trial["why"], "", ""]
+        ratios = trial["ratios"]
+        if ratios:
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            measured = [spread, f"{error(trial):+.0%}", sign(trial)]
+        first_edit = [f"`{trial['edit']}`", show_speedup(trial["estimate"]), *measured]
+    return [result["name"], suggestion, is_cause, *first_edit, "yes" if result["cured"] else "no"]
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a run and its edits."""
+    first = result["first"] or "-"
+    print(f"{result['name']}: first {first}, named {result['named']}, cured {result['cured']}, ", end="")
+    print(f"{result['seconds']:.0f} s", flush=True)
+    for trial in result["trials"]:
+        measured = [round(ratio, 2) for ratio in trial["ratios"]]
+        print(f"    {trial['edit']}: estimate {trial['estimate']:.2f}, measured {measured}", flush=True)
 
 
 def main() -> None:
@@ -248,53 +291,22 @@ def main() -> None:
     )
     options = parser.parse_args()
     facts = machine("torch", "transformers", "fastloop-train")
-    rows = kept(options.results)
+    rows = read_results(options.results)
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
-            rows[name] = found = run(name, Path(folder))
-        print(
-            write(
-                "planted", {"machine": facts, "runs": [rows[name] for name in PLANTED if name in rows]}, options.results
-            )
-        )
-        print(
-            f"{name}: first {found['first'] or '-'}, named {found['named']}, cured {found['cured']}, "
-            f"{found['seconds']:.0f} s",
-            flush=True,
-        )
-        for trial in found["trials"]:
-            print(
-                f"    {trial['edit']}: estimate {trial['estimate']:.2f}, measured "
-                f"{[round(ratio, 2) for ratio in trial['ratios']]}",
-                flush=True,
-            )
-    lines = []
-    for found in (rows[name] for name in PLANTED if name in rows):
-        cells = [
-            "the lagging process" if found["lag"] else found["first"].strip("- "),
-            "yes" if found["named"] else "no",
-        ]
-        for trial in found["trials"][:1]:
-            ratios = trial["ratios"]
-            measured = [trial["why"], "", ""]
-            if ratios:
-                spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-                measured = [spread, f"{error(trial):+.0%}", sign(trial)]
-            cells += [f"`{trial['edit']}`", show_speedup(trial["estimate"]), *measured]
-        lines.append([found["name"], *cells, *[""] * (7 - len(cells)), "yes" if found["cured"] else "no"])
-    tried = [trial for found in rows.values() for trial in found["trials"] if trial["ratios"]]
+            rows[name] = run(name, Path(folder))
+        ordered = [rows[known] for known in PLANTED if known in rows]
+        print(write("planted", {"machine": facts, "runs": ordered}, options.results))
+        show(rows[name])
+    ordered = [rows[known] for known in PLANTED if known in rows]
+    tried = [trial for result in rows.values() for trial in result["trials"] if trial["ratios"]]
     signs = [sign(trial) for trial in tried]
-    errors = (
-        f"The median error of the estimates is {statistics.median(abs(error(trial)) for trial in tried):.0%}, "
-        "without its sign. "
-    )
-    errors += (
-        f"{signs.count('right')} have the sign of the effect, {signs.count('wrong')} do not, {signs.count('')} "
-        "have none."
-    )
+    median_error = statistics.median(abs(error(trial)) for trial in tried)
+    errors = f"The median error of the estimates is {median_error:.0%}, without its sign. {signs.count('right')} have "
+    errors += f"the sign of the effect, {signs.count('wrong')} do not, {signs.count('')} have none."
     shown = table(
         ["planted", "suggestion", "is the cause", "first edit", "x estimate", "x measured", "error", "sign", "cured"],
-        lines,
+        [describe(result) for result in ordered],
         4,
     )
     print(f"{shown}\n{errors}")

@@ -93,8 +93,8 @@ def prepare(reviews: Path, folder: Path, rows: int) -> None:
     from pyarrow import parquet
 
     for split, count in (("train", 400), ("test", rows)):
-        found = parquet.read_table(reviews / f"{split}.parquet", columns=["text", "label"]).to_pylist()
-        lines = map(json.dumps, random.Random(0).sample(found, min(count, len(found))))
+        known = parquet.read_table(reviews / f"{split}.parquet", columns=["text", "label"]).to_pylist()
+        lines = map(json.dumps, random.Random(0).sample(known, min(count, len(known))))
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / "pipeline.py").write_text(PIPELINE, encoding="utf-8")
     (folder / "trainer.py").write_text(TRAINER, encoding="utf-8")
@@ -142,12 +142,17 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 def compare_probabilities(folder: Path, arm: str) -> float:
     """The largest difference between the probability of a label by the pipeline and by an arm."""
-    ours, theirs = (
-        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-        for name in (arm, "pipeline")
-    )
-    pairs = zip(ours, theirs, strict=True)
-    return max(abs(one[f"probability_{other['label']}"] - other["score"]) for one, other in pairs)
+    ours = read_lines(folder / f"{arm}.jsonl")
+    theirs = read_lines(folder / "pipeline.jsonl")
+    differences = []
+    for one, other in zip(ours, theirs, strict=True):
+        differences.append(abs(one[f"probability_{other['label']}"] - other["score"]))
+    return max(differences)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:
@@ -160,15 +165,15 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.data / "test.parquet").is_file():
         parser.error(f"{options.data / 'test.parquet'}: no such file. --data names the folder.")
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(options.data, folder, options.rows)
         arms = commands(folder)
         for number, arm in rounds(list(arms), options.repeats):
             (folder / f"{arm}.jsonl").unlink(missing_ok=True)  # predict keeps the file of a complete job
-            found.append({"round": number, "arm": arm} | run_command(arms[arm]))
-            print(f"round {number + 1} {arm:18} {found[-1]['wall']:.1f} s", flush=True)
+            samples.append({"round": number, "arm": arm} | run_command(arms[arm]))
+            print(f"round {number + 1} {arm:18} {samples[-1]['wall']:.1f} s", flush=True)
         compared = {arm: compare_probabilities(folder, arm) for arm in ("predict", "predict, auto")}
         ours, theirs = (json.loads((folder / f"{name}.json").read_text()) for name in ("evaluate", "trainer"))
         accuracy = {"evaluate": ours["metrics"]["accuracy"], "Trainer.evaluate": theirs["eval_accuracy"]}
@@ -176,7 +181,7 @@ def main() -> None:
     results = {
         "machine": facts,
         "rows": options.rows,
-        "samples": found,
+        "samples": samples,
         "compared": compared,
         "accuracy": accuracy,
     }

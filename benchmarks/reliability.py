@@ -16,6 +16,7 @@ import sys
 import tempfile
 import textwrap
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,31 +209,43 @@ class Row:
     figures: str = ""
 
 
+def read_cases(reports: Iterable[Path]) -> dict[tuple[str, str], ElementTree.Element]:
+    """(file, name of the test with its parameters) -> its case. A case that fails in the test and in teardown is in a
+    report twice; a failed one counts."""
+    cases: dict[tuple[str, str], ElementTree.Element] = {}
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            file = case.get("classname", "").rpartition(".")[2]
+            key = (file, case.get("name", ""))
+            if key not in cases or not failed(cases[key]):
+                cases[key] = case
+    return cases
+
+
 def read(page: Page, *reports: Path) -> tuple[dict[str, dict[str, Row]], set[str]]:
     """File -> test -> its row; and the number of random faults, as a multiple of CI's."""
-    found: dict[str, dict[str, Row]] = {file: {} for file in page.groups}
+    groups: dict[str, dict[str, Row]] = {file: {} for file in page.groups}
     times = set()
-    cases: dict[tuple[str, str], ElementTree.Element] = {}
-    for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
-        key = case.get("classname", "").rpartition(".")[2], case.get("name", "")
-        if key not in cases or not failed(cases[key]):  # a case that fails in the test and in teardown is listed twice
-            cases[key] = case
-    for (file, name), case in cases.items():
+    for (file, name), case in read_cases(reports).items():
         test = name.partition("[")[0]
         recorded = recorded_properties(case)
         if file not in page.groups or "fault" not in recorded:
             sys.exit(f"error: {file}.{test} ({recorded}): not of {page.suite.name}, or it was not collected")
-        row = found[file].setdefault(test, Row(recorded["fault"], recorded["promise"]))
+        row = groups[file].setdefault(test, Row(recorded["fault"], recorded["promise"]))
         times.add(recorded["times"])
         row.figures = recorded.get("figures", row.figures)
         row.cases += 1
-        if (skipped := case.find("skipped")) is not None:
+        skipped = case.find("skipped")
+        if skipped is not None:
             row.skipped.append(" ".join(skipped.get("message", "").split()))
             continue
-        tried = int(recorded.get("faults", 1)) if failed(case) or row.fault != CONTROL else 0
-        row.tried += tried
-        row.lost += tried * failed(case)
-    return found, times
+        faults = int(recorded.get("faults", 1))
+        if failed(case):
+            row.tried += faults
+            row.lost += faults
+        elif row.fault != CONTROL:
+            row.tried += faults
+    return groups, times
 
 
 def failed(case: ElementTree.Element) -> bool:
@@ -240,11 +253,11 @@ def failed(case: ElementTree.Element) -> bool:
     return case.find("failure") is not None or case.find("error") is not None
 
 
-def tables(page: Page, found: dict[str, dict[str, Row]]) -> str:
+def tables(page: Page, groups: dict[str, dict[str, Row]]) -> str:
     """A section for each group: its promise, its counts, and the tests that there is something to note about."""
     text = []
     for file, (title, promise) in page.groups.items():
-        rows = found[file].values()
+        rows = groups[file].values()
         counts = f"`{file}.py`: {len(rows)} tests, {sum(row.tried for row in rows):,} {page.what}."
         noted = [entry(row) for row in rows if row.lost or row.skipped or row.figures]
         text += [
@@ -254,23 +267,29 @@ def tables(page: Page, found: dict[str, dict[str, Row]]) -> str:
             "",
             counts,
             "",
-            *noted,
-            *[""] * bool(noted),
         ]
+        if noted:
+            text += [*noted, ""]
     return "\n".join(text)
 
 
 def entry(row: Row) -> str:
     """A test as an entry of the list: fault, promise and, in brackets, what there is to note."""
-    cases = "" if len(row.skipped) == row.cases else f" {len(row.skipped)} of {row.cases} cases"
-    notes = [
-        f"skipped{cases}: {'; '.join(dict.fromkeys(row.skipped))}" if row.skipped else "",
-        f"{row.tried:,}" if row.tried > 1 else "",
-        f"**{row.lost} lost**" if row.lost else "",
-    ]
-    shown = "; ".join(note for note in notes if note)
-    figures = f". Measured: {row.figures}" if row.figures else ""
-    return f"- {row.fault}: {row.promise}" + f" ({shown})" * bool(shown) + figures
+    notes = []
+    if row.skipped:
+        cases = "" if len(row.skipped) == row.cases else f" {len(row.skipped)} of {row.cases} cases"
+        reasons = "; ".join(dict.fromkeys(row.skipped))
+        notes.append(f"skipped{cases}: {reasons}")
+    if row.tried > 1:
+        notes.append(f"{row.tried:,}")
+    if row.lost:
+        notes.append(f"**{row.lost} lost**")
+    text = f"- {row.fault}: {row.promise}"
+    if notes:
+        text += f" ({'; '.join(notes)})"
+    if row.figures:
+        text += f". Measured: {row.figures}"
+    return text
 
 
 def main() -> None:
@@ -285,13 +304,15 @@ def main() -> None:
         reports = options.report or [Path(folder, "report.xml")]
         if not options.report:
             run_suite(page.suite, *reports, FASTLOOP_RELIABILITY=options.times)
-        found, times = read(page, *reports)
-    rows = [row for group in found.values() for row in group.values()]
+        groups, times = read(page, *reports)
+    rows: list[Row] = []
+    for group in groups.values():
+        rows += group.values()
     tried = sum(row.tried for row in rows)
     lost = sum(row.lost for row in rows)
     figures = f"**{tried:,} {page.what} tried, {tried - lost:,} survived, {lost} lost.**"
     intro = page.text.format(script=Path(__file__).name, figures=figures, times=" and ".join(sorted(times)))
-    page.table.write_text(f"{intro}\n{tables(page, found)}", encoding="utf-8")
+    page.table.write_text(f"{intro}\n{tables(page, groups)}", encoding="utf-8")
     sys.exit(lost > 0)
 
 

@@ -44,8 +44,9 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "fastloop", "report", str(folder)], cwd=scratch, check=True)
             walls.append(time.perf_counter() - started)
             after = os.times()
-            used = (after.children_user, after.children_system), (before.children_user, before.children_system)
-            processor.append(sum(used[0]) - sum(used[1]))
+            user = after.children_user - before.children_user
+            system = after.children_system - before.children_system
+            processor.append(user + system)
     for name, values in (("wall time", walls), ("processor time", processor)):
         print(f"{name}: {statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})")
 
@@ -54,10 +55,17 @@ def lines(steps: int) -> Iterator[str]:
     """The lines of a log, as the plugin `log` writes them."""
     draw = random.Random(0)
     for step in range(1, steps + 1):
-        point = {"step": step, "epoch": 1 + step // 10_000, "loss": 2 * math.exp(-step / 2e5) + draw.random() / 10}
-        point |= {"lr": 1e-3 * (1 - step / steps), "grad_norm": None if step % 999 == 0 else draw.random()}
-        point |= {"samples_per_second": 800 + draw.random(), "tokens_per_second": 9000 + draw.random()}
-        yield json.dumps(point | {"memory_bytes": 1234567}) + "\n"
+        point = {
+            "step": step,
+            "epoch": 1 + step // 10_000,
+            "loss": 2 * math.exp(-step / 2e5) + draw.random() / 10,
+            "lr": 1e-3 * (1 - step / steps),
+            "grad_norm": None if step % 999 == 0 else draw.random(),
+            "samples_per_second": 800 + draw.random(),
+            "tokens_per_second": 9000 + draw.random(),
+            "memory_bytes": 1234567,
+        }
+        yield json.dumps(point) + "\n"
         if step % 1000 == 0:
             yield json.dumps({"step": step, "epoch": 1, "split": "validation", "loss": draw.random()}) + "\n"
 

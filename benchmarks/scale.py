@@ -98,9 +98,9 @@ def simulated() -> list[dict[str, Any]]:
     return rows
 
 
-def report(found: dict[str, list[dict[str, Any]]]) -> str:
+def report(studies: dict[str, list[dict[str, Any]]]) -> str:
     """The results in markdown."""
-    runs = {(row["arm"], row["processes"]): row for row in found["processes"]}
+    runs = {(row["arm"], row["processes"]): row for row in studies["processes"]}
     counts = sorted({count for _, count in runs})
     lines = [
         "Written by `make scale`: gloo on a CPU, fp32, the 6.8M parameters of [strategies.md](strategies.md).",
@@ -117,13 +117,13 @@ def report(found: dict[str, list[dict[str, Any]]]) -> str:
     lines += ["", "Saved for backward, without and with activation checkpointing:", "", "| model | without | with |"]
     lines += ["|---|---:|---:|"]
     saved: dict[str, dict[bool, str]] = {}
-    for row in found["activations"]:
+    for row in studies["activations"]:
         cells = saved.setdefault(f"{row['model']}, {row['precision']}", {})
         cells[row["checkpointing"]] = _cell(row["estimated"], row["measured"])
     lines += [f"| {model} | {cells[False]} | {cells[True]} |" for model, cells in saved.items()]
     lines += ["", "`fsdp`, simulated: the plugin's code in one process, on torch's process group `fake`:", ""]
     parts: dict[int, dict[str, str]] = {}
-    for row in found["simulated"]:
+    for row in studies["simulated"]:
         parts.setdefault(row["processes"], {})[row["part"]] = _cell(row["estimated"], row["measured"])
     head = list(next(iter(parts.values())))
     lines += [f"| processes | {' | '.join(head)} |", f"|{'---:|' * (1 + len(head))}"]
@@ -143,11 +143,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            found = {"processes": processes(), "activations": activations(), "simulated": simulated()}
+            studies = {"processes": processes(), "activations": activations(), "simulated": simulated()}
         finally:
             os.chdir(start)
-    (HERE / "results" / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
-    write_section("Estimated and measured", report(found), HERE.parent / "docs" / "scale.md")
+    (HERE / "results" / "scale.json").write_text(json.dumps(studies, indent=1) + "\n")
+    write_section("Estimated and measured", report(studies), HERE.parent / "docs" / "scale.md")
 
 
 if __name__ == "__main__":

@@ -77,9 +77,8 @@ def train_ids(length: int, batch: int, folder: Path) -> dict[str, Any]:
     ids = torch.randint(VOCABULARY, (SAMPLES, length))
     data = [{"input_ids": row, "labels": row[0] % 2} for row in ids]
     before = memory("VmRSS")
-    kind = MODEL["model_type"]
-    rest = {key: value for key, value in MODEL.items() if key != "model_type"}
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **rest))
+    config = AutoConfig.for_model(**MODEL, vocab_size=VOCABULARY)
+    model = AutoModelForSequenceClassification.from_config(config)
     times = Times()
     settings: dict[str, Any] = {
         "epochs": 2,
@@ -122,11 +121,13 @@ def data(value: int, folder: Path) -> dict[str, Any]:
             count = min(10_000, value - start)
             texts = [" ".join(chance.choices(words, k=chance.randrange(10, 31))) for _ in range(count)]
             writer.write_table(pyarrow.table({"text": texts, "label": [index % 2 for index in range(count)]}, schema))
-    found = {}
+    figures = {}
     for name in ("first", "again"):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
-            found |= {f"{name}_{key}": one for key, one in fresh.submit(first_step, file, folder).result().items()}
-    return found
+            of_start = fresh.submit(first_step, file, folder).result()
+        for key, figure in of_start.items():
+            figures[f"{name}_{key}"] = figure
+    return figures
 
 
 def first_step(file: Path, folder: Path) -> dict[str, Any]:
@@ -138,11 +139,11 @@ def first_step(file: Path, folder: Path) -> dict[str, Any]:
 
     class Resident(Plugin):
         name = "resident"
-        found = 0
+        bytes = 0
 
         @hookimpl
         def before_fit(self) -> None:
-            self.found = memory("VmRSS")
+            self.bytes = memory("VmRSS")
 
     recipe = make_recipe(
         {
@@ -157,7 +158,7 @@ def first_step(file: Path, folder: Path) -> dict[str, Any]:
     resident = Resident()
     with open_run(resolve(recipe), [resident]) as run:
         summary = execute(run)
-    return {"seconds": summary["startup_seconds"], "bytes": resident.found - before}
+    return {"seconds": summary["startup_seconds"], "bytes": resident.bytes - before}
 
 
 def plugins(value: int, folder: Path) -> dict[str, Any]:
@@ -202,8 +203,12 @@ def plugins(value: int, folder: Path) -> dict[str, Any]:
         )
         return float(trainer.fit()["train_seconds"])
 
-    seconds(STEPS)
-    return {"us_per_step": statistics.median((seconds(2 * STEPS) - seconds(STEPS)) / STEPS * 1e6 for _ in range(5))}
+    seconds(STEPS)  # a warm-up
+    samples = []
+    for _ in range(5):
+        difference = seconds(2 * STEPS) - seconds(STEPS)
+        samples.append(difference / STEPS * 1e6)
+    return {"us_per_step": statistics.median(samples)}
 
 
 STUDIES: dict[str, Callable[[int, Path], dict[str, Any]]] = {
@@ -220,13 +225,39 @@ HEADS = {
 }
 
 
-def row(study: str, value: int, found: dict[str, float], least: dict[str, float]) -> list[str]:
-    """The row of a point in its table."""
+NO_FIGURES = ("study", "value", "round", "wall_seconds", "foreign_cores")
+"""Keys of a result that are not figures of its study."""
+
+
+def medians_of(results: list[dict[str, Any]]) -> dict[str, float]:
+    """The medians of the figures of one point over the rounds."""
+    names = [key for key in results[0] if key not in NO_FIGURES]
+    return {name: statistics.median(result[name] for result in results) for name in names}
+
+
+def row(study: str, value: int, figures: dict[str, float], least: dict[str, float]) -> list[str]:
+    """The row of a point in its table.
+
+    Args:
+        least: The figures of the first point of the study.
+    """
     if study == "plugins":
-        return [str(value), f"{found['us_per_step']:.0f}", f"{found['us_per_step'] - least['us_per_step']:.0f}"]
-    mebibytes = [f"{one / 2**20:.0f}" for key, one in found.items() if key.endswith("bytes")]
-    rates = [f"{one:.1f}" for key, one in found.items() if not key.endswith("bytes")]
+        cost = figures["us_per_step"]
+        return [str(value), f"{cost:.0f}", f"{cost - least['us_per_step']:.0f}"]
+    mebibytes = [f"{figure / 2**20:.0f}" for key, figure in figures.items() if key.endswith("bytes")]
+    rates = [f"{figure:.1f}" for key, figure in figures.items() if not key.endswith("bytes")]
     return [f"{value:,}", *rates, *mebibytes]
+
+
+def show_study(study: str, medians: dict[int, dict[str, float]]) -> str:
+    """The table of a study.
+
+    Args:
+        medians: Point -> its figures.
+    """
+    least = next(iter(medians.values()))
+    rows = [row(study, value, figures, least) for value, figures in medians.items()]
+    return f"### {study}\n\n{table(HEADS[study], rows, 0)}"
 
 
 def main() -> None:
@@ -241,41 +272,31 @@ def main() -> None:
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.point:
+        study, value = options.point
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(STUDIES[options.point[0]](int(options.point[1]), Path(folder))))
+            print(json.dumps(STUDIES[study](int(value), Path(folder))))
         return
     started = time.perf_counter()
-    raw = []
-    medians = {}
+    raw: list[dict[str, Any]] = []
+    medians: dict[str, dict[int, dict[str, float]]] = {}
     environment = {"OMP_NUM_THREADS": None, "HF_HUB_OFFLINE": "1"}
     for study in options.only:
         values = [value for value in POINTS[study] if options.most is None or value <= options.most]
         for number, name in rounds([str(value) for value in values], options.repeats):
             if number and int(name) >= 1_000_000:
                 continue
-            found = spawn([__file__, "--point", study, name], environment) | {
-                "study": study,
-                "value": int(name),
-                "round": number,
-            }
-            raw.append(found)
-            print({key: value for key, value in found.items() if key != "foreign_cores"}, flush=True)
-        medians[study] = {
-            value: {
-                key: statistics.median(one[key] for one in raw if (one["study"], one["value"]) == (study, value))
-                for key in next(one for one in raw if one["study"] == study)
-                if key not in ("study", "value", "round", "wall_seconds", "foreign_cores")
-            }
-            for value in values
-        }
+            result = spawn([__file__, "--point", study, name], environment)
+            result |= {"study": study, "value": int(name), "round": number}
+            raw.append(result)
+            print({key: value for key, value in result.items() if key != "foreign_cores"}, flush=True)
+        medians[study] = {}
+        for value in values:
+            of_point = [result for result in raw if result["study"] == study and result["value"] == value]
+            medians[study][value] = medians_of(of_point)
     facts = machine("torch", "transformers", "accelerate", "fastloop-train")
     results = {"machine": facts, "plugins": PLUGINS, "seconds": time.perf_counter() - started, "load": load(raw)}
     print(write("scaling", results | {"medians": medians, "raw": raw}, options.results))
-    shown = {
-        study: f"### {study}\n\n"
-        + table(HEADS[study], [row(study, value, one, next(iter(found.values()))) for value, one in found.items()], 0)
-        for study, found in medians.items()
-    }
+    shown = {study: show_study(study, of_study) for study, of_study in medians.items()}
     print("\n\n".join(shown.values()))
     if options.results == RESULTS and set(options.only) == set(STUDIES):
         tables = [shown["length"], shown["data"], f"{show_machine(facts)} {load(raw)}"]

@@ -24,10 +24,13 @@ PEERS = {
 }
 """Arm of ``peers.json`` -> its name in the picture."""
 WIDTH = 900
+"""Width of the picture, in units of SVG, as the other sizes."""
 ROW = 30
+"""Height of a row."""
 LEFT = 230
+"""Width of the names."""
 LONGEST = 500
-"""Sizes in units of the picture: its width, a row, the names, and the longest bar."""
+"""Length of the longest bar."""
 PICTURE = ROOT / "docs" / "speed.svg"
 GRAY = "#8a8f98"
 GREEN = "#2a7f62"
@@ -67,7 +70,7 @@ def read_plugins(record: dict[str, Any]) -> list[Row]:
 
 def draw(groups: dict[str, list[Row]], title: str) -> str:
     """Bars with a heading for each group."""
-    longest = max(row.tokens for rows in groups.values() for row in rows)
+    longest = max(max(row.tokens for row in rows) for rows in groups.values())
     lines: list[str] = []
     y = 10
     for heading, rows in groups.items():

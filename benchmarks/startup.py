@@ -66,7 +66,7 @@ def main() -> None:
         "--results", type=Path, default=RESULTS, help="folder for the JSON; with another folder, docs do not change"
     )
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "first_step.py").write_text(PROBE)
         Path(folder, "bare.py").write_text(BARE)
@@ -75,9 +75,9 @@ def main() -> None:
         for arm in ARMS.values():
             run_command(arm)
         for number, arm in rounds(list(ARMS), options.repeats):
-            found.append({"round": number, "arm": arm} | run_command(ARMS[arm]))
+            samples.append({"round": number, "arm": arm} | run_command(ARMS[arm]))
         os.chdir(home)
-    results = {"machine": machine("torch", "transformers", "accelerate", "fastloop-train"), "samples": found}
+    results = {"machine": machine("torch", "transformers", "accelerate", "fastloop-train"), "samples": samples}
     print(write("startup", results, options.results.resolve()))
     shown = report(results)
     print(shown)
@@ -90,10 +90,11 @@ def report(results: dict[str, Any]) -> str:
     rows = []
     for arm in ARMS:
         own = [row for row in results["samples"] if row["arm"] == arm]
-        cells = [[row[kind] for row in own] for kind in ("processor", "wall")]
-        rows.append(
-            [arm, *(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in cells)]
-        )
+        cells = [arm]
+        for kind in ("processor", "wall"):
+            values = [row[kind] for row in own]
+            cells.append(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+        rows.append(cells)
     return "\n\n".join(
         [
             source(__doc__, __file__),

@@ -90,9 +90,9 @@ def arms() -> dict[str, Run]:
     def fastloop(*plugins: Any) -> Run:
         return lambda steps, device: overhead.run_fastloop(steps, device, plugins)
 
-    found = {"raw": overhead.run_raw, "fastloop": fastloop()}
-    found |= {f"fastloop - {name}": fastloop({name: False}) for name in DEFAULTS}
-    return found | {f"fastloop + {name}": fastloop(name) for name in ADDED}
+    arms = {"raw": overhead.run_raw, "fastloop": fastloop()}
+    arms |= {f"fastloop - {name}": fastloop({name: False}) for name in DEFAULTS}
+    return arms | {f"fastloop + {name}": fastloop(name) for name in ADDED}
 
 
 @contextmanager
@@ -143,12 +143,12 @@ def main() -> None:
         package: version(package) for package in ("torch", "accelerate", "fastloop-train")
     }
     shown = "\n".join(lines)
-    found = {"cpu": cpu_model(), "versions": versions, "steps": args.steps, "rows": rows}
+    results = {"cpu": cpu_model(), "versions": versions, "steps": args.steps, "rows": rows}
     print(shown)
     if target:
-        target.write_text(json.dumps(found, indent=1))
+        target.write_text(json.dumps(results, indent=1))
     elif args.arms is None:
-        write("step-calls", found)
+        write("step-calls", results)
         write_section("Python calls of a step", f"{source(__doc__, __file__)}\n\n{shown}")
 
 

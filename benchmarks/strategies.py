@@ -111,7 +111,8 @@ def work(name: str, output: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.losses: list[float] = []
-            self.between = self.stepping = 0
+            self.between = 0  # bytes between two steps
+            self.stepping = 0  # bytes before the optimizer steps
             self.wire: list[int] = []
 
         @hookimpl
@@ -131,13 +132,13 @@ def work(name: str, output: Path) -> None:
 
         @hookimpl
         def after_fit(self, run: Any) -> None:
-            found = run.processes.all_gather_object((self.between, self.stepping))
+            between, stepping = zip(*run.processes.all_gather_object((self.between, self.stepping)), strict=True)
             if run.is_main:
                 facts = {
                     "processes": run.world_size,
                     "losses": self.losses,
-                    "between": max(between for between, _ in found),
-                    "stepping": max(stepping for _, stepping in found),
+                    "between": max(between),
+                    "stepping": max(stepping),
                     "wire": (self.wire[1] - self.wire[0]) / (COUNTED[1] - COUNTED[0]) / run.world_size,
                 }
                 output.write_text(json.dumps(facts))
@@ -147,7 +148,9 @@ def work(name: str, output: Path) -> None:
     model = Model()
     ids = torch.randint(WORDS, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(ids, ids[:, 0] % 4)
-    plugins = [{"log": False}, {"progress": False}, Counter()] + ([ARMS[name]] if name in ARMS else [])
+    plugins: list[Any] = [{"log": False}, {"progress": False}, Counter()]
+    if name in ARMS:
+        plugins.append(ARMS[name])
     settings: dict[str, Any] = {"batch_size": BATCH, "lr": 1e-3, "max_grad_norm": 1.0, "device": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         Trainer(model, data, plugins=plugins, loss=nn.functional.cross_entropy, output=folder, **settings).fit()
@@ -162,8 +165,9 @@ def held_bytes() -> int:
 
     gc.collect()
     storages: dict[int, int] = {}
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    for tensor in [*tensors, *(tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None)]:
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    for tensor in tensors + gradients:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_floating_point() and local.device.type == "cpu" and type(local).__name__ != "FakeTensor":
             storage = local.untyped_storage()
@@ -174,19 +178,22 @@ def held_bytes() -> int:
 
 def loopback_bytes() -> int:
     """Bytes sent over loopback by all processes since it is up."""
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[8])
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])  # after eight numbers of received bytes and packets
+    raise SystemExit("/proc/net/dev has no loopback interface.")
 
 
 def start(name: str, processes: int, folder: Path) -> dict[str, Any]:
     """Run an arm on a number of processes."""
     output = folder / f"{name}-{processes}.json"
-    command = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if name in ARMS else []
-    )
+    launcher = []
+    if name in ARMS:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command, __file__, "--arm", name, "--output", str(output)],
+        [sys.executable, *launcher, __file__, "--arm", name, "--output", str(output)],
         env=environment,
         capture_output=True,
         text=True,
@@ -271,31 +278,33 @@ def report(rows: list[dict[str, Any]], parameters: int) -> str:
     for row in rows:
         arm = row["arm"]
         n = row["processes"]
-        difference = max(
-            abs(ours - theirs) / abs(theirs) for ours, theirs in zip(row["losses"], plain["losses"], strict=True)
-        )
+        pairs = zip(row["losses"], plain["losses"], strict=True)
+        difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
         shards = 2 if arm == "hsdp" else n
         gradients = 4 / shards if SHARDED[arm] >= 12 else 4
         everything = (16 - SHARDED[arm] + SHARDED[arm] / shards) * parameters / mega
-        # within a group, and between groups
-        trips = 3 / 2 + 2 * (n / 2 - 1) / (n / 2) / 2 if arm == "hsdp" else TRIPS[arm] * (n - 1) / n
+        between = everything - gradients * parameters / mega
+        if arm == "hsdp":
+            within_group = 3 * (2 - 1) / 2
+            between_groups = 2 * (n / 2 - 1) / (n / 2) / 2  # of half of the gradients
+            trips = within_group + between_groups
+        else:
+            trips = TRIPS[arm] * (n - 1) / n
         least = trips * 4 * parameters / mega
         wire = row["wire"] / mega
-        facts = [
+        cells = [
             arm,
-            n,
+            str(n),
             f"{difference:.1e}",
             f"{row['between'] / mega:.1f}",
-            f"{everything - gradients * parameters / mega:.1f}",
-        ]
-        facts += [
+            f"{between:.1f}",
             f"{row['stepping'] / mega:.1f}",
             f"{everything:.1f}",
             f"{wire:.1f}",
             f"{least:.1f}",
             f"{wire / least:.2f}" if least else "",
         ]
-        lines.append(f"| {' | '.join(map(str, facts))} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n" + READING
 
 
@@ -309,11 +318,13 @@ def main() -> None:
         work(options.arm, options.output)
         return
     rows = []
+    runs = [("plain", 1)]
+    for count in (2, 4):
+        for name in ARMS:
+            if (name, count) != ("hsdp", 2):  # two groups of one process are ddp
+                runs.append((name, count))
     with tempfile.TemporaryDirectory() as folder:
-        for name, processes in [
-            ("plain", 1),
-            *((name, count) for count in (2, 4) for name in ARMS if (name, count) != ("hsdp", 2)),
-        ]:
+        for name, processes in runs:
             rows.append(start(name, processes, Path(folder)))
             print(name, processes, {key: value for key, value in rows[-1].items() if key != "losses"}, flush=True)
     block = 2 * 2 * WIDTH + 4 * (WIDTH * WIDTH + WIDTH) + 2 * 4 * WIDTH * WIDTH + 5 * WIDTH

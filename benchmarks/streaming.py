@@ -117,7 +117,7 @@ def measure(kind: str, minutes: float, paths: list[str]) -> dict[str, Any]:
     }
 
 
-def report(found: list[dict[str, Any]], facts: str) -> str:
+def report(results: list[dict[str, Any]], facts: str) -> str:
     """The results in markdown."""
     from _measure import table
 
@@ -134,18 +134,18 @@ def report(found: list[dict[str, Any]], facts: str) -> str:
         "MB per CPU second",
     ]
     rows = []
-    for row in found:
+    for row in results:
         read = row["bytes"] * row["samples"] / row.get("rows", row["samples"])
         speed = [read / 1e6 / row["seconds"], row["samples"] / row["seconds"], read / 1e6 / row["cpu"]]
         sizes = [f"{row['bytes'] / 1e9:.2f}", f"{read / 1e9:.2f}", row["samples"], f"{row['peak'] / 2**20:.0f}"]
         growth = f"{row['growth'] / 2**20:.0f}" if "growth" in row else "-"
         rows.append([f"`{row['kind']}`", *sizes, growth, f"{row['startup']:.1f}", *(f"{value:.0f}" for value in speed)])
-    most = max(row["bytes"] for row in found) / 1e9
+    most = max(row["bytes"] for row in results) / 1e9
     lines = [
         "Written by `python benchmarks/streaming.py`, which describes how it measures; the largest size here is "
         f"{most:.1f} GB."
     ]
-    if any(row["samples"] < row.get("rows", 0) for row in found):
+    if any(row["samples"] < row.get("rows", 0) for row in results):
         lines.append("The passes that read fewer GB than their files have were ended by `--minutes`.")
     lines += [
         "One process reads, without training and without data workers. Starting includes all imports.",
@@ -178,7 +178,7 @@ def main() -> None:
         return
     path = RESULTS / "streaming.json"
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for kind in options.kinds:
         part = KINDS[kind]
         with tempfile.TemporaryDirectory() as name:
@@ -191,16 +191,18 @@ def main() -> None:
                 write_shards(folder, rows, suffix)
                 os.chdir(folder)
                 arguments = ["--minutes", options.minutes, "--measure", kind, *sorted(map(str, folder.iterdir()))]
-                found.append(spawn([Path(__file__).resolve(), *arguments]))
+                results.append(spawn([Path(__file__).resolve(), *arguments]))
                 os.chdir(HERE)
-                print(found[-1], flush=True)
-    measured = {(row["kind"], row["bytes"]) for row in found}
-    found += [row for row in kept if (row["kind"], row["bytes"]) not in measured]
-    found.sort(key=lambda row: (list(KINDS).index(row["kind"]), row["bytes"]))
+                print(results[-1], flush=True)
+    measured = {(row["kind"], row["bytes"]) for row in results}
+    results += [row for row in kept if (row["kind"], row["bytes"]) not in measured]
+    results.sort(key=lambda row: (list(KINDS).index(row["kind"]), row["bytes"]))
     facts = machine("torch", "transformers", "tokenizers", "pyarrow")
-    write("streaming", {"machine": facts, "rows": found})
+    write("streaming", {"machine": facts, "rows": results})
     write_section(
-        "Memory and speed", report(found, f"{show_machine(facts)} {load(found)}"), HERE.parent / "docs" / "streaming.md"
+        "Memory and speed",
+        report(results, f"{show_machine(facts)} {load(results)}"),
+        HERE.parent / "docs" / "streaming.md",
     )
 
 

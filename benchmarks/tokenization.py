@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,19 @@ def run_datasets(folder: Path, processes: int | None, pack: bool) -> tuple[float
     )
 
     def tokenize(batch: Any) -> dict[str, Any]:
-        found = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
-        ids = [[*row, tokenizer.eos_token_id] for row in found]
+        encoded = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = [[*row, tokenizer.eos_token_id] for row in encoded]
         if pack:
             return {"input_ids": ids}
-        flat = [token for row in ids for token in row]
+        flat = list(chain.from_iterable(ids))
         return {"input_ids": [flat[first : first + BLOCK] for first in range(0, len(flat), BLOCK)]}
 
-    found = rows.map(tokenize, batched=True, remove_columns=["text"], num_proc=processes)
+    blocks = rows.map(tokenize, batched=True, remove_columns=["text"], num_proc=processes)
     if pack:
         from trl import pack_dataset
 
-        found = pack_dataset(found, BLOCK, strategy="wrapped")
-    return time.perf_counter() - start, len(found)
+        blocks = pack_dataset(blocks, BLOCK, strategy="wrapped")
+    return time.perf_counter() - start, len(blocks)
 
 
 ARMS = {
@@ -157,8 +158,8 @@ def main() -> None:
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     sys.exit(done.stderr)
-                found, blocks[arm] = json.loads(done.stdout.splitlines()[-1])
-                seconds[arm].append(found)
+                spent, blocks[arm] = json.loads(done.stdout.splitlines()[-1])
+                seconds[arm].append(spent)
     print(f"{options.rows:,} rows of {WORDS} words, {os.cpu_count()} cores\n")
     print("| arm | seconds | rows/s | fastloop is faster by | blocks |\n|---|---|---|---|---|")
     first = statistics.median(seconds["fastloop"])

@@ -59,8 +59,8 @@ def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
     ]
     if subprocess.run(command, check=False).returncode:
         sys.exit("fastloop bench --select failed")
-    found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text())
-    return found
+    report: dict[str, Any] = json.loads(target.with_suffix(".json").read_text())
+    return report
 
 
 def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
@@ -77,9 +77,9 @@ def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
     for number in range(PAIRS):
         arms = [ours, hand] if number % 2 == 0 else [hand, ours]
         measured = {id(recipe): shop.measure(recipe, window, number) for recipe in arms}
-        for found in measured.values():
-            if "error" in found:
-                sys.exit(found["error"])
+        for run in measured.values():
+            if "error" in run:
+                sys.exit(run["error"])
         ratios.append(faster(measured[id(ours)], measured[id(hand)]))
         print(f"over the recipe by hand: {ratios[-1]:.2f}", flush=True)
     return ratios
@@ -142,7 +142,8 @@ def report(results: dict[str, Any]) -> str:
 def show(ratios: list[float]) -> str:
     """The median of the ratios and its interval."""
     ratio = show_ratio({"median": statistics.median(ratios), "interval95": interval(ratios)})
-    return f"{ratio}, {len(ratios)} pair{'s' * (len(ratios) != 1)}"
+    pairs = "1 pair" if len(ratios) == 1 else f"{len(ratios)} pairs"
+    return f"{ratio}, {pairs}"
 
 
 if __name__ == "__main__":

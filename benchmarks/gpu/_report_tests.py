@@ -19,8 +19,8 @@ import pytest
 
 def missing_package(failure: str) -> str | None:
     """The package that is not installed, if a failure names one."""
-    found = re.findall(r"No module named '(\w+)", failure)
-    return next((name for name in found if importlib.util.find_spec(name) is None), None)
+    packages = re.findall(r"No module named '(\w+)", failure)
+    return next((name for name in packages if importlib.util.find_spec(name) is None), None)
 
 
 @pytest.hookimpl(trylast=True)
@@ -58,11 +58,15 @@ def pytest_runtest_logreport(report: Any) -> None:
         return
     outcome = "failed" if report.failed else report.outcome
     reason = ""
-    if report.failed and (package := missing_package(str(report.longrepr))):
-        outcome = "skipped"
-        reason = f"{package} is not installed"
-    elif report.failed:
+    if report.failed:
         reason = str(report.longrepr)[-1200:]
+        package = missing_package(str(report.longrepr))
+        if package is not None:
+            outcome = "skipped"
+            reason = f"{package} is not installed"
     elif report.skipped:
-        reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)[:200]
+        skipped = report.longrepr
+        if isinstance(skipped, tuple):  # file, line and reason
+            skipped = skipped[2]
+        reason = str(skipped)[:200]
     add_line(name=report.nodeid, outcome=outcome, seconds=round(report.duration, 2), reason=reason)

@@ -166,7 +166,7 @@ def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
     a, b, product = (torch.randn(rows, rows, device=where).to(torch.bfloat16) for _ in range(3))
     source = torch.zeros(size, dtype=torch.uint8, device=where)
     target = torch.empty_like(source)
-    found: dict[str, Any] = {"rows": rows, "copied_bytes": size}
+    ceilings: dict[str, Any] = {"rows": rows, "copied_bytes": size}
     parts: dict[str, tuple[Callable[[], Any], int]] = {
         "product_flops": (lambda: torch.mm(a, b, out=product), 2 * rows**3),
         "copy_bytes": (lambda: target.copy_(source), 2 * size),
@@ -176,8 +176,8 @@ def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
         rates = list[float]()
         while time.monotonic() < end or len(rates) < 3:
             rates.append(work / seconds_of(function, where))
-        found |= {name: statistics.median(rates[1:]), f"{name}_best": max(rates)}
-    return found
+        ceilings |= {name: statistics.median(rates[1:]), f"{name}_best": max(rates)}
+    return ceilings
 
 
 def measure_host_calls(seconds: float) -> float:
@@ -212,15 +212,15 @@ def record_ceilings(records: Records, device: str, seconds: float = 1.5) -> None
     """
     import torch
 
-    found = measure_ceilings(device, seconds)
-    found["host_calls"] = measure_host_calls(seconds / 5)
+    ceilings = measure_ceilings(device, seconds)
+    ceilings["host_calls"] = measure_host_calls(seconds / 5)
     if device == "cuda":
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name()
         nominal = next((limits for part, limits in NOMINAL.items() if part in name), (None, None))
-        found |= dict(zip(("nominal_flops", "nominal_bytes"), nominal, strict=True))
-    note = f"{found['product_flops'] / 1e12:.1f} TFLOP/s in bf16, {found['copy_bytes'] / 1e9:.0f} GB/s"
-    records.add("ceilings", note, name=device, **found)
+        ceilings |= dict(zip(("nominal_flops", "nominal_bytes"), nominal, strict=True))
+    note = f"{ceilings['product_flops'] / 1e12:.1f} TFLOP/s in bf16, {ceilings['copy_bytes'] / 1e9:.0f} GB/s"
+    records.add("ceilings", note, name=device, **ceilings)
 
 
 def select_on_h200(recipe: Recipe) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def select_on_h200(recipe: Recipe) -> dict[str, Any]:
     from fastloop_plugins.auto import Auto
 
     h200 = Machine("cuda", "NVIDIA H200", ("fp32", "bf16", "fp16", "fp8"), ("bf16", "fp16", "fp8"))
-    return {name: dict(found.options) for name, found in Auto().select_plugins(recipe, h200).items()}
+    return {name: dict(selected.options) for name, selected in Auto().select_plugins(recipe, h200).items()}
 
 
 def read_reviews(count: int, tiny: bool) -> tuple[dict[str, Reviews], int]:
@@ -255,7 +255,7 @@ def facts(device: str) -> dict[str, Any]:
     digest = hashlib.sha256()
     for file in sorted([*(ROOT / "core").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]):
         digest.update(file.read_bytes())
-    found = machine(*PACKAGES) | {"sources": digest.hexdigest()[:12]}
+    known = machine(*PACKAGES) | {"sources": digest.hexdigest()[:12]}
     if device == "cuda":
         import torch
 
@@ -265,14 +265,14 @@ def facts(device: str) -> dict[str, Any]:
         except OSError:
             driver = ""
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        known |= {
             "device": properties.name,
             "driver": driver or None,
             "memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
         }
-    return found
+    return known
 
 
 def find_device() -> str:
@@ -299,9 +299,9 @@ def options(
         help="folder of the records (default: $OUT, else benchmarks/results; tiny: build/gpu-tiny)",
     )
     prepare(parser)
-    found = parser.parse_args()
-    found.results = found.results or results_folder(found.tiny)
-    return found
+    settings = parser.parse_args()
+    settings.results = settings.results or results_folder(settings.tiny)
+    return settings
 
 
 def results_folder(tiny: bool) -> Path:

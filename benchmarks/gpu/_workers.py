@@ -63,7 +63,8 @@ class Worker:
         """Start the process, in an empty folder."""
         self.starts += 1
         name = self.name if self.starts == 1 else f"{self.name}-{self.starts}"
-        self.folder, self.log = self.parent / name, self.parent / f"{name}.log"
+        self.folder = self.parent / name
+        self.log = self.parent / f"{name}.log"
         self.folder.mkdir(parents=True)
         self.started = time.monotonic()
         read, write = os.pipe()
@@ -140,8 +141,8 @@ class Worker:
                 if time.monotonic() > end:
                     raise Late(f"{self.output()}\nno reply to {command!r} within {timeout:.0f} s")
         line, _, self.unread = self.unread.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def output(self) -> str:
         """The last lines of its output."""
@@ -171,7 +172,7 @@ def workers(
         specs: Name -> the worker's specification, its environment, and its number of warm-up epochs.
         parallel: How many start at once.
     """
-    found: dict[str, Worker] = {}
+    ready: dict[str, Worker] = {}
     started: list[Worker] = []
     kept = MEASURED_SHARE * budget.left()
 
@@ -183,12 +184,12 @@ def workers(
         worker = Worker(name, spec, folder, environment, warmups)
         started.append(worker)
         if worker.warm_up(records, budget, kept):
-            found[name] = worker
+            ready[name] = worker
 
     pool = ThreadPoolExecutor(parallel)
     try:
         list(pool.map(start, sorted(specs, key=lambda name: -specs[name][2])))  # the slowest first
-        yield {name: found[name] for name in specs if name in found}
+        yield {name: ready[name] for name in specs if name in ready}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in started:

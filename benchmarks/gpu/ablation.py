@@ -162,11 +162,11 @@ def shrunk(variant: Variant) -> Variant:
 
 def repeated(chosen: Mapping[str, Variant]) -> dict[str, str]:
     """Variants that have the same plugins, batches and environment as an earlier one: name -> the earlier one."""
-    found: dict[str, str] = {}
+    same: dict[str, str] = {}
     for name, other in combinations(chosen, 2):
-        if other not in found and replace(chosen[name], over="") == replace(chosen[other], over=""):
-            found[other] = name
-    return found
+        if other not in same and replace(chosen[name], over="") == replace(chosen[other], over=""):
+            same[other] = name
+    return same
 
 
 def probed_variants(names: Sequence[str]) -> list[str]:
@@ -205,7 +205,7 @@ def job(
     started = time.monotonic()
     worker = Worker(name, given, folder, {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
     try:
-        found = worker.ask("job", budget.left() - 2)
+        result = worker.ask("job", budget.left() - 2)
         worker.process.wait(max(budget.left(), 1))
     except Failure as error:
         records.failure(name, "job", error, worker.log, budget)
@@ -216,19 +216,19 @@ def job(
     finally:
         worker.stop()
     seconds = time.monotonic() - started
-    spans = ", ".join(f"{span} {found[f'{span}_seconds']:.1f}" for span in ("startup", "compile", "train", "evaluate"))
-    shown = f"{seconds:.1f} s from start to end: {spans}; accuracy {found['validation']['accuracy']:.3f}"
-    records.add("job", shown, name=name, wall_seconds=seconds, **notes, **found)
+    spans = ", ".join(f"{span} {result[f'{span}_seconds']:.1f}" for span in ("startup", "compile", "train", "evaluate"))
+    shown = f"{seconds:.1f} s from start to end: {spans}; accuracy {result['validation']['accuracy']:.3f}"
+    records.add("job", shown, name=name, wall_seconds=seconds, **notes, **result)
     return True
 
 
 def speeds(records: Records) -> dict[str, float]:
     """Variant -> median samples a second so far."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for line in records.lines:
         if line["kind"] == "measure":
-            found.setdefault(line["name"], []).append(line["samples_per_second"])
-    return {name: statistics.median(values) for name, values in found.items()}
+            by_name.setdefault(line["name"], []).append(line["samples_per_second"])
+    return {name: statistics.median(values) for name, values in by_name.items()}
 
 
 def run_rounds(
@@ -260,16 +260,17 @@ def run_rounds(
 
 def drop(names: list[str], chosen: Mapping[str, Variant], ready: dict[str, Worker], records: Records) -> None:
     """End the workers of variants that are too slow."""
-    found = speeds(records)
-    for name in [name for name in names if name in ready and name != "baseline"]:
+    speed_of = speeds(records)
+    candidates = [name for name in names if name in ready and name != "baseline"]
+    for name in candidates:
         other = chosen[name].over
-        if other in found and name in found and found[name] < PAYS * found[other]:
+        if other in speed_of and name in speed_of and speed_of[name] < PAYS * speed_of[other]:
             records.add(
                 "dropped",
-                f"{found[name] / found[other]:.2f} of {other}",
+                f"{speed_of[name] / speed_of[other]:.2f} of {other}",
                 name=name,
                 over=other,
-                ratio=found[name] / found[other],
+                ratio=speed_of[name] / speed_of[other],
             )
             ready.pop(name).stop()
 
@@ -303,7 +304,8 @@ def main() -> None:
     records.add("facts", **machine, tiny=settings.tiny, steps=steps, model=model)
     names = settings.variants or [name for name in VARIANTS if not settings.tiny or name not in CUDA_ALONE]
     chosen = {name: shrunk(VARIANTS[name]) if settings.tiny else VARIANTS[name] for name in names}
-    for name in [name for name in chosen if chosen[name].cuda and not cuda]:
+    needing_cuda = [name for name in chosen if chosen[name].cuda]
+    for name in needing_cuda if not cuda else ():
         records.add("skipped", name=name, why="needs CUDA")
         chosen.pop(name)
 
@@ -322,27 +324,22 @@ def main() -> None:
         save(whole, **splits)
         shared = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
         trace = str(settings.results / "gpu-trace.json.gz")
-        specs = {
-            name: (
-                spec(variant, windowed, work, trace=trace if name in probed[:1] else None),
-                {**shared, **variant.environment},
-                2 if "compile" in variant.plugins else 1,
-            )
-            for name, variant in chosen.items()
-        }
+        specs = {}
+        for name, variant in chosen.items():
+            given = spec(variant, windowed, work, trace=trace if name in probed[:1] else None)
+            warmups = 2 if "compile" in variant.plugins else 1
+            specs[name] = (given, {**shared, **variant.environment}, warmups)
         kept = 0.0 if settings.tiny or not settings.jobs else JOB_SECONDS
         run_rounds(chosen, settings, specs, folder, records, budget, kept, probed)
 
-        found = speeds(records)
-        candidates = sorted(
-            (name for name in found if chosen[name].batch_size == BATCH and not chosen[name].environment),
-            key=found.__getitem__,
-        )
+        speed_of = speeds(records)
+        candidates = [name for name in speed_of if chosen[name].batch_size == BATCH and not chosen[name].environment]
+        candidates.sort(key=speed_of.__getitem__)  # the fastest last
         total = EPOCHS * (len(splits["train"]) + len(splits["validation"]) / 3)
         if candidates and settings.jobs:
             best = candidates[-1]
             given = spec(chosen[best], whole, work, job=EPOCHS)
-            training = total / found[best]
+            training = total / speed_of[best]
             fresh = folder / "job-cache"
             if job("job-cold", given, fresh, folder, records, budget, training + 45, variant=best, cache="cold"):
                 job("job-warm", given, fresh, folder, records, budget, training + 20, variant=best, cache="warm")
@@ -361,8 +358,8 @@ def main() -> None:
                 )
             small = str(DATA / "minilm") if (DATA / "minilm").exists() and not settings.tiny else model
             for name in dict.fromkeys((best, "baseline")):
-                if name in found:  # MiniLM needs an eighth of DistilBERT's computation
-                    expected = len(splits["train"]) / found[name] / (1 if settings.tiny else 4) + 40
+                if name in speed_of:  # MiniLM needs an eighth of DistilBERT's computation
+                    expected = len(splits["train"]) / speed_of[name] / (1 if settings.tiny else 4) + 40
                     quality = spec(chosen[name], whole, work, model=small, job=1)
                     job(
                         f"accuracy-{name}",

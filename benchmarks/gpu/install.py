@@ -22,11 +22,12 @@ def write_metadata(folder: Path, source: Path = ROOT) -> Path:
     lines = ["Metadata-Version: 2.1", f"Name: {project['name']}", f"Version: {project['version']}"]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
     groups = {"console_scripts": project.get("scripts", {}), **project["entry-points"]}
-    sections = [
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
-        for group, points in groups.items()
-    ]
-    (info / "entry_points.txt").write_text("\n".join(sections))
+    entries = []
+    for group, points in groups.items():
+        entries.append(f"[{group}]")
+        entries += [f"{name} = {value}" for name, value in points.items()]
+        entries.append("")
+    (info / "entry_points.txt").write_text("\n".join(entries))
     return info
 
 

@@ -70,7 +70,7 @@ def auto_plugins(size: Size, optimizer: str = "AdamW") -> dict[str, Any]:
 def make_arms(size: Size) -> dict[str, dict[str, Any]]:
     """Name of an arm -> a part of its specification for ``worker.py``, with the plugins as name -> options."""
     auto = auto_plugins(size)
-    found: dict[str, dict[str, Any]] = {
+    arms: dict[str, dict[str, Any]] = {
         "plain": {"arm": "plain"},
         "compile": {"plugins": EAGER | {"compile": {}}},
         "graphs": {"plugins": EAGER | {"compile": {"mode": "reduce-overhead"}}},
@@ -78,7 +78,7 @@ def make_arms(size: Size) -> dict[str, dict[str, Any]]:
         "fused-loss": {"plugins": auto | {"fused-loss": {}}},
         "muon": {"plugins": auto_plugins(size, "Muon"), "optimizer": MUON},
     }
-    return {name: {"arm": "fastloop", **given} for name, given in found.items()}
+    return {name: {"arm": "fastloop", **given} for name, given in arms.items()}
 
 
 def leave_out(arms: dict[str, dict[str, Any]], names: list[str], records: Records) -> dict[str, dict[str, Any]]:
@@ -130,10 +130,10 @@ def run_rounds(
 
 def main() -> None:
     """Run the arms."""
-    found = make_arms(SIZES["gpt2"])
+    known = make_arms(SIZES["gpt2"])
 
     def prepare(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--arms", nargs="+", choices=list(found), default=list(found))
+        parser.add_argument("--arms", nargs="+", choices=list(known), default=list(known))
         parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
         parser.add_argument(
             "--hold", type=int, help="arms that are held at once (default: all with 120 GiB on a GPU, else one)"

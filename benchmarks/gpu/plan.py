@@ -28,8 +28,9 @@ SETUP_SECONDS = 12.0
 REPORT_SECONDS = 4.0
 """Seconds of a command's part that are reserved for the end of its workers and its tables."""
 TINY_SECONDS = 2.0
+"""With ``--tiny``, a part has its seconds times this, since a busy CPU compiles slowly."""
 TINY_LEAST = 0.4
-"""With ``--tiny``: a part has twice its seconds, since a busy CPU compiles slowly, and begins with fewer."""
+"""With ``--tiny``, a part begins if its least seconds times this are left."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,23 +80,26 @@ def shown_groups(groups: Sequence[list[dict[str, Any]]]) -> list[list[dict[str, 
 
 def of_kind(lines: Lines, kind: str) -> dict[str, list[dict[str, Any]]]:
     """Name -> its records of this kind, in order."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_name: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         if line["kind"] == kind:
-            found.setdefault(line["name"], []).append(line)
-    return found
+            by_name.setdefault(line["name"], []).append(line)
+    return by_name
 
 
 def compare(windows: dict[str, list[dict[str, Any]]], ours: str, theirs: str) -> str:
     """The ratio of two speeds, from the rounds that have both."""
-    by_round = [
-        {(line.get("run", 0), line["round"]): line["samples_per_second"] for line in windows.get(name, ())}
-        for name in (ours, theirs)
-    ]
-    both = sorted(by_round[0].keys() & by_round[1].keys())
+    our_speeds = speeds_by_round(windows.get(ours, []))
+    their_speeds = speeds_by_round(windows.get(theirs, []))
+    both = sorted(our_speeds.keys() & their_speeds.keys())
     if ours == theirs or not both:
         return ""
-    return show_ratio(ratio(*([speeds[number] for number in both] for speeds in by_round)))
+    return show_ratio(ratio([our_speeds[key] for key in both], [their_speeds[key] for key in both]))
+
+
+def speeds_by_round(lines: Lines) -> dict[tuple[int, int], float]:
+    """The run of the command and the round -> samples a second."""
+    return {(line.get("run", 0), line["round"]): line["samples_per_second"] for line in lines}
 
 
 def median(lines: Lines, key: str) -> float:
@@ -117,13 +120,10 @@ def show_ceilings(lines: Lines) -> str:
             continue
         text = (
             f"Ceilings: a product of {line['rows']} x {line['rows']} matrices in bf16 "
-            f"{line['product_flops'] / 1e12:.0f} TFLOP/s"
+            f"{line['product_flops'] / 1e12:.0f} TFLOP/s (best window {line['product_flops_best'] / 1e12:.0f}), "
+            f"a copy {line['copy_bytes'] / 1e9:.0f} GB/s read and written (best window "
+            f"{line['copy_bytes_best'] / 1e9:.0f})."
         )
-        text += (
-            f" (best window {line['product_flops_best'] / 1e12:.0f}), a copy {line['copy_bytes'] / 1e9:.0f} GB/s "
-            "read and written"
-        )
-        text += f" (best window {line['copy_bytes_best'] / 1e9:.0f})."
         if line.get("nominal_flops"):
             text += (
                 f" NVIDIA's figures: {line['nominal_flops'] / 1e12:.0f} TFLOP/s and {line['nominal_bytes'] / 1e9:.0f} "
@@ -165,26 +165,28 @@ def show_ablation(lines: Lines) -> str:
     windows = of_kind(lines, "measure")
     warmups = of_kind(lines, "warmup")
     rows = []
-    for name, found in windows.items():
+    for name, measured in windows.items():
         over = VARIANTS[name].over
-        late = sum(line["compile_seconds"] for line in found)
+        compiled = f"{warmups[name][0]['compile_seconds']:.0f}"
+        late = sum(line["compile_seconds"] for line in measured)
+        if late > 0.05:
+            compiled += f" (and {late:.1f} in windows)"
         rows.append(
             [
                 f"`{name}`",
                 f"`{over}`" if over != name else "",
-                f"{median(found, 'samples_per_second'):.0f}",
-                teraflops(found),
+                f"{median(measured, 'samples_per_second'):.0f}",
+                teraflops(measured),
                 compare(windows, name, "baseline"),
                 compare(windows, name, over) if over != name else "",
-                f"{max(line['peak_bytes'] for line in found) / 2**20:.0f}",
-                f"{warmups[name][0]['compile_seconds']:.0f}" + f" (and {late:.1f} in windows)" * (late > 0.05),
+                f"{max(line['peak_bytes'] for line in measured) / 2**20:.0f}",
+                compiled,
             ]
         )
     head = ["variant", "over", "samples/s", "TFLOP/s", "x baseline", "x over", "peak MiB", "compile s"]
     jobs = show_jobs(lines)
-    return "\n\n".join(
-        filter(None, [table(head, rows, 2), "\n".join(jobs), show_ceilings(lines), show_probes(lines), failures(lines)])
-    )
+    parts = [table(head, rows, 2), "\n".join(jobs), show_ceilings(lines), show_probes(lines), failures(lines)]
+    return "\n\n".join(filter(None, parts))
 
 
 def show_jobs(lines: Lines) -> list[str]:
@@ -237,19 +239,19 @@ def show_peers(lines: Lines) -> str:
     windows = of_kind(lines, "measure")
     warmups = of_kind(lines, "warmup")
     rows = []
-    for name, found in windows.items():
+    for name, measured in windows.items():
         compiling = [line["compile_seconds"] for line in warmups[name]]
         rows.append(
             [
                 f"`{name}`",
-                f"{median(found, 'samples_per_second'):.0f}",
-                teraflops(found),
+                f"{median(measured, 'samples_per_second'):.0f}",
+                teraflops(measured),
                 compare(windows, name, "naive"),
                 compare(windows, "fastloop", name),
-                f"{1 - found[0]['tokens'] / median(found, 'computed'):.0%}",
-                f"{max(line['peak_bytes'] for line in found) / 2**20:.0f}",
+                f"{1 - measured[0]['tokens'] / median(measured, 'computed'):.0%}",
+                f"{max(line['peak_bytes'] for line in measured) / 2**20:.0f}",
                 " / ".join(f"{seconds:.0f}" for seconds in compiling) if max(compiling) > 0.5 else "",
-                f"{statistics.fmean(found[-1]['losses'][-20:]):.3f}",
+                f"{statistics.fmean(measured[-1]['losses'][-20:]):.3f}",
             ]
         )
     head = [
@@ -299,8 +301,8 @@ def show_lm(lines: Lines) -> str:
     ceilings: dict[str, Any] = next((line for line in lines if line["kind"] == "ceilings"), {})
     windows, warmups, validations = (of_kind(lines, kind) for kind in ("measure", "warmup", "validate"))
     rows = []
-    for name, found in windows.items():
-        speed = statistics.median(line["computed"] / line["seconds"] for line in found)
+    for name, measured in windows.items():
+        speed = statistics.median(line["computed"] / line["seconds"] for line in measured)
         peaks = [ceilings.get(key) for key in ("product_flops", "nominal_flops")]
         validation = validations.get(name, [None])[-1]
         trained = 0 if validation is None else validation["trained_steps"] * fact["batch"] * fact["length"]
@@ -310,7 +312,7 @@ def show_lm(lines: Lines) -> str:
                 f"{speed:,.0f}",
                 compare(windows, name, "plain"),
                 *(f"{speed * fact['token_flops'] / peak:.1%}" if peak else "" for peak in peaks),
-                f"{max(line['peak_bytes'] for line in found) / 2**20:.0f}",
+                f"{max(line['peak_bytes'] for line in measured) / 2**20:.0f}",
                 f"{warmups[name][0]['compile_seconds']:.0f}",
                 "" if validation is None else f"{validation['validation_loss']:.3f}",
                 f"{trained / 1e6:.2f}" if trained else "",

@@ -183,7 +183,11 @@ def main() -> None:
         parallel = min(parallel, 8)
     lock = threading.Lock()
     with scratch() as folder, ThreadPoolExecutor(parallel) as pool:
-        list(pool.map(lambda part: run_part(part, device, folder, settings.timeout, records, budget, lock), parts))
+        running = [
+            pool.submit(run_part, part, device, folder, settings.timeout, records, budget, lock) for part in parts
+        ]
+        for part in running:
+            part.result()
 
     from report import show_tests
 

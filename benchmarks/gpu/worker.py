@@ -83,8 +83,8 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False
     set_seed(work.seed)
 
-    def reply(found: dict[str, Any]) -> None:
-        os.write(arguments.reply, (json.dumps(found | {"plugins": work.plugins, "pid": os.getpid()}) + "\n").encode())
+    def reply(result: dict[str, Any]) -> None:
+        os.write(arguments.reply, (json.dumps(result | {"plugins": work.plugins, "pid": os.getpid()}) + "\n").encode())
 
     if language:
         LANGUAGE_ARMS[arm](work, Windows(work.device, next_command, reply, trace=trace))
@@ -100,7 +100,7 @@ def main() -> None:
     ARMS[arm](
         work,
         train,
-        Windows(work.device, next_command, lambda found: reply(found | {"tokens": tokens}), train.lengths, trace),
+        Windows(work.device, next_command, lambda result: reply(result | {"tokens": tokens}), train.lengths, trace),
     )
 
 

@@ -46,9 +46,9 @@ REPORT = f"""<testsuites><testsuite>
 
 def test_a_report_becomes_a_page(script: Any, tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(REPORT)
-    found = script.read(tmp_path / "report.xml")
-    assert found["ema"]["declared"] == ("passed", "")
-    lines = script.lists(found).splitlines()
+    plugins = script.read(tmp_path / "report.xml")
+    assert plugins["ema"]["declared"] == script.Checked("passed")
+    lines = script.lists(plugins).splitlines()
     assert lines[0].startswith(
         "- options, documented, batch norm, saved, loaded, killed, resumed, off, deepspeed, fsdp (1); "
     )
@@ -61,8 +61,8 @@ def test_a_strategy_of_another_package_is_reported_with_itself(script: Any, tmp_
         "</testsuite>", f'<testcase name="test_processes[local-sgd]">{EMA}</testcase></testsuite>'
     )
     (tmp_path / "report.xml").write_text(report.replace('value="ema"', 'value="local-sgd"'))
-    found = script.read(tmp_path / "report.xml")["local-sgd"]
-    assert {check for check in found if check.startswith("processes")} == {
+    checks = script.read(tmp_path / "report.xml")["local-sgd"]
+    assert {check for check in checks if check.startswith("processes")} == {
         f"processes[{name}]" for name in ("ddp", "deepspeed", "fsdp")
     }
-    assert found["processes[ddp]"] == ("passed", "with itself: it fills the slot 'strategy', too")
+    assert checks["processes[ddp]"] == script.Checked("passed", "with itself: it fills the slot 'strategy', too")

@@ -261,8 +261,9 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
 
 
 NEW_MOUNTS = 0x00020000
+"""CLONE_NEWNS of unshare(2)."""
 NEW_USER = 0x10000000
-"""CLONE_NEWNS and CLONE_NEWUSER of unshare(2)."""
+"""CLONE_NEWUSER of unshare(2)."""
 
 
 def with_tmpfs(folder: str, size: str) -> Callable[[], None]:

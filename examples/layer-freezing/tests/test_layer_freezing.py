@@ -9,8 +9,9 @@ from torch import nn
 from layer_freezing import LayerFreezing
 
 FIRST = 8 * 16 + 16
+"""Weights of the tiny model's first layer."""
 LAST = 16 * 3 + 3
-"""Weights of the tiny model's two layers."""
+"""Weights of its second layer."""
 
 
 def test_from_the_step_on_the_first_layer_stays_as_it_is_and_the_last_trains_on(tiny_run):

@@ -10,8 +10,9 @@ from fastloop import Plugin, hookimpl
 from fastloop_plugins.text import Completion
 
 COUNT = 4
+"""Completions of a prompt."""
 LONGEST = 9
-"""Completions of a prompt, and their largest number of tokens."""
+"""Tokens of a completion at most."""
 END = 1
 """The end token."""
 ROWS = [{"prompt": "abcdefgh"[:size] + "=", "answer": size} for size in (1, 4, 2, 8, 5)]

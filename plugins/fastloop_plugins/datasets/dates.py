@@ -13,8 +13,9 @@ from datetime import date, timedelta
 from random import Random
 
 FIRST = date(1950, 1, 1)
+"""The first date."""
 DAYS = 36_525
-"""The first date, and the number of days in the hundred years from there."""
+"""Days in the hundred years from there."""
 MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
     "December",

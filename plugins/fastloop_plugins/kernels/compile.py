@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 
 FUSED = 0.5
+"""For estimates: the share of the fusible time that fusion saves."""
 SECONDS_A_CALL = 0.02
-"""For estimates: the share of the fusible time that fusion saves, and the seconds to compile each call of an operation
-in a step."""
+"""For estimates: the seconds to compile each call of an operation in a step."""
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 """The modes that record CUDA graphs -> the same mode without them."""
 SHAPES_TO_RECORD = 2 * SHAPES

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 WARM_UP = 5
+"""Steps before the timed window: the first steps allocate memory and compile."""
 STEPS = 20
-"""Steps before the timed window, and in it: the first steps allocate memory and compile."""
+"""Steps of the timed window."""
 WORTH = 1.3
 """Speedup from which a plugin is named. Smaller estimates are often wrong by as much."""
 LEFT = 60.0

@@ -9,16 +9,21 @@ from html import escape
 from fastloop_tools.shared.svg import number, svg
 
 CELL = 54
+"""Pixels of a cell."""
 EDGE = 16
+"""Pixels of the margin."""
 LEGEND = 24
+"""Pixels of the line that names rows and columns."""
 HEAD = 32
-"""Pixels of a cell, of the margin, of the line that names rows and columns, and of the title."""
+"""Pixels of the title."""
 SMALL_CELL = 14
+"""Pixels of a cell without its count."""
 WITH_COUNTS = 20
-"""Pixels of a cell without its count, and the number of classes up to which cells show counts."""
+"""Number of classes up to which cells show counts."""
 NAME = 20
+"""Characters of a name at most."""
 CHARACTER = 7.5
-"""Characters of a name at most, and pixels of a character."""
+"""Pixels of a character."""
 STYLE = (
     "text.count { text-anchor: middle; } text.dark { fill: #fff; } rect.cell { fill: #2f6db5; } rect.frame { "
     "fill: none; stroke: #8a8f98; }"

@@ -29,8 +29,9 @@ SOURCES = {"images": "images (a folder)", "module": "module (a function that ret
 """Option of ``data`` that names the source of the images -> the option in messages."""
 SPLITS = ("train", "validation", "test")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
+"""Mean of ImageNet's red, green and blue values from 0 to 1."""
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's red, green and blue values from 0 to 1."""
+"""Standard deviation of these values."""
 MAX_PIXELS = 89_478_485
 """Pixels of an image at most, as in Pillow, which warns about more."""
 

@@ -10,8 +10,10 @@ tokens exist at a time, and only of tokens that have a loss; under ``compile``, 
 On CUDA, liger-kernel computes it, if it is installed (``pip install 'fastloop-train[liger]'``). Elsewhere, and with
 ``model.pad_vocab_to``, torch computes each chunk. A model that changes its logits after the head is refused.
 
-It saves memory, not time, so ``auto`` does not select it: GPT-2 with 16 x 1,024 tokens and ``compile`` trained at 0.78
-of the speed on an H200 with it (docs/benchmarks.md, GPU).
+On a CPU, the logits of a chunk stay in the cache, so it saves time, too, and `auto` selects it. There, a model that
+changes its logits computes those of the tokens that have a loss, as with `target-logits`. On CUDA it saves memory, not
+time: GPT-2 with 16 x 1,024 tokens and ``compile`` trained at 0.78 of the speed on an H200 with it (docs/benchmarks.md,
+GPU).
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, hookimpl, option
-from fastloop_plugins._task_traits import require_trait
+from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
+from fastloop_plugins._task_traits import recipe_traits, require_trait
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +30,16 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
     from fastloop_plugins.text.next_token_loss import Reduction
+
+
+CACHED_LOGITS = 2**22
+"""Logits of a chunk on a CPU: 16 MiB of float32, which a last-level cache holds."""
+FEWEST_TOKENS = 128
+"""Fewest tokens of a chunk on a CPU. Matrix products of fewer rows took longer."""
+DEVICE_TOKENS = 1024
+"""Tokens of a chunk on an accelerator, which needs large matrix products."""
 
 
 class FusedLoss(Plugin):
@@ -40,9 +51,20 @@ class FusedLoss(Plugin):
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     for_inference = True
 
-    chunk_tokens: int = option(
-        "Tokens whose logits exist at a time; liger-kernel has its own number.", default=1024, ge=1
+    chunk_tokens: int | None = option(
+        "Tokens whose logits exist at a time; null: as many as a CPU's cache holds, at least 128, and 1,024 on other "
+        "devices. liger-kernel has its own number.",
+        default=None,
+        ge=1,
     )
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """For language models on a CPU, where it was measured (docs/benchmarks.md, Fine-tuning of a chat model)."""
+        compiled = recipe.plugins.get("compile", False) is not False
+        if machine.device != "cpu" or compiled or "next-token-loss" not in recipe_traits(recipe):
+            return None
+        return Recommendation(why="the logits of a few tokens at a time stay in the cache")
 
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
@@ -65,12 +87,15 @@ class FusedLoss(Plugin):
 
         changed = with_loss(model)
         vocabulary = None if changed is None else changed.vocabulary
-        chunk = self.chunk_tokens
 
         def loss(head: Any, states: Tensor, targets: Tensor, reduction: Reduction, temperature: float) -> Tensor:
-            return chunked_loss(head, states, targets, vocabulary, chunk)
+            tokens = self.chunk_tokens or default_tokens(states.device.type, len(head.weight))
+            return chunked_loss(head, states, targets, vocabulary, tokens)
 
         reason = try_head(run, model, self.name, loss)
+        if reason is not None and self.name in run.recipe.selected:
+            self.log.info("%s %s: it computes the logits of all tokens with a loss", type(model).__name__, reason)
+            reason = try_head(run, model, self.name)
         if reason is not None:
             raise PluginError(
                 f"{type(model).__name__} {reason}.",
@@ -78,3 +103,10 @@ class FusedLoss(Plugin):
                 place=f"{run.recipe.where}: plugins.fused-loss",
                 remedy="Leave fused-loss out.",
             )
+
+
+def default_tokens(device: str, rows: int) -> int:
+    """Tokens of a chunk, for a type of device and the rows of a head."""
+    if device != "cpu":
+        return DEVICE_TOKENS
+    return max(FEWEST_TOKENS, CACHED_LOGITS // rows)

@@ -32,6 +32,11 @@ class Chunking:
     temperature: float = 1.0
 
 
+SUMMED_TOKENS, SUMMED_CHUNKS = 1024, 8
+"""Tokens, and chunks, whose gradient of the weight is added at once in a smaller dtype than float32. Each sum reads and
+writes as many numbers as the weight has."""
+
+
 class ChunkedHead:
     """Logits of some tokens, and the sums of gradients over the chunks.
 
@@ -51,11 +56,16 @@ class ChunkedHead:
         self.hidden_gradient = torch.zeros_like(hidden) if needed[0] else None
         self.weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
         self.bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needed[2] and bias is not None else None
+        self.group = chunking.tokens
+        if needed[1] and chunking.dtype != torch.float32:
+            self.group *= max(1, min(SUMMED_CHUNKS, SUMMED_TOKENS // chunking.tokens))
+        self.slopes: list[Tensor] = []
+        self.scales: list[Tensor] = []
 
     def chunks(self) -> list[slice]:
         """The tokens of each chunk."""
         size = self.chunking.tokens
-        return [slice(start, start + size) for start in range(0, len(self.hidden), size)]
+        return [slice(start, min(start + size, len(self.hidden))) for start in range(0, len(self.hidden), size)]
 
     def logits(self, chunk: slice) -> Tensor:
         """Logits, (tokens, rows) float32, which the caller may overwrite."""
@@ -65,31 +75,40 @@ class ChunkedHead:
         logits[:, self.chunking.vocabulary :] = -torch.inf
         return logits
 
-    def add_gradients(self, chunk: slice, logits: Tensor, norm: Tensor, targets: Tensor, scale: Tensor) -> None:
-        """Add the gradients of cross entropy.
+    def add_gradients(self, chunk: slice, probabilities: Tensor, targets: Tensor, scale: Tensor) -> None:
+        """Add the gradients of cross entropy. Call it for every chunk, in order.
 
         Args:
-            logits: See ``logits``. They are overwritten.
-            norm: Their ``logsumexp``, (tokens, 1).
+            probabilities: The softmax of ``logits``. They are overwritten.
             targets: (tokens,) int64, none below 0.
             scale: The gradient of each token's loss, (tokens,).
         """
-        slope = logits.sub_(norm).exp_()  # probabilities
-        slope.scatter_add_(1, targets[:, None], torch.full_like(norm, -1.0))
-        slope.mul_((scale / self.chunking.temperature)[:, None])
+        scale = (scale / self.chunking.temperature)[:, None]
+        probabilities.scatter_add_(1, targets[:, None], torch.full_like(scale, -1.0))
+        # The scale multiplies (tokens, d) numbers of each product instead of (tokens, rows).
         if self.bias_gradient is not None:
-            self.bias_gradient += slope.sum(0)
-        dtype = self.chunking.dtype
-        slope = slope.to(dtype)
+            self.bias_gradient += (scale.t() @ probabilities)[0]
+        slopes = probabilities.to(self.chunking.dtype)
         if self.hidden_gradient is not None:
-            self.hidden_gradient[chunk] = slope @ self.weight
-        if self.weight_gradient is None:
-            return
-        states = self.hidden[chunk].to(dtype)
-        if dtype == torch.float32:
-            self.weight_gradient.addmm_(slope.t(), states)
+            self.hidden_gradient[chunk] = (slopes @ self.weight) * scale
+        if self.weight_gradient is not None:
+            self.slopes.append(slopes)
+            self.scales.append(scale)
+            if chunk.stop % self.group == 0 or chunk.stop == len(self.hidden):
+                self.add_weight_gradient(chunk.stop)
+
+    def add_weight_gradient(self, stop: int) -> None:
+        """Add the gradient of the weight for the group of chunks that ends at token ``stop``."""
+        assert self.weight_gradient is not None
+        slopes = self.slopes[0] if len(self.slopes) == 1 else torch.cat(self.slopes)
+        scales = torch.cat(self.scales)
+        self.slopes.clear()
+        self.scales.clear()
+        states = (self.hidden[stop - len(slopes) : stop] * scales).to(self.chunking.dtype)
+        if self.chunking.dtype == torch.float32:
+            self.weight_gradient.addmm_(slopes.t(), states)
         else:
-            self.weight_gradient += slope.t() @ states
+            self.weight_gradient += slopes.t() @ states
 
     def gradients(self) -> list[Tensor | None]:
         """Those of hidden states, weight and bias."""
@@ -123,11 +142,13 @@ class ChunkedLoss(torch.autograd.Function):
         count = (targets != IGNORED).sum()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for chunk in head.chunks():
-            logits, known, tokens = head.logits(chunk), targets[chunk] != IGNORED, targets[chunk].clamp(min=0)
-            norm = logits.logsumexp(1, keepdim=True)
-            total += torch.where(known[:, None], norm - logits.gather(1, tokens[:, None]), 0).sum()
+            known = targets[chunk] != IGNORED
+            tokens = targets[chunk].clamp(min=0)
+            scores = head.logits(chunk).log_softmax(1)
+            total -= torch.where(known[:, None], scores.gather(1, tokens[:, None]), 0).sum()
             if any(needed):
-                head.add_gradients(chunk, logits, norm, tokens, known / count)
+                head.add_gradients(chunk, scores.exp_(), tokens, known / count)
+            del scores  # before the logits of the next chunk exist
         ctx.save_for_backward(*head.gradients())
         return total / count
 
@@ -169,7 +190,7 @@ class ChunkedTokenLosses(torch.autograd.Function):
             for chunk in head.chunks():
                 own = torch.where(targets[chunk] != IGNORED, scale[chunk], 0)
                 norm, tokens = norms[chunk][:, None], targets[chunk].clamp(min=0)
-                head.add_gradients(chunk, head.logits(chunk), norm, tokens, own)
+                head.add_gradients(chunk, head.logits(chunk).sub_(norm).exp_(), tokens, own)
         return *head.gradients(), None, None
 
 

@@ -19,9 +19,12 @@ from torch.utils._pytree import tree_leaves
 from training_runs import execute
 
 from fastloop import Plugin, PluginError, hookimpl
+from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
+from fastloop.recipe import make_recipe
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels.compile import Compile
-from fastloop_plugins.kernels.fused_loss import FusedLoss
+from fastloop_plugins.kernels.fused_loss import FusedLoss, default_tokens
 from fastloop_plugins.precision.amp import Amp
 from fastloop_plugins.text.chunked_loss import chunked_loss, chunked_token_losses
 from fastloop_plugins.text.next_token_loss import add_loss
@@ -166,6 +169,27 @@ def test_ignored_tokens_and_rows_after_the_vocabulary_have_no_part(dtype, chunk)
     assert not found[1][0, :4].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_head_gives_the_same_loss_and_gradient_of_the_hidden_states(dtype):
+    torch.manual_seed(0)
+    head, hidden, targets = nn.Linear(12, 40), torch.randn(2, 9, 12), torch.randint(40, (2, 9))
+    loss, gradient, _, _ = losses(head, hidden, targets, 40, dtype, 4)
+    head.requires_grad_(False)
+    hidden.requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        frozen = chunked_loss(head, hidden, targets, 40, 4)
+    (3 * frozen).backward()
+    assert torch.equal(frozen.detach(), loss)
+    assert torch.equal(hidden.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "tokens"), [("cpu", 128_000, 128), ("cpu", 2048, 2048), ("cuda", 2048, 1024), ("cuda", 7, 1024)]
+)
+def test_a_chunk_on_a_cpu_has_the_tokens_whose_logits_fit_its_cache(device, rows, tokens):
+    assert default_tokens(device, rows) == tokens
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that operations have returned and that still exist.
 
@@ -239,6 +263,32 @@ def test_a_model_that_changes_its_logits_is_refused(config, reason):
         match=rf"recipe.yaml: plugins.fused-loss: \w+ changes its logits after the head: its {reason}.*Leave",
     ):
         made(KEYS | config, FusedLoss())
+
+
+def test_auto_computes_the_tokens_with_a_loss_of_a_model_that_changes_its_logits():
+    capped = KEYS | WIDE | {"model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 3.0}
+    recipe = {
+        "model": {"config": capped, "tokenizer": TOKENIZER},
+        "data": {
+            "files": {"train": "a.jsonl"},
+            "prompt": "q",
+            "completion": "a",
+            "max_length": 40,
+            "validation_fraction": 0,
+        },
+        "train": {"epochs": 1, "batch_size": 16, "max_steps": 1, "device": "cpu"},
+    }
+    losses, rows = [], []
+    auto = {"auto": {}, "amp": False, "packing": False, "allocator": False, "cpu-affinity": False}
+    for plugins in (auto, {}):
+        keep = Keep()
+        run = build(resolve(make_recipe(recipe | {"plugins": plugins}), objects=[keep]))
+        head = run.unwrap_model().get_output_embeddings()
+        head.register_forward_hook(lambda head, inputs, output: rows.append(output.flatten(0, -2).shape[0]))
+        execute(run)
+        losses += keep.losses
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert rows[0] < rows[1]  # those of the answers, and of all tokens
 
 
 def test_a_head_that_is_no_linear_layer_is_refused():

@@ -303,6 +303,24 @@ def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize(
+    ("written", "remedy"),
+    [
+        (["neg", "neg "], "{'neg ': 'neg'}"),
+        (["Neg", "neg "], "{'neg ': 'Neg'}"),
+        (["Neg", "neg", "neg "], "{'Neg': 'neg', 'neg ': 'neg'}"),
+        ([" neg", "neg "], "{' neg': 'neg', 'neg ': 'neg'}"),
+    ],
+)
+def test_the_proposed_name_of_a_class_has_no_needless_spaces(written, remedy, caplog):
+    path = csv_file([*written, "pos"] * 12)
+    text_data(path).load()
+    assert re.findall(r"data.label_map=({.*?})", caplog.text) == [remedy]
+    caplog.clear()
+    assert set(names(path, label_map=yaml.safe_load(remedy))) == {yaml.safe_load(remedy)["neg "], "pos"}
+    assert caplog.text == ""
+
+
 def test_one_override_joins_all_classes_that_differ_by_case_or_spaces(caplog):
     path = csv_file(["neg", "Neg", "pos", "POS "] * 12)
     text_data(path).load()

@@ -107,6 +107,18 @@ def test_rows_that_repeat_or_stand_in_two_splits_give_one_warning(caplog):
     assert problem.proposals == []
 
 
+def test_repeats_in_rows_held_out_of_train_name_the_key_that_removes_them(caplog):
+    """Repeats are removed before rows are held out, so none of them is in both splits then."""
+    path = rows_file("train.csv", DIFFERENT * 4)
+    text_data(path, validation_fraction=0.25).load()
+    (problem,) = find_problems(caplog, "repeated-rows data: train validation")
+    assert problem.proposals == ["data.deduplicate=true"]
+    caplog.clear()
+    splits = text_data(path, validation_fraction=0.25, deduplicate=True).load()
+    assert find_problems(caplog, "repeated-rows") == []
+    assert {role: len(split) for role, split in splits.items()} == {"train": 9, "validation": 3}
+
+
 def test_equal_texts_with_different_labels_give_a_warning(caplog):
     (problem,) = repeats(caplog, [*DIFFERENT, ("film 2", "pos"), ("film 5", "neg")])
     assert_problem(problem, "several-labels data: 2 'neg' 'pos'")

@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from text_helpers import TINY_GPT
 
 from fastloop.errors import SaveError
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.export import folder as folders
-from fastloop_tools.export import onnx_model
+from fastloop_tools.export import onnx_model, source
 
 pytest.importorskip("onnxruntime")
 
@@ -410,7 +410,27 @@ def test_an_adapter_as_onnx_is_merged(adapted, cli):
 @pytest.mark.slow
 def test_adapters_that_are_not_there(trained, adapted, cli):
     assert "the recipe trains no adapter" in refused(cli, trained / "run", "--to", "adapter")
-    assert "add --checkpoint last, or best" in refused(cli, adapted / "run", "--to", "adapter")
+    shutil.copytree(adapted / "run", "copy")
+    (checkpoint,) = Path("copy/checkpoints").glob("step-*")
+    checkpoint.rename(checkpoint.with_name("step-00000001"))  # of another step than the exported model
+    assert_problem(refused(cli, "copy", "--to", "adapter"), "no-adapter copy --checkpoint last best")
+
+
+@pytest.mark.slow
+def test_the_adapter_without_a_checkpoint_is_that_of_the_exported_model(adapted, cli):
+    export(cli, adapted / "run", "--to", "adapter", "--out", "alone")
+    export(cli, adapted / "run", "--to", "adapter", "--checkpoint", "last", "--out", "last")
+    assert Path("alone/adapter_model.safetensors").read_bytes() == Path("last/adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("run", ["trained", "best"])
+def test_the_checkpoint_of_the_exported_model(trained, adapted, run):
+    """The best one if it is exported, else the last one."""
+    folder = {"trained": adapted, "best": trained}[run] / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    kind = {"trained": "step", "best": "best"}[run]
+    expected = folder / "checkpoints" / f"{kind}-{summary['model_step']:08d}"
+    assert source.find_checkpoint_of_model(folder) == expected
 
 
 def test_checkpoints_that_are_refused(trained, adapted, cli):
@@ -483,6 +503,24 @@ def test_the_card_of_an_export_names_its_own_folder(trained, cli):
     for name in ("out", "again"):
         found = load_by_card(Path(name))
         assert type(found["model"]).__name__ == "DistilBertForSequenceClassification"
+
+
+@pytest.mark.parametrize(("form", "result"), [("safetensors", "model"), ("onnx", "outputs")])
+def test_the_code_of_a_card_runs_where_the_export_was_started(trained, cli, form, result):
+    shutil.copytree(trained, "copy")
+    printed = export(cli, "copy/run", "--to", form)
+    folder = Path(printed.splitlines()[-1].removeprefix("written to "))
+    names = load_by_card(folder)
+    assert names["folder"] == str(folder) == f"copy/run/model-{form}"
+    assert result in names
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft uses this name of transformers
+def test_the_code_of_an_adapters_card_runs_where_the_export_was_started(adapted, cli):
+    shutil.copytree(adapted, "copy")
+    export(cli, "copy/run", "--to", "adapter")
+    assert load_by_card(Path("copy/run/model-adapter"))["folder"] == "copy/run/model-adapter"
 
 
 def test_a_page_of_the_user_stays(trained, cli):

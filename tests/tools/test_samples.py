@@ -30,6 +30,7 @@ CHATS = [
     ],
 ]
 GPT = {"config": TINY_GPT | {"n_positions": 128}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+TINY_T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 CHAT_DATA = {"messages": "messages", "chat_template": "chatml", "max_length": 64}
 
 
@@ -63,6 +64,26 @@ def chats() -> str:
 def trained(tokens: list) -> str:
     """The tokens with a loss, joined."""
     return "".join(token for token, target in tokens if target is not None)
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("causal-lm", {"samples": 2, "max_new_tokens": 4}),
+        ("seq2seq", {"samples": 2, "max_new_tokens": 4}),
+        ("seq2seq", {"generate": True, "max_new_tokens": 4}),
+    ],
+)
+def test_options_whose_check_needs_the_model_show_samples(task, options):
+    """`check_run` of these tasks enters the model that training has."""
+    chats = [{"messages": messages} for messages in CHATS]
+    pairs = [{"text": "a b", "target": "b a"}]
+    rows = {"causal-lm": chats, "seq2seq": pairs}[task]
+    data = {"causal-lm": CHAT_DATA, "seq2seq": {"target": "target"}}[task]
+    model = {"causal-lm": GPT, "seq2seq": {"config": TINY_T5, "tokenizer": {"kind": "char"}}}[task]
+    tree = json.loads(Path(recipe_file(task, model, data | {"files": write_rows(rows)})).read_text())
+    tree["plugins"][0] = {task: options}
+    assert len(read_samples(make_recipe(tree, Path("recipe.json")), 1)) == 1
 
 
 def test_a_chat_shows_the_mask_of_training():
@@ -137,8 +158,7 @@ def test_completions_labels_tags_and_targets():
     words = [("a", "B-X"), ("b", None), ("c", None), (" ", None), ("c", "O"), ("d", None)]
     assert found[0]["tokens"] == [("[CLS]", None), *words, ("[SEP]", None)]
 
-    t5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    found = samples("seq2seq", {"config": t5} | char, data | {"target": "target", "prefix": "cd: "})
+    found = samples("seq2seq", {"config": TINY_T5} | char, data | {"target": "target", "prefix": "cd: "})
     assert (found[0]["input"], found[0]["target"]) == ("cd: ab cd", "dc")
     assert trained(found[0]["tokens of the input"]) == ""
     assert trained(found[0]["tokens of the target"]) == "dc<|endoftext|>"

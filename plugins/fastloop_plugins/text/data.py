@@ -248,7 +248,7 @@ class TextData(StreamedData):
         else:
             rows, suffix = divide(rows, fraction, classes, self.limit, self.where)
         if self.inference is None and self.stream is None:
-            self.messages += find_repeats(rows, self)
+            self.messages += find_repeats(rows, self, held_out=fraction > 0)
             if self.sources:
                 rows["train"] = mix_sources(rows["train"], self)
         if "train" in rows and rows["train"].labels is not None and self.stream is None:

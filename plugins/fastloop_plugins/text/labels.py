@@ -425,6 +425,19 @@ def _same(name: str) -> str:
     return " ".join(name.split()).casefold()
 
 
+def _common_names(groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    """The name that each group of equal names shares, for the names that differ from it. It has no needless spaces:
+    ``{"Good": "good", "good ": "good"}`` for ``[["Good", "good", "good "]]``."""
+    renamed = {}
+    for group in groups:
+        tidy = [name for name in group if name == " ".join(name.split())]
+        common = tidy[-1] if tidy else " ".join(group[-1].split())
+        for name in group:
+            if name != common:
+                renamed[name] = common
+    return renamed
+
+
 def _oddities(ids: NDArray[np.int64], classes: list[str]) -> list[str]:
     """Warnings about the classes of the training split, one line each."""
     counts, lines = np.bincount(ids, minlength=len(classes)), []
@@ -445,7 +458,7 @@ def _oddities(ids: NDArray[np.int64], classes: list[str]) -> list[str]:
     if groups:
         listed = " and the classes ".join(map(list_labels, groups))
         # one override for all groups: a second one would replace the first
-        remedy = ", ".join(f"{name!r}: {same[-1]!r}" for same in groups for name in same[:-1])
+        remedy = ", ".join(f"{name!r}: {common!r}" for name, common in _common_names(groups).items())
         lines.append(
             f"the classes {listed} differ only by case or spaces. If they are equal: data.label_map={{{remedy}}}"
         )

@@ -92,11 +92,14 @@ class Wording:
     remove: str
 
 
-def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[Problem]:
+def find_repeats(splits: Mapping[str, Rows], data: TextData, held_out: bool) -> list[Problem]:
     """Compare the rows of ``train`` with each other and with those of the other splits. Returns warnings, at most two.
 
     Lines and paragraphs of a language model are parts of a text, and may repeat. In regression, equal texts may have
     different numbers.
+
+    Args:
+        held_out: Whether the rows of ``validation`` are held out of ``train``.
     """
     if data.options.label is None and list(data.text_columns().values()) == ["text"]:
         return []
@@ -108,11 +111,15 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[Problem]:
         remove="Remove them with data.deduplicate=true unless they are intended",
     )
     samples = {role: ComparedSamples(rows.hashes[:, 0], rows.labels) for role, rows in splits.items()}
-    return describe_repeats(samples, wording)
+    return describe_repeats(samples, wording, held_out)
 
 
-def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) -> list[Problem]:
+def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording, held_out: bool = False) -> list[Problem]:
     """Compare the samples of ``train`` with each other and with those of the other splits.
+
+    Args:
+        held_out: Whether the samples of ``validation`` are held out of ``train``. Repeats that are removed before that
+            are in neither.
 
     Returns:
         Warnings, at most two: of samples that repeat, and of equal samples with different labels.
@@ -148,8 +155,14 @@ def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) ->
         if count := int((shared & (split == number)).sum()):
             found.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} are in train, too")
     if found:
-        too_high = f"Metrics of {wording.samples} that the model trains on are too high: remove these {wording.samples}"
-        remedy = too_high if shared.any() else wording.remove
+        in_own_files = [number for number, role in enumerate(roles) if role != "validation" or not held_out]
+        too_high = f"Metrics of {wording.samples} that the model trains on are too high"
+        if not shared.any():
+            remedy = wording.remove
+        elif (shared & np.isin(split, in_own_files)).any():
+            remedy = f"{too_high}: remove these {wording.samples} from one of the splits"
+        else:
+            remedy = f"{too_high}. {wording.remove}"
         text = f"{'; '.join(found)}, such as {show(shared if shared.any() else repeated)}."
         problems.append(Problem(text, code="repeated-rows", place="data", remedy=f"{remedy}."))
     if others.any() and wording.name_label is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from fastloop import __version__
@@ -10,15 +11,19 @@ from fastloop.export.card import MARK
 if TYPE_CHECKING:
     from fastloop_tools.export.onnx_model import Exported
 
+TOKENIZER_INPUTS = {"input_ids", "attention_mask", "token_type_ids"}
+"""Inputs that a tokenizer makes from texts."""
 
-def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported) -> str:
+
+def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported, has_tokenizer: bool) -> str:
     """A page of Markdown.
 
     Args:
-        name: The folder's name.
+        name: The folder to load, as users name it.
         source: The name of the run or model that it was made from.
         labels: Class id -> name; empty: the model does not classify.
         exported: The signature of the model.
+        has_tokenizer: Whether the folder has a tokenizer.
     """
     lines = ["---", "library_name: onnx", MARK, "---", f"# {source}", ""]
     lines += [f"Exported by fastloop {__version__} as ONNX with opset {exported.opset}.", ""]
@@ -26,9 +31,26 @@ def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported
     for kind, rows in (("input", exported.inputs), ("output", exported.outputs)):
         lines += [f"| {kind} | `{key}` | {dtype} | `{shape}` |" for key, dtype, shape in rows]
     lines += ["", f"Sizes with a name may change. {exported}.", ""]
-    inputs = ", ".join(f'"{key}": {key}' for key, _, _ in exported.inputs)
-    load = f'onnxruntime.InferenceSession("{name}/model.onnx").run(None, {{{inputs}}})   # numpy arrays'
-    lines += ["```python", load, "```", ""]
+    lines += ["```python", *_code(name, [key for key, _, _ in exported.inputs], has_tokenizer), "```", ""]
     if labels:
         lines += ["| id | label |", "|---:|---|", *(f"| {index} | {label} |" for index, label in labels.items()), ""]
     return "\n".join(lines)
+
+
+def _code(name: str, inputs: list[str], has_tokenizer: bool) -> list[str]:
+    """The lines that load the model and run it: on texts, if the tokenizer makes all of its inputs."""
+    place = f"folder = {json.dumps(name)}"
+    session = 'session = onnxruntime.InferenceSession(f"{folder}/model.onnx")'
+    if not has_tokenizer or not TOKENIZER_INPUTS.issuperset(inputs):
+        arrays = ", ".join(f'"{key}": {key}' for key in inputs)
+        return ["import onnxruntime", "", place, session, f"outputs = session.run(None, {{{arrays}}})  # numpy arrays"]
+    return [
+        "import onnxruntime",
+        "from transformers import AutoTokenizer",
+        "",
+        place,
+        session,
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        'inputs = tokenizer(["the first text", "a second one"], padding=True, return_tensors="np")',
+        f"outputs = session.run(None, {{name: inputs[name] for name in {json.dumps(inputs)}}})",
+    ]

@@ -98,7 +98,8 @@ def export(
         folder.written(out) as unfinished,
     ):
         model_folder = source.make_model(recipe, weights, to == "adapter", Path(scratch))
-        comparison = write(recipe, model_folder, unfinished, to, out.name, Path(target).resolve().name)
+        name = out.name if push else str(out)  # an uploaded README shows no path of this machine
+        comparison = write(recipe, model_folder, unfinished, to, name, Path(target).resolve().name)
         if comparison:
             typer.echo(comparison)
         if quantize:
@@ -155,7 +156,7 @@ def write(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: 
         recipe: The recipe of the model. An ONNX export sets its ``inference``.
         model_folder: The folder of the exported model.
         destination: The folder to write to.
-        name: The final name of ``destination``.
+        name: The final path of ``destination``, for the code in the README.
         source_name: The name of the run or model, for the README.
     """
     exported = None
@@ -196,7 +197,8 @@ def write_readme(
 
     readme = destination / "README.md"
     if exported is not None:
-        page = onnx_card(name, source_name, labels, exported)
+        has_tokenizer = (destination / "tokenizer_config.json").is_file()
+        page = onnx_card(name, source_name, labels, exported, has_tokenizer)
     elif not readme.exists():  # a model of another program, or of an earlier version
         page = ModelCard(title=source_name, name=name, labels=labels).render(destination)
     elif is_own(readme):

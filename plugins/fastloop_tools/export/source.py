@@ -15,6 +15,7 @@ from fastloop.errors import CheckpointError, UsageError
 from fastloop.problem import clause
 from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.runtime.files import check_links
+from fastloop.runtime.step_folders import step_folder
 from fastloop_plugins.models.adapters import is_adapter
 from fastloop_tools.inference.target import load
 
@@ -71,14 +72,38 @@ def find_weights(
             code="no-adapter",
             place=str(target),
         )
-    if adapter and checkpoint is None and not is_adapter(weights):
-        raise UsageError(
-            "--to adapter: in the exported model, the adapter is merged into the weights. The run's checkpoints have "
-            "it alone: add --checkpoint last, or best.",
-            code="no-adapter",
-            place=str(target),
-        )
+    if adapter and checkpoint is None and not is_adapter(weights):  # the adapter is merged into the exported model
+        weights = find_checkpoint_of_model(Path(target))
     return recipe, weights
+
+
+def find_checkpoint_of_model(run: Path) -> Path:
+    """The folder of the checkpoint whose weights the run has exported, verified.
+
+    Raises:
+        UsageError: No checkpoint has them, or ``run`` is no run folder.
+        CheckpointError: It is damaged.
+    """
+    try:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        summary = {}
+    step = summary.get("model_step")
+    best = summary.get("best") or {}
+    folders = []
+    if step is not None and step == best.get("step"):
+        folders.append(run / str(best.get("path")))
+    if step is not None and summary.get("model_weights") == "trained":
+        folders.append(step_folder(run, step))
+    for folder in folders:
+        if folder.is_dir():
+            return find_checkpoint(run, folder.name)
+    raise UsageError(
+        "--to adapter: in the exported model, the adapter is merged into the weights, and no checkpoint of a run has "
+        "the same weights. The checkpoints of a run have adapters alone: add --checkpoint last, or best.",
+        code="no-adapter",
+        place=str(run),
+    )
 
 
 def find_checkpoint(run: Path, name: str) -> Path:

@@ -143,8 +143,8 @@ def test_a_header_in_the_middle_is_refused():
     )
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_header_among_the_rows_of_other_formats_is_refused(suffix):
+@pytest.mark.parametrize(("suffix", "unit"), [("jsonl", "line"), ("parquet", "row")])
+def test_a_header_among_the_rows_of_other_formats_is_refused(suffix, unit):
     rows = [{"text": text, "label": label} for text, label in [*ROWS, ("text", "label"), *ROWS]]
     if suffix == "jsonl":
         write("train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -153,7 +153,7 @@ def test_a_header_among_the_rows_of_other_formats_is_refused(suffix):
         from pyarrow import parquet
 
         parquet.write_table(pyarrow.Table.from_pylist(rows), "train.parquet")
-    assert f"train.{suffix}, row 13: found the column names (text, label), as where files were joined." in refusal(
+    assert f"train.{suffix}, {unit} 13: found the column names (text, label), as where files were joined." in refusal(
         f"train.{suffix}"
     )
 
@@ -362,14 +362,15 @@ def test_cells_stay_as_they_are_written():
 
 def test_text_that_is_half_of_a_character_is_refused():
     path = write("train.jsonl", '{"text": "a", "label": 0}\n{"text": "b \\ud83d", "label": 1}\n')
-    assert "train.jsonl, row 2: column 'text' (data.text) holds half of a UTF-16 pair" in refusal(path)
+    assert "train.jsonl, line 2: column 'text' (data.text) holds half of a UTF-16 pair" in refusal(path)
 
 
 def test_a_missing_text_is_empty_and_warns_with_the_row(caplog):
     path = write("train.jsonl", '{"text": "a", "label": 0}\n{"txt": "b", "label": 1}\n{"text": null, "label": 1}\n')
     assert [text for text, _ in named_rows(text_data(path))] == ["a", "", ""]
     assert (
-        "train.jsonl: 2 of 3 texts are empty, the first in train.jsonl, row 2: column 'text' (data.text)" in caplog.text
+        "train.jsonl: 2 of 3 texts are empty, the first in train.jsonl, line 2: column 'text' (data.text)"
+        in caplog.text
     )
 
 

@@ -71,19 +71,19 @@ def test_integral_floats_are_read_as_whole_numbers_and_that_is_logged(caplog):
     [
         (
             ["0", "1", "01"],
-            "mixed-labels row 3: 'label' data.label '01' '0' 1",
+            "mixed-labels line 4: 'label' data.label '01' '0' 2",
         ),
         (
             ["neg", "pos", "3"],
-            "mixed-labels row 1: 'label' data.label 'neg' '3'",
+            "mixed-labels line 2: 'label' data.label 'neg' '3' 4",
         ),
         (
             ["0", "1", "NA"],
-            "mixed-labels row 3: 'label' data.label 'NA' '0' 1",
+            "mixed-labels line 4: 'label' data.label 'NA' '0' 2",
         ),
-        (["0", "0.5", "1"], "wrong-label row 2: 'label' data.label '0.5' 0"),
-        (["0", "1e5", "1"], "wrong-label row 2: 'label' data.label '1e5' 0"),
-        (["0", "", "1"], "missing-label row 2: 'label' data.label"),
+        (["0", "0.5", "1"], "wrong-label line 3: 'label' data.label '0.5' 0"),
+        (["0", "1e5", "1"], "wrong-label line 3: 'label' data.label '1e5' 0"),
+        (["0", "", "1"], "missing-label line 3: 'label' data.label"),
     ],
 )
 def test_labels_of_several_kinds_are_refused_with_the_row(labels, message):
@@ -95,15 +95,15 @@ def test_labels_of_several_kinds_are_refused_with_the_row(labels, message):
     [
         (
             [0, 1, "1"],
-            "mixed-labels row 3: 'label' data.label '1' 0",
+            "mixed-labels line 3: 'label' data.label '1' 0",
         ),
         (
             [True, False, 1],
-            "mixed-labels row 1: 'label' data.label 'true' 3",
+            "mixed-labels line 1: 'label' data.label 'true' 3",
         ),
-        ([0, 1, float("nan")], "missing-label row 3: 'label' data.label"),
-        ([0, 1, float("inf")], "wrong-label row 3: 'label' data.label inf (float)"),
-        ([0, 1, {"a": 1}], "wrong-label row 3: 'label' data.label {'a': 1} (dict)"),
+        ([0, 1, float("nan")], "missing-label line 3: 'label' data.label"),
+        ([0, 1, float("inf")], "wrong-label line 3: 'label' data.label inf (float)"),
+        ([0, 1, {"a": 1}], "wrong-label line 3: 'label' data.label {'a': 1} (dict)"),
     ],
 )
 def test_labels_of_several_types_are_refused_with_the_row(labels, message):
@@ -141,10 +141,10 @@ def test_every_split_is_read_by_the_rule_of_train():
     files = {"train": csv_file(["0", "1"]), "test": csv_file(["1.0", "0.0"], "test.csv")}
     assert [name for _, name in named_rows(text_data(files), "test")] == ["1", "0"]
     files["test"] = csv_file(["01", "1"], "test.csv")
-    assert_problem(problem_of(files), "unknown-label test.csv, row 1: 'label' data.label '01' 0, 1")
+    assert_problem(problem_of(files), "unknown-label test.csv, line 2: 'label' data.label '01' 0, 1")
     files = {"train": csv_file(["neg", "pos"]), "test": csv_file(["Pos ", "neg"], "test.csv")}
     problem = problem_of(files)
-    assert_problem(problem, "unknown-label test.csv, row 1: 'label' data.label")
+    assert_problem(problem, "unknown-label test.csv, line 2: 'label' data.label")
     assert "data.label_map={'Pos ': 'pos'}" in problem.proposals
     assert [name for _, name in named_rows(text_data(files, label_map={"Pos ": "pos"}), "test")] == ["pos", "neg"]
 
@@ -221,7 +221,7 @@ def test_rows_after_those_left_out_keep_their_numbers():
         "train.jsonl",
         "".join(json.dumps({"text": text, "label": "-ab"[i % 3]}) + "\n" for i, text in enumerate(["x", "y", 3])),
     )
-    assert "train.jsonl, row 3: column 'text' (data.text) holds 3 (int), expected text" in refusal(
+    assert "train.jsonl, line 3: column 'text' (data.text) holds 3 (int), expected text" in refusal(
         path, label_map={"-": None}
     )
 
@@ -364,7 +364,7 @@ UNLABELLED: dict[str, list[Any]] = {
 def test_rows_without_a_label_are_counted_and_the_proposed_line_leaves_them_out(kind, streaming):
     path = jsonl_file(UNLABELLED[kind])
     message = refusal(path, streaming=streaming)
-    assert "train.jsonl, row 2" in message
+    assert f"train.jsonl, {'row' if streaming else 'line'} 2" in message
     assert "2 of 5 rows" in message
     line = re.search(r"data\.drop=(\[.*\])", message)
     assert line is not None

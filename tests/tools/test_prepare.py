@@ -94,7 +94,7 @@ def test_a_bad_row_is_named_and_nothing_is_left(cli):
     with Path("a.jsonl").open("a") as file:
         file.write('{"text": 5, "label": "bad"}\n')
     code, _, err = cli("prepare", recipe)
-    assert (code, "a.jsonl, row 41: column 'text'" in err) == (2, True)
+    assert (code, "a.jsonl, line 41: column 'text'" in err) == (2, True)
     assert not list(Path("cache").glob("*/ids.bin"))
 
 

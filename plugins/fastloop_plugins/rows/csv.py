@@ -22,6 +22,8 @@ from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import check_names, missing_column
 
+Record = tuple[int, list[str]]
+"""The first line of a row, and its cells."""
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 LINE_ENDS = {"\n": "LF", "\r\n": "CRLF", "\r": "CR"}
 LARGEST_CELL = 2**31 - 1
@@ -135,16 +137,18 @@ class Delimited(LineFormat):
         rows, problem = self._some(records, size)
         while rows:
             there = {name: self.header.index(name) for name in columns if name in self.names}
-            yield Block(place, len(rows), {name: [row[index] for row in rows] for name, index in there.items()})
+            cells = {name: [row[index] for _, row in rows] for name, index in there.items()}
+            numbers = None if start else [line for line, _ in rows]
+            yield Block(place, len(rows), cells, numbers)
             place = start if self.is_whole else lines.offset
             rows, problem = self._some(records, size) if problem is None else ([], problem)
         if problem is not None:
             raise problem
 
-    def _some(self, records: Iterator[list[str]], size: int) -> tuple[list[list[str]], Exception | None]:
+    def _some(self, records: Iterator[Record], size: int) -> tuple[list[Record], Exception | None]:
         """Some records, and the error after them. The csv module has one limit of a cell for all readers: it is the
         largest while they are read."""
-        limit, rows = csv.field_size_limit(LARGEST_CELL), list[list[str]]()
+        limit, rows = csv.field_size_limit(LARGEST_CELL), list[Record]()
         try:
             rows.extend(islice(records, size))  # which has the records before an error, too
         except (BadRow, RecipeError) as error:
@@ -153,8 +157,9 @@ class Delimited(LineFormat):
             csv.field_size_limit(limit)
         return rows, None
 
-    def _records(self, stream: Lines, start: int) -> Iterator[list[str]]:
-        """Yield the cells of each row. At the end of a whole file, check quoted cells over several lines."""
+    def _records(self, stream: Lines, start: int) -> Iterator[Record]:
+        """Yield the first line of each row, and its cells. At the end of a whole file, check quoted cells over several
+        lines."""
         lines: list[str] = []  # of the current record
         joined = Joined(self.delimiter)
 
@@ -201,7 +206,7 @@ class Delimited(LineFormat):
                             joined.known.add(row[label])
                         if len(lines) > 1:
                             joined.add(first, reader.line_num, lines, width, label)
-                    yield row
+                    yield first, row
                     count += 1
                 first = reader.line_num + 1
                 lines.clear()

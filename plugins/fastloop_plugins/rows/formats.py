@@ -19,7 +19,7 @@ from fastloop_plugins.rows.conll import Columns, Conll
 from fastloop_plugins.rows.contents import check_content
 from fastloop_plugins.rows.csv import Delimited
 from fastloop_plugins.rows.drop import Drop
-from fastloop_plugins.rows.file import BadRow, File
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
 from fastloop_plugins.rows.options import Read
@@ -147,16 +147,14 @@ class FileLayout:
         Raises:
             RecipeError: The file cannot be read in the format of its suffix, with the options in ``how``.
         """
-        names = [*self.columns, *self.optional]
-        with explain_reading(path, self.how), self.open(path) as file:
-            columns = {name: Column() for name in names}
-            lines, first = GrowingArray(np.int64), next(iter(self.columns.values()))
-            for block in file.blocks(names):
+        columns = {name: Column() for name in (*self.columns, *self.optional)}
+        lines = GrowingArray(np.int64)
+        with self.reading(path) as file:
+            for block in self._blocks(file, BLOCK):
                 if block.lines:
                     lines.extend(block.lines)
                 for name, column in columns.items():
-                    values = block.columns.get(name, [None] * block.rows)
-                    column.append_block(list_values(values, path, self.columns.get(name, first), name))
+                    column.append_block(block.columns[name])
             there = list(file.names) or list(self.columns) * (not any(columns.values()))
             columns = {name: column for name, column in columns.items() if name in there}
             table = Table(path, columns, there, unreadable=file.unreadable, untyped=file.untyped, notes=file.notes)
@@ -165,18 +163,43 @@ class FileLayout:
                 table.unit, table.numbers = "line", numbers
         return table
 
-    def rows(self, path: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the columns of each row of a file; None for an optional column that is not there.
+    def rows(self, path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yield the name of each row in messages, as a table of the file names it, and its columns; None for an
+        optional column that is not there.
 
         Raises:
             RecipeError: The file cannot be read, or lacks a column.
         """
-        names = [*self.columns, *self.optional]
-        with explain_reading(path, self.how), self.open(path) as file:
-            for number, block in enumerate(file.blocks(names, size=FEW)):
-                if not number:
+        count = 0
+        with self.reading(path) as file:
+            for block in self._blocks(file, FEW):
+                if not count:
                     self.check(file)
-                yield from block.tuples(names)
+                unit = "row"
+                numbers: Sequence[int] = range(count + 1, count + block.rows + 1)
+                if block.lines is not None:
+                    unit = "line"
+                    numbers = block.lines
+                count += block.rows
+                for number, values in zip(numbers, zip(*block.columns.values(), strict=True), strict=True):
+                    yield f"{path}, {unit} {number}", values
+
+    def _blocks(self, file: File, size: int) -> Iterator[Block]:
+        """Yield all rows of a file, ``size`` at once, with each column as a list; of None for one that is not there."""
+        first = next(iter(self.columns.values()))
+        names = [*self.columns, *self.optional]
+        for block in file.blocks(names, size=size):
+            columns = dict[str, list[Any]]()
+            for name in names:
+                values = block.columns.get(name, [None] * block.rows)
+                columns[name] = list_values(values, file.path, self.columns.get(name, first), name)
+            yield replace(block, columns=columns)
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[File]:
+        """Open a file. Errors of reading it inside the block name the file, and the place if it is known."""
+        with explain_reading(path, self.how), self.open(path) as file:
+            yield file
 
     def check(self, file: File) -> None:
         """Raise an error for a file without a column, after its first block."""

@@ -97,7 +97,7 @@ class Json(LineFormat):
         self.parses_all = self.is_list
         self.list_facts = ""
         if self.is_list:
-            self.is_whole = True
+            self.is_whole, self.unit = True, "row"
             self.not_streamed = "it is one list, which is read as a whole. Write an object a line instead (.jsonl)."
 
     def facts(self) -> list[str]:
@@ -106,14 +106,14 @@ class Json(LineFormat):
     def parse(self, content: Any, place: str) -> Any:
         return content if self.is_list else parse_json(content, place)
 
-    def items(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
+    def items(self, start: int) -> Iterator[tuple[int, tuple[Any, int]]]:
         if not self.is_list:
             yield from super().items(start)
             return
         text = self.text.read()
         self.list_facts = f"{len(text)} {zlib.crc32(text.encode())}"
         for number, row in enumerate(self._elements(text), 1):
-            yield 0, (row, f"row {number}")
+            yield 0, (row, number)
 
     def _elements(self, text: str) -> Iterator[Any]:
         """Yield the elements of the list that a text is.

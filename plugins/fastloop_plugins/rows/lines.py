@@ -213,10 +213,12 @@ class LineFormat(File):
 
     Attributes:
         parses_all: Whether rows are parsed that are only counted.
+        unit: ``line``, or ``row`` in a file that is one list: the items that ``items`` numbers.
     """
 
     group = "1,024 rows"
     parses_all = False
+    unit = "line"
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
@@ -236,30 +238,38 @@ class LineFormat(File):
         """
         raise NotImplementedError(f"{type(self).__name__} has neither `parse` nor `blocks`.")
 
-    def items(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
-        """Yield the position of each row, its line, and its name in messages."""
+    def items(self, start: int) -> Iterator[tuple[int, tuple[Any, int]]]:
+        """Yield the position of each row, its line, and the number of the line."""
         lines, position = self.begin(start), start
         for line in lines:
             if not line.isspace():
-                yield position, (line, f"line {lines.number}")
+                yield position, (line, lines.number)
             position = lines.offset
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. A column is there if any row has it. Without columns, only the first row is parsed."""
+        numbers = list[int]()  # of the lines of the next block
 
-        def read(item: tuple[Any, str]) -> Any:
+        def read(item: tuple[Any, int]) -> Any:
+            content, number = item
             if not columns and self.names and not self.parses_all:
                 return None
-            row = self.parse(*item)
+            place = f"{self.unit} {number}"
+            row = self.parse(content, place)
             if not isinstance(row, dict):
-                raise BadRow(f"found {show(row)}, expected a mapping of columns.", item[1])
+                raise BadRow(f"found {show(row)}, expected a mapping of columns.", place)
             if not row.keys() <= self.names.keys():
                 self.names |= dict.fromkeys(row)
+            numbers.append(number)
             return row
 
         def make(place: int, rows: list[Any]) -> Block:
             there = [name for name in columns if name in self.names]
-            return Block(place, len(rows), {name: [row.get(name) for row in rows] for name in there})
+            lines = None
+            if not start and self.unit == "line" and len(numbers) == len(rows):
+                lines = numbers.copy()
+            numbers.clear()
+            return Block(place, len(rows), {name: [row.get(name) for row in rows] for name in there}, lines)
 
         return self.in_blocks(self.items(start), read, make, size, skip)
 

@@ -29,17 +29,27 @@ class Text(LineFormat):
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``."""
 
-        def make(place: int, rows: list[str]) -> Block:
-            return Block(place, len(rows), {name: rows for name in columns if name in self.names})
+        def read(row: tuple[str, int]) -> tuple[str, int]:
+            return row
+
+        def make(place: int, rows: list[tuple[str, int]]) -> Block:
+            texts = [text for text, _ in rows]
+            lines = None if start else [line for _, line in rows]
+            return Block(place, len(rows), {name: texts for name in columns if name in self.names}, lines)
 
         if self.how.blank_lines:
-            content = "".join(self.begin(0))
-            rows = iter([(0, content)] * bool(content.strip()))
+            rows = self._whole_file()
         elif start:
             rows = self._rows(start // 2 - 1, bool(start % 2))
         else:
             rows = self._rows(0, not self.predicts and self._has_paragraphs())
-        return self.in_blocks(rows, str, make, size, skip)
+        return self.in_blocks(rows, read, make, size, skip)
+
+    def _whole_file(self) -> Iterator[tuple[int, tuple[str, int]]]:
+        """Yield the content as one row, unless it is blank."""
+        content = "".join(self.begin(0))
+        if content.strip():
+            yield 0, (content, 1)
 
     def _has_paragraphs(self) -> bool:
         """Whether a blank line is between two others."""
@@ -53,14 +63,15 @@ class Text(LineFormat):
                 begun = True
         return False
 
-    def _rows(self, offset: int, paragraphs: bool) -> Iterator[tuple[int, str]]:
-        """Yield the position of each row, and the row."""
+    def _rows(self, offset: int, paragraphs: bool) -> Iterator[tuple[int, tuple[str, int]]]:
+        """Yield the position of each row, the row, and its first line."""
         lines, found, first, size = self.begin(offset), list[str](), offset, 0
-        before, count, blank, gap = offset, 0, 0, 0
+        before, count, blank, gap, first_line = offset, 0, 0, 0, 1
         for line in lines:
             text = line.removesuffix("\n").removesuffix("\r")
             if self.predicts or text.strip():
-                first = first if found else before
+                if not found:
+                    first, first_line = before, lines.number
                 found.append(text)
                 size += len(line)
                 blank, gap = blank + gap, 0
@@ -68,11 +79,11 @@ class Text(LineFormat):
             else:
                 gap += bool(count or found)
             if found and (not paragraphs or not text.strip()):
-                yield 2 + 2 * first + paragraphs, "\n".join(found)
+                yield 2 + 2 * first + paragraphs, ("\n".join(found), first_line)
                 found, size, count = [], 0, count + 1
             before = lines.offset
         if found:
-            yield 2 + 2 * first + paragraphs, "\n".join(found)
+            yield 2 + 2 * first + paragraphs, ("\n".join(found), first_line)
             count += 1
         if count and not offset and not self.predicts:
             note = f"{self.path}: read as {count} {'paragraphs' if paragraphs else 'lines'}, each a text of its own"

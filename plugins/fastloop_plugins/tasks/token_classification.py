@@ -148,8 +148,8 @@ class TokenClassification(ClassifierOptions, TextTask):
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[TaggedSentences]:
         self.text_model.load_tokenizer(self.data.options.max_length)
         self._order_classes()
-        sentences = self.data.split_sentences() if source is None else self.data.sentences(source)
-        return sentence_chunks(sentences, start, size, self.text_model, self.data.options.max_length)
+        sentences = self.data.sentences(source, start, size)
+        return sentence_chunks(sentences, self.text_model, self.data.options.max_length)
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         every = self.label_tokens == "all"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import Problem
 from fastloop.errors import RecipeError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.model import TextModel
 
 logger = logging.getLogger("fastloop")
+T = TypeVar("T")
 
 
 def read_chunks(
@@ -38,18 +39,26 @@ def read_chunks(
     """
     if isinstance(source, Path):
         path = find_files(data.recipe, str(source), "predict", "FILE", data.formats)[0]
-        rows: Iterator[Sequence[Any]] = iter(data.layout(predicts=True).rows(str(path)))
-        name = f"{path}, row"
+        rows = data.layout(predicts=True).rows(str(path))
     else:
-        rows, name = ((text,) for text in source), "text"
-    rows = islice(rows, start, None)
-    while chunk := list(islice(rows, size)):
-        yield chunk, partial(_refuse, name, start)
-        start += len(chunk)
+        rows = ((f"text {number}", (text,)) for number, text in enumerate(source, 1))
+    return chunks_of(rows, start, size)
 
 
-def _refuse(name: str, start: int, index: int, problem: str) -> None:
-    raise RecipeError(problem, code="invalid-row", place=f"{name} {start + index + 1}")
+def chunks_of(rows: Iterable[tuple[str, T]], start: int, size: int) -> Iterator[tuple[list[T], Bad]]:
+    """Rows, ``size`` at a time, from row ``start``, and a function that refuses one of them.
+
+    Args:
+        rows: The name of each row in messages, and the row.
+    """
+    rest = islice(rows, start, None)
+    while chunk := list(islice(rest, size)):
+        places = [place for place, _ in chunk]
+        yield [row for _, row in chunk], partial(_refuse, places)
+
+
+def _refuse(places: Sequence[str], index: int, problem: str) -> None:
+    raise RecipeError(problem, code="invalid-row", place=places[index])
 
 
 class EmptyTexts:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
-from fastloop_plugins.rows.drop import with_drop_line
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import Bad, RowError, show, text_column
 from fastloop_plugins.text.columns import column_names
@@ -82,12 +81,6 @@ class ColumnData(TextData):
 
     def text_columns(self) -> dict[str, str]:
         return dict(self.places)
-
-    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
-        found = dict[str, list[Any]]()
-        for name, values in zip(self.places, columns, strict=True):
-            found[name] = self.read_column(values, name, with_drop_line(bad, name, values))
-        return found
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
         key, found = self.places[name], list[str]()

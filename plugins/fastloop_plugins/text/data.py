@@ -24,7 +24,7 @@ from fastloop_plugins._mapped import flatnonzero, zeros
 from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.content_hashes import ContentHashes
-from fastloop_plugins.rows.drop import Condition, Drop
+from fastloop_plugins.rows.drop import Condition, Drop, with_drop_line
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_url
@@ -285,11 +285,13 @@ class TextData(StreamedData):
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
         """The columns of a split from those of its source. Rows in memory and streamed rows pass through it."""
-        keys = self.row_columns()
-        return {name: text_column(values, name, keys[name], bad) for name, values in zip(keys, columns, strict=True)}
+        parsed = {}
+        for name, values in zip(self.row_columns(), columns, strict=True):
+            parsed[name] = self.read_column(values, name, with_drop_line(bad, name, values))
+        return parsed
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
-        """A column of texts of a file to predict."""
+        """A column of texts, of a split or of a file to predict."""
         return text_column(values, name, self.text_key, bad)
 
     def parse_rows(self, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:

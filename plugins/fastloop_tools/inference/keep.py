@@ -62,12 +62,10 @@ class KeptColumns:
         Raises:
             UsageError: The task reads no rows, the file has no such column, or a name is taken.
         """
-        from fastloop_plugins.rows.formats import explain_reading
-
         task = reading_task(run, path)
         layout = task.data.layout(predicts=True)
         self.path = path
-        with explain_reading(str(path), layout.how), layout.open(str(path)) as file:
+        with layout.reading(str(path)) as file:
             next(file.blocks(list(layout.columns), size=FIRST_ROWS), None)
             names = list(file.names)
             schema = file.schema
@@ -83,10 +81,10 @@ class KeptColumns:
         Args:
             first_names: The columns of the first rows.
         """
-        from fastloop_plugins.rows.formats import FEW, explain_reading
+        from fastloop_plugins.rows.formats import FEW
 
         sources = [column.source for column in self.columns]
-        with explain_reading(str(self.path), layout.how), layout.open(str(self.path)) as file:
+        with layout.reading(str(self.path)) as file:
             for block in file.blocks(sources, size=FEW):
                 yield from block.tuples(sources)
             later = [name for name in file.names if name not in first_names]
@@ -186,7 +184,7 @@ def split_file(run: Run, split: str, first: Any) -> Path:
     Raises:
         UsageError: The split has no file of its own, or has other rows than its file.
     """
-    from fastloop_plugins.rows.formats import FEW, explain_reading
+    from fastloop_plugins.rows.formats import FEW
     from fastloop_plugins.text.task import TextTask
 
     task = next((plugin for plugin in run.plugins if isinstance(plugin, TextTask)), None)
@@ -203,7 +201,7 @@ def split_file(run: Run, split: str, first: Any) -> Path:
     layout = task.data.layout(predicts=True)
     columns = list(layout.columns)
     rows = 0
-    with explain_reading(str(path), layout.how), layout.open(str(path)) as file:
+    with layout.reading(str(path)) as file:
         for block in file.blocks(columns, size=FEW):
             rows += block.rows
     samples = len(getattr(first, "dataset", first))

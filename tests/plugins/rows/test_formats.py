@@ -41,10 +41,10 @@ def streamed(layout: FileLayout, path: str, skip: int = 0) -> list[tuple[Any, ..
 
 
 def in_memory(layout: FileLayout, path: str) -> list[tuple[Any, ...]]:
-    """The rows of a file as a table, which one by one are the same."""
+    """The rows of a file as a table, which one by one are the same, with the same names in messages."""
     read = layout.read(path)
     rows = list(zip(*(read.column(key, name) for name, key in layout.columns.items()), strict=True))
-    assert list(layout.rows(path)) == rows
+    assert list(layout.rows(path)) == [(read.row(number), row) for number, row in enumerate(rows, 1)]
     return rows
 
 
@@ -166,7 +166,7 @@ def test_a_column_of_a_json_list_may_be_missing_in_some_rows():
         "text": ["a", "b"],
         "label": [0, None],
     }
-    assert list(layout.rows("a.json")) == [("a", 0), ("b", None)]
+    assert [row for _, row in layout.rows("a.json")] == [("a", 0), ("b", None)]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it(end, mes
     with pytest.raises(RecipeError) as caught:
         found.extend(FileLayout(Read(max_row_mib=1), {"text": "text"}).rows("a.json"))
     assert str(caught.value).startswith(f"a.json, {message}")
-    assert found == [("a",), ("b",)]
+    assert found == [("a.json, row 1", ("a",)), ("a.json, row 2", ("b",))]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

@@ -86,7 +86,7 @@ def test_an_error_names_its_row_and_comes_from_this_process(monkeypatch):
     monkeypatch.setattr(encoding_processes, "AT_ONCE", 7)
     monkeypatch.setattr(split_encoder, "count_processes", lambda rows, characters: 2)
     data = {"files": {"train": "train.jsonl"}, "messages": "messages", "chat_template": "chat.jinja", "max_length": 32}
-    with pytest.raises(RecipeError, match=r"train\.jsonl, row 34"):
+    with pytest.raises(RecipeError, match=r"train\.jsonl, line 34"):
         make_run("causal-lm", {"config": GPT2, "tokenizer": {"kind": "byte"}}, data)
 
 

@@ -287,7 +287,7 @@ def test_a_label_never_seen_in_training_is_refused_with_the_way_out():
     write_rows("train.csv", rows(4))
     write_rows("test.csv", [{"text": "a", "label": 1}, {"text": "b", "label": -1}])
     problem = problem_of(files={"train": "train.csv", "test": "test.csv"})
-    assert_problem(problem, "unknown-label test.csv 2 'label' data.label -1 0 1")
+    assert_problem(problem, "unknown-label test.csv 3 'label' data.label -1 0 1")
     assert "data.splits.test=null" in str(problem)
     assert "test" not in read(files={"train": "train.csv", "test": "test.csv"}, splits={"test": None}).load()
 

@@ -392,7 +392,7 @@ def test_columns_may_hold_conversations(caplog):
     )
     Path("gpt/chat_template.jinja").write_text(template + BUILT_IN["chatml"])
     changed.data = data
-    with pytest.raises(RecipeError, match=r"chats\.jsonl, row 4: the chat template rejects the conversation: no"):
+    with pytest.raises(RecipeError, match=r"chats\.jsonl, line 4: the chat template rejects the conversation: no"):
         build(resolve(changed))
 
 

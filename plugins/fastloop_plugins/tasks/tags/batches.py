@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from itertools import islice
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -419,28 +418,21 @@ def encode_sentences(words: list[list[str]], model: TagModel, max_length: int, b
 
 
 def sentence_chunks(
-    sentences: Iterable[list[str]], start: int, size: int, model: TagModel, max_length: int
+    chunks: Iterable[tuple[list[list[str]], Bad]], model: TagModel, max_length: int
 ) -> Iterator[TaggedSentences]:
-    """The sentences from row ``start``, ``size`` at a time. At the end, logs how many had no words, and how many were
+    """Sentences to predict; see ``TagTextData.sentences``. At the end, logs how many had no words, and how many were
     longer than a row of the model.
 
     Raises:
         RecipeError: A sentence cannot be encoded.
     """
-
-    def bad(first: int, index: int, problem: str) -> None:
-        raise RecipeError(problem, code="invalid-row", place=f"predict: sentence {first + index + 1}")
-
-    rest = islice(sentences, start, None)
-    total = 0
     last = None
     empty = EmptyTexts()
     long = cut = 0
-    while words := list(islice(rest, size)):
-        last = encode_sentences(words, model, max_length, partial(bad, start + total))
-        long = long + last.long
-        cut = cut + last.cut
-        total = total + len(words)
+    for words, bad in chunks:
+        last = encode_sentences(words, model, max_length, bad)
+        long += last.long
+        cut += last.cut
         for sentence in words:
             empty.add(" ".join(sentence))
         yield last
@@ -448,4 +440,4 @@ def sentence_chunks(
     if last is not None:
         last.long = long
         last.cut = cut
-        last.warn("predict", total)
+        last.warn("predict", empty.total)

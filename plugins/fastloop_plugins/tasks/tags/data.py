@@ -282,7 +282,7 @@ class TagTextData(TextData):
 
     def _unknown(self, part: Table, number: int, index: int, tag: Any, role: str) -> RecipeError:
         place = f"{part.row(number)}, word {index + 1}"
-        if part.unit == "line" and part.numbers is not None:
+        if part.numbers is not None and self.is_conll(Path(part.where)):
             place = f"{part.where}, line {part.numbers[number - 1] + index}"
         if self.inference is not None:
             return RecipeError(
@@ -306,38 +306,52 @@ class TagTextData(TextData):
 
     # -- prediction ----------------------------------------------------------------------------------------------------
 
-    def split_sentences(self) -> Iterator[list[str]]:
-        """Yield the words of each sentence of the split to predict."""
-        (rows,) = self.load().values()
-        yield from rows.columns["words"]
+    def sentences(
+        self, source: Path | Iterable[str] | None, start: int, size: int
+    ) -> Iterator[tuple[list[list[str]], Bad]]:
+        """The words of sentences to predict, ``size`` at a time, from number ``start``, and a function that refuses one
+        of them.
 
-    def sentences(self, source: Path | Iterable[str]) -> Iterator[list[str]]:
-        """Yield the words of each sentence of a file, or of each text, which is split at spaces. Tags in the file are
-        ignored.
+        Args:
+            source: A file, whose tags are ignored; texts, which are split at spaces; None: the split to predict.
 
         Raises:
             RecipeError: The file cannot be read, or a row is no list of words.
         """
-        if not isinstance(source, Path):
-            yield from map(str.split, source)
+        from fastloop_plugins.text.chunks import chunks_of, read_chunks
+
+        if source is None:
+            (rows,) = self.load().values()
+            named = ((f"predict: sentence {number}", words) for number, words in enumerate(rows.columns["words"], 1))
+            yield from chunks_of(named, start, size)
             return
+        is_plain = not isinstance(source, Path) or self._is_plain(source)
+        for chunk, bad in read_chunks(self, source, start, size):
+            sentences = []
+            for index, (words,) in enumerate(chunk):
+                sentence = words.split() if is_plain else words
+                if problem := problem_of_words(sentence):
+                    bad(index, f"column {self.columns[0]!r} (data.words) {problem}")
+                sentences.append(list(sentence))
+            yield sentences, bad
+
+    def _is_plain(self, source: Path) -> bool:
+        """Whether each line of a file to predict is the text of a sentence.
+
+        Raises:
+            RecipeError: The file does not exist, or cannot hold lists of words.
+        """
         path = find_files(self.recipe, str(source), "predict", "FILE", self.formats)[0]
-        if format_of(path)[0] in (".csv", ".tsv") and not self.is_conll(path):
+        if self.is_conll(path):
+            return False
+        suffix = format_of(path)[0]
+        if suffix in (".csv", ".tsv"):
             raise RecipeError(
                 f"data.words needs {LISTS}, or a .txt file with a sentence a line.",
                 code="unknown-format",
                 place=str(path),
             )
-        is_plain = format_of(path)[0] == ".txt" and not self.is_conll(path)
-        for number, (words,) in enumerate(self.layout(predicts=True).rows(str(path)), 1):
-            found = words.split() if is_plain else words
-            if problem := problem_of_words(found):
-                raise RecipeError(
-                    f"column {self.columns[0]!r} (data.words) {problem}",
-                    code="invalid-row",
-                    place=f"{path}, row {number}",
-                )
-            yield list(found)
+        return suffix == ".txt"
 
 
 def problem_of_words(value: Any) -> str | None:

@@ -121,7 +121,7 @@ def test_a_token_of_two_words_is_refused(cli):
     Path("lines.txt").write_text("harbor\nthe old harbor\n")
     code, _, err = cli("predict", "run", "lines.txt")
     assert code == 2
-    assert "predict: sentence 2:" in err
+    assert "lines.txt, line 2:" in err
 
 
 @pytest.mark.parametrize("kind", ["qwen", "gemma"])

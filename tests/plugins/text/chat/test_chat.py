@@ -401,7 +401,7 @@ def test_predictions_are_the_next_answers(cli):
     Path("bad.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
     Path("other.jsonl").write_text('{"chat": []}\n')
     for file, problem in (
-        ("bad.jsonl", "bad.jsonl, row 1: every message is from the assistant"),
+        ("bad.jsonl", "bad.jsonl, line 1: every message is from the assistant"),
         ("other.jsonl", "there is no column 'messages', which data.messages names"),
     ):
         code, _, err = cli("predict", "run", file, "plugins.causal-lm.max_new_tokens=12")

@@ -65,7 +65,7 @@ def test_a_role_that_means_another_is_refused_with_its_count_and_the_proposed_li
     if name == "my bot":  # which no table has
         assert len(memory(*rows, roles={name: "assistant", asker: "user"}).datasets["train"]) == 6
         return
-    with pytest.raises(RecipeError, match=r"rows\.jsonl, row 5") as error:
+    with pytest.raises(RecipeError, match=r"rows\.jsonl, line 5") as error:
         memory(*rows)
     message = str(error.value)
     assert (repr(name) in message, "2 of 6 rows" in message) == (True, True)
@@ -118,7 +118,7 @@ def test_a_role_of_its_own_is_counted_in_a_warning(caplog):
 @pytest.mark.parametrize("value", [[], None])
 def test_rows_without_messages_are_counted_and_the_proposed_line_leaves_them_out(value):
     rows = [*GOOD, {"messages": value}, {"messages": value}]
-    with pytest.raises(RecipeError, match=r"rows\.jsonl, row 5") as error:
+    with pytest.raises(RecipeError, match=r"rows\.jsonl, line 5") as error:
         memory(*rows)
     assert "2 of 6 rows" in str(error.value)
     drop = proposal(str(error.value), "drop")

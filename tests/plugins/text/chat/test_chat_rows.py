@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_message_that_is_none_is_named(case):
     message, problem = REFUSED[case]
-    with pytest.raises(RecipeError, match=f"rows.jsonl, row 2: .*{problem}"):
+    with pytest.raises(RecipeError, match=f"rows.jsonl, line 2: .*{problem}"):
         memory({"messages": [user("a"), answer("b")]}, {"messages": [user("a"), message]})
 
 
@@ -247,7 +247,7 @@ def test_a_role_that_the_template_leaves_out_is_named():
         "the chat template leaves out message 2, whose role is 'critic'. It names the roles user, assistant, "
         "tool, system. Rename"
     )
-    with pytest.raises(RecipeError, match=f"rows.jsonl, row 2: {problem}"):
+    with pytest.raises(RecipeError, match=f"rows.jsonl, line 2: {problem}"):
         memory(*rows, chat_template="qwen.jinja")
     assert trained(memory(*rows), 1) == "b<|im_end|>\n", "chatml writes every role"
     run = make_run(

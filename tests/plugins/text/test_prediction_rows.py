@@ -1,0 +1,88 @@
+"""A file to predict is read as a file to train on: the same rows, and the same errors with the same places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from fastloop.errors import RecipeError
+from fastloop.recipe import make_recipe
+from fastloop_plugins.tasks.tags.data import TagTextData
+from fastloop_plugins.text.chunks import text_chunks
+from fastloop_plugins.text.data import TextData
+
+FILES: dict[str, bytes] = {
+    "cells.csv": b'text,label\na film,1\n\n"two\nlines",0\na bore,1,2\n',
+    "quotes.csv": b'text,label\na film,1\n"a "bore",0\n',
+    "header.csv": b"text,label\na film,1\ntext,label\n",
+    "open.tsv": b'text\tlabel\na film\t1\n"a bore\t0\n',
+    "other.csv": b"texts,label\na film,1\n",
+    "brace.jsonl": b'{"text": "a film"}\n\n{"text": "a bore"\n',
+    "twice.jsonl": b'{"text": "a film"}\n{"text": "a", "text": "b"}\n',
+    "kind.jsonl": b'{"text": "a film"}\n\n\n{"text": 5}\n',
+    "pair.jsonl": b'{"text": "a film"}\n{"text": "\\ud800"}\n',
+    "list.json": b'[{"text": "a film"},\n{"text": 5}]',
+    "broken.json": b'[{"text": "a film"},\n{"text": 5]',
+    "latin.csv": "text,label\na film,1\ncaf\xe9,0\n".encode("latin-1"),
+    "utf16.csv": "text,label\na film,1\n".encode("utf-16-le"),
+    "late.txt": b"a film\n\xff\n",
+    "named.parquet": b"text,label\na film,1\n",
+    "named.csv": b"PAR1\x15" + bytes(20),
+}
+"""Files that cannot be read."""
+
+
+def problem(read: Callable[[], Any]) -> tuple[str, str]:
+    """The place and the first sentence of an error."""
+    with pytest.raises(RecipeError) as error:
+        read()
+    place, _, text = str(error.value).partition(": ")
+    return place, text.partition(". ")[0].rstrip(".")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read_has_the_same_error_in_training_and_in_prediction(name):
+    Path(name).write_bytes(FILES[name])
+    data = TextData(make_recipe({"data": {"files": {"train": name}}}), labelled=False)
+    trained = problem(data.load)
+    assert trained[0].startswith(name)
+    assert problem(lambda: list(text_chunks(data, Path(name), 0, 8))) == trained
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_bad_row_of_a_later_chunk_has_its_place_in_the_file(name):
+    rows = [{"text": "a film"}] * 5 + [{"text": "\x00"}]
+    if name == "a.jsonl":
+        lines = "".join(json.dumps(row) + "\n\n" for row in rows).replace('"\\u0000"', "5")
+        Path(name).write_text(lines)
+    else:
+        texts = pa.array([b"a film"] * 5 + [b"\xff"], pa.binary()).view(pa.string())
+        parquet.write_table(pa.table({"text": texts}), name)
+    data = TextData(make_recipe({"data": {"files": {"train": name}}}), labelled=False)
+    trained = problem(data.load)
+    assert trained[0] == ("a.jsonl, line 11" if name == "a.jsonl" else name)
+    for start in (0, 3):
+        assert problem(lambda start=start: list(text_chunks(data, Path(name), start, 2))) == trained
+
+
+def test_a_sentence_that_is_no_list_of_words_has_the_same_error():
+    rows = [{"words": ["a"], "tags": ["O"]}, {"words": ["b"], "tags": ["B"]}, {"words": "c d", "tags": ["O"]}]
+    Path("a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    data = TagTextData(make_recipe({"data": {"files": {"train": "a.jsonl"}}}))
+    trained = problem(data.load)
+    assert trained[0] == "a.jsonl, line 5"
+    assert problem(lambda: list(data.sentences(Path("a.jsonl"), 0, 2))) == trained
+
+
+def test_sentences_of_a_split_and_of_texts_are_those_of_its_files():
+    rows = [{"words": ["a", "b"], "tags": ["O", "B"]}, {"words": ["c"], "tags": ["O"]}, {"words": [], "tags": []}]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = TagTextData(make_recipe({"data": {"files": {"train": "a.jsonl"}, "validation_fraction": 0}}))
+    assert [words for words, _ in data.sentences(Path("a.jsonl"), 1, 1)] == [[["c"]], [[]]]
+    assert [words for words, _ in data.sentences(["a b", "c"], 0, 8)] == [[["a", "b"], ["c"]]]

@@ -156,7 +156,7 @@ SECOND = '{"text": "b", "label": "neg", "label": "pos"}'
 broken("a repeated key in a jsonl", "a.jsonl", f"{FIRST}\n{SECOND}", ", line 2")
 broken("a repeated key in a list", "a.json", f"[{FIRST}, {SECOND}]", ", line 1")
 BEGIN = '{"text": "a", "label": "0"}\n'
-broken("half a UTF-16 pair", "a.jsonl", BEGIN + '{"text": "b \\ud83d", "label": "1"}\n', ", row 2")
+broken("half a UTF-16 pair", "a.jsonl", BEGIN + '{"text": "b \\ud83d", "label": "1"}\n', ", line 2")
 MISSING = BEGIN + '{"txt": "b", "label": "1"}\n{"text": null, "label": "1"}\n'
 good("a text that is missing or null", "a.jsonl", MISSING, [("a", "0"), ("", "1"), ("", "1")])
 broken("5000 digits", "a.jsonl", BEGIN + '{"text": "b", "label": "1", "n": ' + "9" * 5000 + "}\n", ", line 2")
@@ -164,9 +164,9 @@ broken("100,000 lists", "a.jsonl", BEGIN + '{"text": "b", "label": "1", "n": ' +
 HALF = objects(ROWS[:6])
 broken("single quotes in a line", "a.jsonl", HALF + "{'text': 'a', 'label': 'neg'}\n" + HALF, ", line 7")
 broken("a line that is a list", "a.jsonl", HALF + "[1]\n" + HALF, ", line 7")
-broken("a text that is a number", "a.jsonl", HALF + '{"text": 5, "label": "neg"}\n' + HALF, ", row 7")
+broken("a text that is a number", "a.jsonl", HALF + '{"text": 5, "label": "neg"}\n' + HALF, ", line 7")
 broken("a list that is cut off", "a.json", f'[\n{FIRST},\n{{"text": "b", "label": "y"}}', ", line 3")
-broken("a header among objects", "a.jsonl", objects([*ROWS, HEADER, *ROWS]), ", row 13")
+broken("a header among objects", "a.jsonl", objects([*ROWS, HEADER, *ROWS]), ", line 13")
 DIFFER = '{"text": "a", "label": "x", "m": [{"a": 1}]}\n{"text": "b", "label": "y", "m": {"b": "c"}}\n'
 good("values that differ by row", "a.jsonl", DIFFER, [("a", "x"), ("b", "y")])
 LATE: Rows = [(f"t{number}", "x" if number % 2 else "y") for number in range(60_100)]
@@ -178,11 +178,11 @@ good("a column that begins after 60,000 rows", "a.jsonl", "\n".join(map(json.dum
 
 # -- labels ------------------------------------------------------------------------------------------------------------
 
-broken("labels of text and numbers", "a.jsonl", objects([("a", "x"), ("b", 1), ("c", "x"), ("d", 1)]), ", row 1")
-broken("a label that is NaN", "a.jsonl", objects([("a", 0), ("b", float("nan")), ("c", 1)]), ", row 2")
-broken("a label that is empty", "a.csv", "text,label\na,neg\nb,\nc,pos\n", ", row 2")
-broken("a label that is 0.5", "a.jsonl", objects([("a", 0), ("b", 0.5), ("c", 1)]), ", row 2")
-broken("labels 01 and 1", "a.csv", "text,label\na,01\nb,1\nc,02\n", ", row 1")
+broken("labels of text and numbers", "a.jsonl", objects([("a", "x"), ("b", 1), ("c", "x"), ("d", 1)]), ", line 1")
+broken("a label that is NaN", "a.jsonl", objects([("a", 0), ("b", float("nan")), ("c", 1)]), ", line 2")
+broken("a label that is empty", "a.csv", "text,label\na,neg\nb,\nc,pos\n", ", line 3")
+broken("a label that is 0.5", "a.jsonl", objects([("a", 0), ("b", 0.5), ("c", 1)]), ", line 2")
+broken("labels 01 and 1", "a.csv", "text,label\na,01\nb,1\nc,02\n", ", line 2")
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 

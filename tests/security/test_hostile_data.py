@@ -136,7 +136,7 @@ LINES: dict[str, tuple[Callable[[], str], str, str | None]] = {
     "200,000 lists in a jsonl": (lambda: written("a.jsonl", lines(DEEP)), DEPTH, DEPTH),
     "900 lists as a text in a jsonl": (
         lambda: written("a.jsonl", lines('{"text": ' + "[" * 900 + "]" * 900 + ', "label": "good"}\n')),
-        "row 41: column 'text' .*expected text",
+        "line 41: column 'text' .*expected text",
         "row 41: column 'text' .*expected text",
     ),
     "200,000 objects in a row of a jsonl": (lambda: written("a.jsonl", lines('{"text":' * 200_000)), DEPTH, DEPTH),
@@ -497,7 +497,7 @@ def test_chat_template_that_loops_for_hours(template, monkeypatch, cli):
     code, _, err = cli("train", "r.yaml")
     (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2
-    assert re.search(r"row 1.*: the chat template took more than 0\.5 seconds for this conversation", error), error
+    assert re.search(r"line 1.*: the chat template took more than 0\.5 seconds for this conversation", error), error
 
 
 def test_chat_template_that_is_good():

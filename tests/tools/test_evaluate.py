@@ -360,7 +360,7 @@ def test_files_that_are_refused(trained, cli):
     rows = texts(6)
     other = write_csv(Path("other.csv"), [row | {"label": row["label"].replace("fine", "odd")} for row in rows])
     error = refused(cli, trained / "run", "--file", other)
-    assert "row 2: column 'label' (data.label) holds 'odd', which is no class of the model" in error
+    assert "line 3: column 'label' (data.label) holds 'odd', which is no class of the model" in error
     assert "'bad', 'fine', 'good'" in error
     beyond = write_csv(Path("beyond.csv"), [row | {"label": 3} for row in rows])
     assert "holds '3', which is no class" in refused(cli, trained / "run", "--file", beyond)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ class Joined:
         labels, all records must be candidates."""
         odd = [(first, last) for first, last, labels in self.candidates if self.known.issuperset(labels)]
         return odd[0] if odd and (labelled or len(odd) == self.count) else None
+
+
+@contextmanager
+def large_cells() -> Iterator[None]:
+    """The csv module has one limit of a cell for all readers: inside the block, it is the largest."""
+    limit = csv.field_size_limit(LARGEST_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
 
 
 class Delimited(LineFormat):
@@ -146,22 +157,41 @@ class Delimited(LineFormat):
             raise problem
 
     def _some(self, records: Iterator[Record], size: int) -> tuple[list[Record], Exception | None]:
-        """Some records, and the error after them. The csv module has one limit of a cell for all readers: it is the
-        largest while they are read."""
-        limit, rows = csv.field_size_limit(LARGEST_CELL), list[Record]()
+        """Some records, and the error after them."""
+        rows = list[Record]()
         try:
-            rows.extend(islice(records, size))  # which has the records before an error, too
+            with large_cells():
+                rows.extend(islice(records, size))  # which has the records before an error, too
         except (BadRow, RecipeError) as error:
             return rows, error
-        finally:
-            csv.field_size_limit(limit)
         return rows, None
+
+    def check_whole(self) -> None:
+        if self.how.quoting is not None:
+            return
+        joined = Joined(self.delimiter)
+        # other errors come after the rows before them
+        with large_cells(), suppress(BadRow, RecipeError):
+            for _ in self._parse(self.text.lines(), 0, joined):
+                pass
+        self._refuse_joined(joined)
 
     def _records(self, stream: Lines, start: int) -> Iterator[Record]:
         """Yield the first line of each row, and its cells. At the end of a whole file, check quoted cells over several
         lines."""
+        checks = not start and self.how.quoting is None and not self.predicts
+        joined = Joined(self.delimiter) if checks else None
+        yield from self._parse(stream, start, joined)
+        if joined is not None:
+            self._refuse_joined(joined)
+
+    def _parse(self, stream: Lines, start: int, joined: Joined | None) -> Iterator[Record]:
+        """Yield the first line of each row, and its cells.
+
+        Args:
+            joined: Receives quoted cells over several lines; None: they are not checked.
+        """
         lines: list[str] = []  # of the current record
-        joined = Joined(self.delimiter)
 
         def kept() -> Iterator[str]:
             size = 0
@@ -176,7 +206,6 @@ class Delimited(LineFormat):
 
         reader, first, line_end, count = self._reader(kept(), self.delimiter), 1, "", 0
         begun = bool(self.header) and (start > 0 or self.how.columns is not None)
-        checks = not start and self.how.quoting is None and not self.predicts
         label = self.header.index(self.labels[0]) if begun and self.labels else None
         header, names, width, ends = self.header, self.headings, len(self.header), self.ends
         try:
@@ -201,7 +230,7 @@ class Delimited(LineFormat):
                 elif row:
                     if row[ends[0]] in names and (row[ends[1]] in names if ends[1] != ends[0] else row == header):
                         raise self._header_again(first, row)
-                    if checks:
+                    if joined is not None:
                         if label is not None and len(joined.known) < KNOWN:
                             joined.known.add(row[label])
                         if len(lines) > 1:
@@ -213,7 +242,11 @@ class Delimited(LineFormat):
         except (csv.Error, BadRow) as error:
             problem = error if isinstance(error, BadRow) else self._bad_quotes(first, reader.line_num, error)
             raise at_row(problem, count) from None
-        if checks and (odd := joined.find(label is not None)):
+
+    def _refuse_joined(self, joined: Joined) -> None:
+        """Raise an error for a quoted cell whose lines look like rows."""
+        odd = joined.find(bool(self.labels))
+        if odd is not None:
             raise BadRow(
                 f"a quote opens a cell here that closes in line {odd[1]}, but each of these lines reads as a row of "
                 "its own. If quotes are part of the texts, give data.read.quoting=none; if the text spans these lines, "

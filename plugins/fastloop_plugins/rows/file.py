@@ -82,7 +82,7 @@ class File(ABC):
         untyped: Whether every cell is text.
         has_groups: Whether the format has row groups. All blocks of one begin at its number.
         predicts: Whether the rows are those of a file to predict. Each line of a .txt file is a row then, and nothing
-            is checked at the end of the file.
+            is checked at the end of the file, but by ``check_whole``.
         is_whole: Whether the file can only be read from its beginning. It is one row group then.
         not_streamed: Why the file cannot be streamed, and what to do; empty if it can be.
         names: The columns that the file has, as far as they are known.
@@ -160,6 +160,14 @@ class File(ABC):
             raise at_row(error, count) from None
         if rows:
             yield make(place, rows)
+
+    def check_whole(self) -> None:  # noqa: B027  # most formats have no such rows
+        """Raise an error for a file to predict whose rows are wrong in a way that only the whole file shows. ``blocks``
+        finds it when the rows before have been predicted.
+
+        Raises:
+            BadRow: The first of these rows.
+        """
 
     @abstractmethod
     def facts(self) -> list[str]:

@@ -172,6 +172,7 @@ class FileLayout:
         """
         count = 0
         with self.reading(path) as file:
+            file.check_whole()
             for block in self._blocks(file, FEW):
                 if not count:
                     self.check(file)

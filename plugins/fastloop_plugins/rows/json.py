@@ -97,7 +97,8 @@ class Json(LineFormat):
         self.parses_all = self.is_list
         self.list_facts = ""
         if self.is_list:
-            self.is_whole, self.unit = True, "row"
+            self.is_whole = True
+            self.unit = "row"
             self.not_streamed = "it is one list, which is read as a whole. Write an object a line instead (.jsonl)."
 
     def facts(self) -> list[str]:

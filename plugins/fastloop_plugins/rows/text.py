@@ -65,16 +65,21 @@ class Text(LineFormat):
 
     def _rows(self, offset: int, paragraphs: bool) -> Iterator[tuple[int, tuple[str, int]]]:
         """Yield the position of each row, the row, and its first line."""
-        lines, found, first, size = self.begin(offset), list[str](), offset, 0
-        before, count, blank, gap, first_line = offset, 0, 0, 0, 1
+        lines = self.begin(offset)
+        found = list[str]()
+        first = before = offset
+        first_line = 1
+        size = count = blank = gap = 0
         for line in lines:
             text = line.removesuffix("\n").removesuffix("\r")
             if self.predicts or text.strip():
                 if not found:
-                    first, first_line = before, lines.number
+                    first = before
+                    first_line = lines.number
                 found.append(text)
                 size += len(line)
-                blank, gap = blank + gap, 0
+                blank += gap
+                gap = 0
                 check_row(f"{self.path}, line {lines.number}", size, self.how)
             else:
                 gap += bool(count or found)

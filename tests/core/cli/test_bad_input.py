@@ -162,7 +162,7 @@ DATA: dict[str, tuple[list[tuple[Any, ...]], str, list[str]]] = {
     "labels that are fractions": ([("fine", 0.5), ("dull", 1.5)] * 8, "text,label", ["label", "0.5"]),
     "one label only": ([("fine", "good")] * 8, "text,label", ["label", "good"]),
     "only empty texts": ([("", "good"), ("", "bad")] * 8, "text,label", ["text", "empty"]),
-    "missing labels": ([("fine", "good"), ("dull", "")] * 8, "text,label", ["label", "row 2", "empty"]),
+    "missing labels": ([("fine", "good"), ("dull", "")] * 8, "text,label", ["label", "line 3", "empty"]),
 }
 
 

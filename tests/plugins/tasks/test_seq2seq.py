@@ -377,7 +377,9 @@ def test_wrong_rows_are_refused_by_their_column():
     message = refused(files={"train": "rows.csv"}, target="brief")
     assert "rows.csv: there is no column 'brief', which data.target names." in message
     write([{"text": "a", "short": 3}])
-    assert "row 1: column 'short' (data.target) holds 3 (int), expected text." in refused(files={"train": "rows.jsonl"})
+    assert "line 1: column 'short' (data.target) holds 3 (int), expected text." in refused(
+        files={"train": "rows.jsonl"}
+    )
     Path("rows.txt").write_text("a\nb\n")
     assert "rows.txt: a .txt file has one column, and the task 'seq2seq' reads text, short." in refused(
         files={"train": "rows.txt"}

@@ -1,4 +1,4 @@
-"""A file to predict is read as a file to train on: the same rows, and the same errors with the same places."""
+"""Rows of a file to predict are read as those of a split. test_broken_files.py has files that cannot be read."""
 
 from __future__ import annotations
 
@@ -17,26 +17,6 @@ from fastloop_plugins.tasks.tags.data import TagTextData
 from fastloop_plugins.text.chunks import text_chunks
 from fastloop_plugins.text.data import TextData
 
-FILES: dict[str, bytes] = {
-    "cells.csv": b'text,label\na film,1\n\n"two\nlines",0\na bore,1,2\n',
-    "quotes.csv": b'text,label\na film,1\n"a "bore",0\n',
-    "header.csv": b"text,label\na film,1\ntext,label\n",
-    "open.tsv": b'text\tlabel\na film\t1\n"a bore\t0\n',
-    "other.csv": b"texts,label\na film,1\n",
-    "brace.jsonl": b'{"text": "a film"}\n\n{"text": "a bore"\n',
-    "twice.jsonl": b'{"text": "a film"}\n{"text": "a", "text": "b"}\n',
-    "kind.jsonl": b'{"text": "a film"}\n\n\n{"text": 5}\n',
-    "pair.jsonl": b'{"text": "a film"}\n{"text": "\\ud800"}\n',
-    "list.json": b'[{"text": "a film"},\n{"text": 5}]',
-    "broken.json": b'[{"text": "a film"},\n{"text": 5]',
-    "latin.csv": "text,label\na film,1\ncaf\xe9,0\n".encode("latin-1"),
-    "utf16.csv": "text,label\na film,1\n".encode("utf-16-le"),
-    "late.txt": b"a film\n\xff\n",
-    "named.parquet": b"text,label\na film,1\n",
-    "named.csv": b"PAR1\x15" + bytes(20),
-}
-"""Files that cannot be read."""
-
 
 def problem(read: Callable[[], Any]) -> tuple[str, str]:
     """The place and the first sentence of an error."""
@@ -44,15 +24,6 @@ def problem(read: Callable[[], Any]) -> tuple[str, str]:
         read()
     place, _, text = str(error.value).partition(": ")
     return place, text.partition(". ")[0].rstrip(".")
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_cannot_be_read_has_the_same_error_in_training_and_in_prediction(name):
-    Path(name).write_bytes(FILES[name])
-    data = TextData(make_recipe({"data": {"files": {"train": name}}}), labelled=False)
-    trained = problem(data.load)
-    assert trained[0].startswith(name)
-    assert problem(lambda: list(text_chunks(data, Path(name), 0, 8))) == trained
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

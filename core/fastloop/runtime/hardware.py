@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from fastloop.distributed.ranks import world_size
@@ -28,9 +28,16 @@ class Machine:
     processes: int = 1
 
 
-@cache
 def this_machine(device: str = "auto") -> Machine:
-    """Query torch for the device and its dtypes. ``device="cpu"`` ignores accelerators."""
+    """Query torch for the device and its dtypes, and the environment for the number of processes. ``device="cpu"``
+    ignores accelerators."""
+    # not in the cache: a command may plan for several processes, and a notebook may train with another number of them
+    return replace(_hardware(device), processes=world_size())
+
+
+@cache
+def _hardware(device: str) -> Machine:
+    """The device and its dtypes, which stay the same as long as a process lives."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else None
@@ -44,8 +51,8 @@ def this_machine(device: str = "auto") -> Machine:
         name = torch.backends.cpu.get_cpu_capability()
         dtypes.append("bf16")  # correct everywhere
         if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-            return Machine(kind, name, tuple(dtypes), (), world_size())
+            return Machine(kind, name, tuple(dtypes))
     else:
         name = kind
         dtypes += ["bf16", "fp16"] if kind == "xpu" else ["fp16"]
-    return Machine(kind, name, tuple(dtypes), tuple(dtypes[1:]), world_size())
+    return Machine(kind, name, tuple(dtypes), tuple(dtypes[1:]))

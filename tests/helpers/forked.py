@@ -13,6 +13,7 @@ seeds.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -154,6 +155,7 @@ def _start(
     server: str,
 ) -> None:
     """Become the command, in a process of the fork server."""
+    gc.freeze()  # the imported modules, which no collection has to visit
     import torch
 
     PATH[:] = path

@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from fastloop.testing.conformance import Conformance
+from fastloop.testing.conformance import pytest_collection_finish as pytest_collection_finish
 from fastloop.testing.conformance import pytest_collection_modifyitems as pytest_collection_modifyitems
 from fastloop.testing.conformance import pytest_configure as pytest_configure
 from fastloop.testing.conformance import pytest_terminal_summary as pytest_terminal_summary

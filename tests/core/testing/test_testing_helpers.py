@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -124,6 +125,13 @@ def test_processes_train_a_recipe_together(processes, tmp_path):
     assert [ended.result for ended in processes(2, world, folder=tmp_path)] == [
         (str(rank), "2", 1, str(tmp_path)) for rank in (0, 1)
     ]
+
+
+def test_collections_of_garbage_leave_out_imported_modules(processes):
+    """In the process of the tests, and in started ones."""
+    assert gc.get_freeze_count() > 0
+    (process,) = processes(1, gc.get_freeze_count)
+    assert process.result > 0
 
 
 def test_failing_process_fails_test_with_its_output(processes):

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment_check import unchanged_environment
 
 from fastloop.cli import main
 from fastloop.cli.messages import JSON_VARIABLE, Messages
@@ -84,8 +85,22 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             names.write(f"{report.nodeid}\n")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _environment_of_the_module() -> Iterator[None]:
+    with unchanged_environment():
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _environment_of_the_test() -> Iterator[None]:
+    with unchanged_environment():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _in_its_own_folder(
+    _environment_of_the_test: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Every test runs in an empty folder, and leaves no global state."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gc, "freeze", lambda: None)  # the command line freezes the objects of its own process

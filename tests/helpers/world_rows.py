@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations, permutations
 from typing import Any
 
 from world_runs import Case
 
-from fastloop.plugins.installed import load
+from fastloop.plugins import installed
 from fastloop.testing import LANGUAGE, TEXTS
 from fastloop_plugins.kernels.fused_optimizer import FUSED, FUSED_ON_SHARDS
+
+load = cache(installed.load)
+"""The class of a plugin. Each pair asks for it, and a look at the metadata of packages takes a millisecond."""
 
 MODULE = {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}
 VECTORS: Mapping[str, Any] = {
@@ -323,6 +327,7 @@ UNPAIRED = ("ddp", "deepspeed", "fsdp", "module")
 """Plugins that are in other runs anyway."""
 
 
+@cache
 def pair_groups() -> list[Group]:
     """Groups that hold each pair of plugins that a recipe may hold. Every second group has ``fsdp``, if its plugins
     train with it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,12 @@ def test_the_plan_leaves_out_what_80_gib_have_no_time_for(gibibytes: int | None,
 def test_the_plan_skips_what_does_not_fit_and_ends_in_time(seconds: int, started: list[str], tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
     options = ["--tiny", "--start", "tests", "--seconds", str(seconds + 4), "--used", "4", "--results", str(tmp_path)]
-    begin = time.monotonic()
-    done = forked.run(str(BENCHMARKS / "gpu" / "plan.py"), *options, env=environment, timeout=60)
-    assert time.monotonic() - begin < seconds + 20  # with the start of the process that commands are forked from
+    done = forked.run(str(BENCHMARKS / "gpu" / "plan.py"), *options, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    # by the clock of the plan: a busy machine takes long to start the process
+    ended = re.fullmatch(r".*: ([0-9]+) s", done.stdout.splitlines()[-1])
+    assert ended is not None, done.stdout
+    assert int(ended[1]) < seconds + 20
     skipped = [
         line["name"]
         for path in sorted(tmp_path.glob("*.jsonl"))

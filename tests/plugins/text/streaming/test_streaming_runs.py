@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import traceback
 from collections.abc import Mapping
 from itertools import chain, product
 from pathlib import Path
@@ -228,6 +229,8 @@ def peak_memory(path: str) -> int:
                 pass
             os.write(writing, str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024).encode())
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     os.close(writing)

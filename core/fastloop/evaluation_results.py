@@ -73,6 +73,9 @@ class EvaluationResults:
         split: The evaluated split, for messages.
         processes: The processes that share the split; None: this one evaluates all of it.
 
+    Attributes:
+        samples: The number of samples so far, on this process.
+
     Raises:
         MetricError: A metric failed, or its value is not one number.
         ProcessesDisagree: Torchmetrics cannot gather the states of a metric.
@@ -94,6 +97,7 @@ class EvaluationResults:
         self.weights: list[float] = []
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.bytes = 0
+        self.samples = 0
         if metrics is not None:
             metrics.reset()
 
@@ -101,6 +105,7 @@ class EvaluationResults:
         """Add the output of a batch. Metrics ignore a batch without samples: its process only joined the collective
         operations."""
         self.newest = output
+        self.samples += samples
         self.losses.append(output.loss.detach())
         self.weights.append(weight)
         if self.metrics is None or output.predictions is None or not samples:
@@ -171,7 +176,8 @@ class EvaluationResults:
         numbers = torch.cat([losses.to(wide), *(values[name].to(wide)[None] for name in scalars)]).tolist()
         total = 0.0
         for loss, weight in zip(numbers, self.weights, strict=False):
-            total += loss * weight
+            if weight:  # a mean over no target is NaN
+                total += loss * weight
         values |= dict(zip(scalars, numbers[len(losses) :], strict=True))
         metrics = {str(name): float(value) for name, value in values.items()}
         reasons = self._find_undefined(metrics)

@@ -17,6 +17,7 @@ starts again.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
@@ -183,14 +184,30 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
         with NO_CONTEXT if is_last else run.accelerator.no_sync(run.model):  # reduce gradients once
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-                # processes average gradients, and their shares may differ
-                total = (totals.get().weight or 1) / run.loaders.processes.world_size
-                loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
+                total = totals.get().weight / run.loaders.processes.world_size
+                loss = share_of_loss(output.loss, batch.loss_weight, total)
             with region("backward"):
                 run.strategy.backward(run, loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
     assert step_loss is not None
     return step_loss if run.processes.world_size == 1 else run.processes.all_reduce_mean(step_loss)
+
+
+def share_of_loss(loss: Tensor, weight: float, total: float) -> Tensor:
+    """The part of a micro-batch in the loss of its step.
+
+    A micro-batch with the loss 2.0, and 3 of the step's 12 targets, adds 0.5. One without a target adds 0, although a
+    mean over no target is NaN. If no micro-batch has a target, the loss of the step is NaN.
+
+    Args:
+        weight: The ``loss_weight`` of the micro-batch.
+        total: That of the step, divided by the number of processes, which average their gradients.
+    """
+    if weight == total != 0:
+        return loss
+    if weight == 0 != total:
+        return loss.nan_to_num() * 0.0  # part of the graph: other processes reduce the gradients of this pass, too
+    return loss * (weight / (total or 1))
 
 
 def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> None:
@@ -294,10 +311,12 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             results.add(output, batch.loss_weight, batch.samples)
         *sums, metrics = results.read()
-    total, weight = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-    if not weight:
+    sums.append(results.samples)
+    total, weight, samples = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    if not samples:
         raise DataError(no_sample(run, split), code="empty-split")
-    return {"loss": total / weight, **metrics}
+    loss = total / weight if weight else math.nan  # no sample has a target
+    return {"loss": loss, **metrics}
 
 
 def no_sample(run: Run, split: str) -> str:

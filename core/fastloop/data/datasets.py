@@ -171,7 +171,8 @@ class Collate:
         batch = result if isinstance(result, Batch) else Batch(result)
         batch.drawn = len(samples)
         batch.samples = batch.samples or batch.drawn
-        batch.loss_weight = batch.loss_weight or batch.samples
+        if batch.loss_weight < 0:
+            batch.loss_weight = batch.samples
         return batch
 
     def _collate_filler(self, candidates: Filler) -> Batch:

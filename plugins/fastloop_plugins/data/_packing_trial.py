@@ -150,7 +150,7 @@ def compute(
         return [output.predictions]
     logits: Tensor | None = getattr(outputs[-1], "logits", None) if outputs else None
     if logits is None:
-        return [output.loss * (batch.loss_weight or 1)]
+        return [output.loss * (batch.loss_weight if batch.loss_weight > 0 else 1)]
     return [logits.flatten(0, -2)[: batch.tokens]]  # padding is at the end
 
 

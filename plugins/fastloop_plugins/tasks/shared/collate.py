@@ -171,10 +171,10 @@ class TargetRule:
     weight: Tensor | None = None
     shifted: bool = False
 
-    def count(self, targets: Tensor) -> float:
-        """The number of the targets, or the sum of their weights; 0 for targets that are no integers."""
+    def count(self, targets: Tensor) -> float | None:
+        """The number of the targets, or the sum of their weights; None for targets that are no integers."""
         if targets.is_floating_point():
-            return 0
+            return None
         if self.shifted:
             targets = targets[..., 1:]
         counted = targets[targets != self.ignored]
@@ -235,15 +235,14 @@ class TargetCounter:
                     "Leave samples out of the dataset instead (torch.utils.data.Subset), or use larger micro-batches."
                 ),
             )
-        weight: float = 0
+        counted: float | None = None
         if self.count is not None and isinstance(targets, Tensor):
-            weight = self.count(targets)
-        if not weight:
-            weight = kept
+            counted = self.count(targets)
+        weight = kept if counted is None else counted
         if result is not batch and weight == kept == len(samples):
             return result  # plugins that wrap the collator read the plain inputs
         batch.samples = kept
-        if self.class_loss is not None or not batch.loss_weight:
+        if self.class_loss is not None or batch.loss_weight < 0:
             batch.loss_weight = weight
         return batch
 
@@ -308,7 +307,7 @@ def _shapes(values: Any) -> list[torch.Size]:
     return [leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-def count_for_loss(loss: Any) -> Callable[[Tensor], float] | None:
+def count_for_loss(loss: Any) -> Callable[[Tensor], float | None] | None:
     """The function for ``ClassLoss``, and for ``cross_entropy`` and ``nll_loss`` of torch, also as modules or
     ``partial``; else None."""
     if isinstance(loss, ClassLoss):
@@ -329,7 +328,7 @@ def count_for_loss(loss: Any) -> Callable[[Tensor], float] | None:
     return TargetRule(arguments.get("ignore_index", IGNORED), weight).count
 
 
-def count_for_model(model: nn.Module) -> Callable[[Tensor], float] | None:
+def count_for_model(model: nn.Module) -> Callable[[Tensor], float | None] | None:
     """The function for a model of transformers that computes a mean cross entropy of its ``labels``; None for other
     models."""
     transformers = sys.modules.get("transformers")  # it has created the model, so it is imported

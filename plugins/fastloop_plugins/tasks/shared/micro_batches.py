@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
+MOST = 8
+"""Micro-batches of the first step that are measured at most. One alone may have halves that happen to agree."""
 TOLERANCE = 0.02
 """Relative difference of losses above which a warning follows. The rounding of bf16 is below 0.005."""
 
@@ -27,8 +29,9 @@ class ComputesLoss(Protocol):
 
 
 def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> None:
-    """Compare the loss of the first micro-batch with the mean loss of its halves, and warn if they differ. For example,
-    a mean over the positions of a mask gives a micro-batch with few of them too much weight.
+    """Compare the loss of some micro-batches with the mean loss of their halves, and warn if one differs. For example,
+    a mean over the positions of a mask gives a micro-batch with few of them too much weight, and so does a mean by
+    weights of classes.
 
     Nothing is measured if a step has one micro-batch on one process, if a collator counted the targets, if another
     plugin computes the loss, or if the batch cannot be cut: a tensor has no dimension for its samples, or a strategy
@@ -42,45 +45,43 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
 
     from fastloop.probing import probing
 
-    batch = batches[0]
     implementations = run.plugins.manager.hook.compute_loss.get_hookimpls()
     if any(one.plugin is not task and not one.wrapper for one in implementations):
         return
     if run.strategy.sets_precision:
         return  # only its wrapper casts the inputs, and a wrapper may exchange data, which not every process would do
-    is_one_batch = len(batches) == 1 and run.world_size == 1
-    if is_one_batch or batch.samples < 2 or batch.loss_weight != batch.samples:
+    if len(batches) == 1 and run.world_size == 1:
         return
     model = run.unwrap_model()
     if any(isinstance(parameter, DTensor) or not parameter.numel() for parameter in model.parameters()):
         return
-    middle = batch.samples // 2
-    halves = _cut(batch.inputs, batch.samples, middle)
-    if halves is None:
-        return
-
-    def loss(inputs: Any) -> float:
-        return float(task.compute_loss(model, inputs).loss)
-
-    with preserve_random_states(), probing(model), torch.no_grad():
-        whole = loss(batch.inputs)
-        parts = [loss(half) for half in halves]
-    mean = (parts[0] * middle + parts[1] * (batch.samples - middle)) / batch.samples
-    if abs(whole - mean) <= TOLERANCE * abs(whole):
-        return
-    logger.warning(
-        Problem(
-            f"the loss of a micro-batch is not the mean over its samples: found {whole:.4g} for "
-            f"{batch.samples} samples, and {mean:.4g} as the mean of its halves. So results depend on "
-            "train.micro_batch_size and the number of processes.",
-            code="loss-not-a-mean",
-            place=run.recipe.where,
-            remedy=(
-                "Return the mean of each sample's loss, or let the collator return a fastloop.Batch with "
-                "the number of counted targets as loss_weight."
-            ),
+    for batch in batches[:MOST]:
+        if batch.samples < 2 or batch.loss_weight != batch.samples:
+            continue
+        middle = batch.samples // 2
+        halves = _cut(batch.inputs, batch.samples, middle)
+        if halves is None:
+            return
+        with preserve_random_states(), probing(model), torch.no_grad():
+            whole = float(task.compute_loss(model, batch.inputs).loss)
+            first, second = (float(task.compute_loss(model, half).loss) for half in halves)
+        mean = (first * middle + second * (batch.samples - middle)) / batch.samples
+        if abs(whole - mean) <= TOLERANCE * abs(whole):
+            continue
+        logger.warning(
+            Problem(
+                f"the loss of a micro-batch is not the mean over its samples: found {whole:.4g} for "
+                f"{batch.samples} samples, and {mean:.4g} as the mean of its halves. So results depend on "
+                "train.micro_batch_size and the number of processes.",
+                code="loss-not-a-mean",
+                place=run.recipe.where,
+                remedy=(
+                    "Return the mean of each sample's loss, or let the collator return a fastloop.Batch with "
+                    "the number of counted targets as loss_weight."
+                ),
+            )
         )
-    )
+        return
 
 
 def _cut(inputs: Any, samples: int, middle: int) -> tuple[Any, Any] | None:

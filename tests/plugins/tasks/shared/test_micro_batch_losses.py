@@ -52,6 +52,21 @@ def test_a_masked_mean_over_micro_batches_is_a_warning(caplog):
     assert train(caplog, masked_mean, micro_batch_size=4).count("train.micro_batch_size") == 1
 
 
+def test_halves_that_agree_by_chance_hide_no_other_micro_batch(caplog):
+    """A loss with weights of classes inside. The first two micro-batches hold one class, and the others two."""
+    torch.manual_seed(0)
+    caplog.set_level(logging.WARNING, logger="fastloop")
+    weights = torch.tensor([1.0, 5.0])
+    targets = torch.tensor([0] * 4 + [1] * 4 + [0, 1, 1, 1] + [0, 0, 0, 1])
+    data = torch.utils.data.DataLoader(TensorDataset(torch.randn(SAMPLES, 8), targets), batch_size=SAMPLES)
+
+    def weighted(predictions: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(predictions, targets, weight=weights)
+
+    Trainer(nn.Linear(8, 2), data, loss=weighted, micro_batch_size=4, max_steps=1, output="run", device="cpu").fit()
+    assert caplog.text.count("train.micro_batch_size") == 1
+
+
 @pytest.mark.parametrize(
     ("loss", "arguments"),
     [

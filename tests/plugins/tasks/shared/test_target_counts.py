@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
@@ -49,12 +50,15 @@ MODELS: dict[str, Any] = {
 
 
 def samples(classes: int) -> list[dict[str, torch.Tensor]]:
-    """Eight rows of six labels, at least two of which are targets: a causal model does not predict the first."""
+    """Eight rows of six labels. At least two of each are targets, because a causal model does not predict the first; one
+    row has none."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for number in range(8):
         labels = torch.randint(1, classes, (6,), generator=generator)
         labels[2 + (number * 3) % 5 :] = -100
+        if number == 3:
+            labels[:] = -100
         rows.append({"input_ids": torch.randint(0, WORDS, (6,), generator=generator), "labels": labels})
     return rows
 
@@ -127,6 +131,48 @@ def test_a_cross_entropy_gives_the_weights_of_one_batch(name):
     pairs = [(row["input_ids"], row["labels"]) for row in rows]
     for micro in (8, 2):
         torch.testing.assert_close(trained(model, pairs, micro, loss=loss), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_an_evaluation_leaves_out_batches_without_a_target(size):
+    rows, model = samples(3), Scores()
+    batch = stacked(rows)
+    pairs = [(row["input_ids"], row["labels"]) for row in rows]
+    settings = {"eval_batch_size": size, "batch_size": 8, "device": "cpu", "output": "run", "max_steps": 1}
+    found = Trainer(model, pairs, loss=functional.cross_entropy, **settings).validate(pairs)  # type: ignore[arg-type]
+    expected = functional.cross_entropy(model(batch["input_ids"]), batch["labels"])
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_split_without_a_target_has_no_loss():
+    pairs = [(row["input_ids"], torch.full((6,), -100)) for row in samples(3)]
+    settings = {"batch_size": 8, "device": "cpu", "output": "run", "max_steps": 1}
+    found = Trainer(Scores(), pairs, loss=functional.cross_entropy, **settings).validate(pairs)  # type: ignore[arg-type]
+    assert math.isnan(found["loss"])
+
+
+@pytest.mark.parametrize("targets", [0, 2])
+def test_a_weight_of_zero_is_a_batch_without_targets(targets):
+    """A collator that counts by itself, and finds no target in some micro-batches."""
+
+    def collate(rows: list[Any]) -> Batch:
+        inputs = torch.stack([row[0] for row in rows])
+        labels = torch.stack([row[1] for row in rows])
+        return Batch((inputs, labels), loss_weight=float((~labels.isnan()).sum()))
+
+    def mean(predictions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        known = ~labels.isnan()
+        return (predictions[known] - labels[known]).square().mean()
+
+    torch.manual_seed(0)
+    inputs, labels, model = torch.randn(8, 3), torch.randn(8, 3), nn.Linear(3, 3)
+    labels[:4, targets:] = torch.nan
+    expected = raw(model, lambda copied: mean(copied(inputs), labels))
+    data = DataLoader(list(zip(inputs, labels, strict=True)), batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
+    model_of = copy.deepcopy(model)
+    settings = {"micro_batch_size": 1, "optimizer": "SGD", "lr": 0.5, "epochs": 1, "device": "cpu", "output": "run"}
+    Trainer(model_of, data, plugins=[{"log": False}, {"progress": False}], loss=mean, **settings).fit()
+    torch.testing.assert_close(model_of.state_dict(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_weight_that_a_collator_sets_is_kept():

@@ -103,8 +103,8 @@ class Batch:
 
     Attributes:
         inputs: The argument ``batch`` of ``compute_loss``: any nesting of tensors.
-        loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights. 0: none, so the
-            batch is no part of its step's loss, which may be NaN here. -1, the default of a collator: ``samples``.
+        loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights. 0: none, so
+            the batch is no part of its step's loss, and its own may be NaN. -1, the default: ``samples``.
         samples: Number of samples in ``inputs``. 0, the default of a collator: it kept all that it was given.
         tokens: Number of tokens without padding. With 0, the default, ``tokens_per_second`` is 0 too.
         ids: Sample ids: indices of a map-style dataset, positions in an iterable one. One for each sample drawn.

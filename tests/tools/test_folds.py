@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_helpers import VIT
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fastloop import CheckpointError, Plugin, PluginError, RecipeError, Run, hookimpl
@@ -151,3 +152,55 @@ def test_wrong_options_and_data_are_refused(tiny_run, options, data, message):
     with expect_problem(message, (RecipeError, PluginError)):
         tiny_run([{"folds": options}], data=data, output="out")
     assert not Path("out").exists()
+
+
+def test_a_fold_to_validate_on_has_no_random_changes_of_training():
+    """Images of both splits: those that are trained on change in each epoch, and those of the fold never do."""
+    from image_helpers import write_images
+    from training_runs import execute
+
+    from fastloop.lifecycle import build
+
+    write_images(Path("images"), {"train": 4, "validation": 2, "test": 1})
+    parts = Parts()
+    tree = {
+        "model": {"config": VIT},
+        "data": {"images": "images", "image_size": 16, "augment": {"crop": True, "scale": [0.1, 0.3]}},
+        "train": {"epochs": 1, "batch_size": 6, "device": "cpu"},
+        "plugins": ["image-classification", {"folds": {"of": 3}}, {"log": False}, {"progress": False}],
+        "output": "run",
+    }
+    run = build(resolve(make_recipe(tree), objects=[parts]))
+    task = next(plugin for plugin in run.plugins if plugin.name == "image-classification")
+    seen: dict[str, list[list[torch.Tensor]]] = {"train": [], "validation": []}
+    for epoch in range(2):
+        task.epoch.fill_(epoch)
+        for split, epochs in seen.items():
+            dataset = parts.datasets[split]
+            epochs.append([dataset[index][0] for index in range(len(dataset))])
+    assert [len(epochs[0]) for epochs in seen.values()] == [12, 6]
+    assert all(torch.equal(*pair) for pair in zip(*seen["validation"], strict=True))
+    assert not any(torch.equal(*pair) for pair in zip(*seen["train"], strict=True))
+    assert np.bincount([parts.datasets["validation"][index][1] for index in range(6)]).tolist() == [2, 2, 2]
+    execute(run)
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise, which a method for each split may leave out."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.randn(8), torch.tensor(index % 3)
+
+
+class Declared(Noisy):
+    def as_split(self, split: str) -> Dataset[Any]:
+        return self if split == "train" else TensorDataset(torch.zeros(12, 8), torch.arange(12) % 3)
+
+
+@pytest.mark.parametrize(("data", "warnings"), [(Noisy(), 1), (Declared(), 0), (tiny_data(12), 0)])
+def test_samples_that_change_when_they_are_read_are_a_warning(data, warnings, tiny_run, caplog):
+    tiny_run([{"folds": {"of": 3}}], data=data, epochs=1)
+    assert caplog.text.count("as_split") == warnings

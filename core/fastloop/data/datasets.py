@@ -38,6 +38,11 @@ class DatasetProtocol(Protocol):
         read, to begin reading them from the disk; it must not wait. None: there is nothing to read ahead."""
         ...
 
+    def as_split(self, split: str) -> Any:
+        """Map-style: these samples as ``split`` has them: with the random changes of ``train``, or without. `folds`
+        calls it, because it trains and validates on samples of both splits."""
+        ...
+
     shards_itself: bool
     """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes
     every sample it yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's

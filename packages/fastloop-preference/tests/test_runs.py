@@ -47,6 +47,18 @@ def test_micro_batches_packing_and_processes_do_not_change_the_loss(tmp_path, pr
                 assert one == pytest.approx(other, rel=1e-3, abs=2e-5), (case, way, split)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_folds_divide_the_rows_of_each_task(tmp_path, case):
+    """An evaluation reads the rows of its fold alone."""
+    task, options, _ = CASES[case]
+    folds = {"folds": {"number": 1, "of": 3}}
+    divided = recipe(tmp_path / "folds", task, options, plugins=[folds], max_steps=1, eval_batch_size=4)
+    whole = recipe(tmp_path / "whole", task, options, plugins=[folds], max_steps=1, eval_batch_size=64)
+    train_all([divided, whole])
+    found, expected = (points(tmp_path / name, "validation") for name in ("folds", "whole"))
+    assert found == [pytest.approx(point, rel=1e-4, abs=1e-6) for point in expected]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with ``base``, a model; ``dpo``, trained from it with adapters; and ``reward-model``."""

@@ -71,7 +71,6 @@ class ImageClassification(ClassifierOptions):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = ImageData(recipe)
         self.model = ImageModel(recipe)
-        self.train_images: ImageDataset | None = None
         self.criterion = ClassLoss(self.loss, f"{recipe.where}: plugins.{self.name}.loss")
         self.metric_classes = find_metrics(self.metrics, recipe, f"plugins.{self.name}.metrics")
 
@@ -85,7 +84,7 @@ class ImageClassification(ClassifierOptions):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, ImageDataset]:
-        from fastloop_plugins.tasks.image.batches import ImageDataset, Transform, check_images
+        from fastloop_plugins.tasks.image.batches import ImageDataset, Transform, check_images, new_epoch
         from fastloop_plugins.tasks.image.repeats import find_repeated_images
 
         recipe = run.recipe
@@ -97,17 +96,17 @@ class ImageClassification(ClassifierOptions):
                 for problem in find_repeated_images(splits, self.data.classes):
                     logger.warning(problem)
                 check_images(splits.values(), self.model.processor.shorter_side, run.settings.skip_unreadable)
-        plain = Transform(self.model.processor)
         named = recipe.inference is not None and recipe.inference.chunk > 0
+        plain = Transform(self.model.processor)
+        training = Transform(self.model.processor, self.data.augment)
+        self.epoch = new_epoch()
         datasets = {}
         for split, files in splits.items():
             files.labels = [self.labels.ids[label] for label in files.labels]
-            datasets[split] = ImageDataset(files, plain, named=named)
-        if recipe.inference is None:
-            transform = Transform(self.model.processor, self.data.augment)
-            self.train_images = datasets["train"] = ImageDataset(datasets["train"].files, transform, recipe.train.seed)
+            dataset = ImageDataset(files, plain, training, recipe.train.seed, self.epoch, named)
+            datasets[split] = dataset if recipe.inference is not None else dataset.as_split(split)
         self.criterion.set_weights(
-            (lambda: datasets["train"].files.labels) if "train" in datasets else None, self.labels.names
+            (lambda: datasets["train"].labels) if "train" in datasets else None, self.labels.names
         )
         return datasets
 
@@ -171,8 +170,7 @@ class ImageClassification(ClassifierOptions):
 
     @hookimpl
     def before_epoch(self, run: Run) -> None:
-        if self.train_images is not None:
-            self.train_images.epoch.fill_(run.state.epoch)
+        self.epoch.fill_(run.state.epoch)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:

@@ -9,6 +9,9 @@ The samples of ``train`` and ``validation`` are divided into equal folds, with a
 sample has one: an integer attribute ``labels`` or ``targets`` of the datasets, or the last tensor of a
 ``TensorDataset``. ``train.seed`` determines the folds. `fastloop evaluate` refuses these two splits of such a run; its
 summary has the fold's metrics.
+
+The fold has no random changes of training, such as those of `image-classification`, if the datasets have a method
+``as_split``. Otherwise, a warning says that samples change each time that they are read.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, RecipeError, hookimpl, option
+from fastloop import Plugin, PluginError, Problem, RecipeError, hookimpl, option
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,8 +89,19 @@ class Folds(Plugin):
             )
         classes = classes_of(pooled)
         folds = divide(size, self.of, run.recipe.train.seed, classes)
-        train = SampleSubset(pooled, (folds != self.number).nonzero()[0])
-        validation = SampleSubset(pooled, (folds == self.number).nonzero()[0])
+        if changes_when_read(pooled[0]):
+            self.log.warning(
+                Problem(
+                    "the samples of train change each time that they are read. So do those of the fold that the run "
+                    "validates on.",
+                    code="random-samples",
+                    place=where,
+                    remedy="Give the dataset a method as_split(split), which returns one without random changes for "
+                    "'validation'.",
+                )
+            )
+        train = SampleSubset(as_split(pooled, "train"), (folds != self.number).nonzero()[0])
+        validation = SampleSubset(as_split(pooled, "validation"), (folds == self.number).nonzero()[0])
         if classes is not None:
             how = "with an equal share of each class"
         else:
@@ -106,6 +120,31 @@ class Folds(Plugin):
                 remedy="Leave the sampler out, or give a dataset instead of a loader.",
             )
         return sampler
+
+
+def as_split(datasets: Sequence[Any], split: str) -> list[Any]:
+    """The datasets with their samples as ``split`` has them: see ``DatasetProtocol.as_split``."""
+    return [dataset.as_split(split) if hasattr(dataset, "as_split") else dataset for dataset in datasets]
+
+
+def changes_when_read(dataset: Any) -> bool:
+    """Whether two reads of the first sample differ, of a dataset without ``as_split``."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from fastloop.runtime.random_states import preserve_random_states
+
+    if hasattr(dataset, "as_split") or not len(dataset):
+        return False
+    with preserve_random_states():
+        try:
+            first, second = tree_leaves(dataset[0]), tree_leaves(dataset[0])
+        except Exception:  # an unreadable sample fails where it is trained on
+            return False
+    for one, other in zip(first, second, strict=False):
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and not torch.equal(one, other):
+            return True
+    return False
 
 
 class SampleSubset:

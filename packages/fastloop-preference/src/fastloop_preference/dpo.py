@@ -68,7 +68,9 @@ class DPO(PolicyTask):
 
     @hookimpl
     def before_evaluate(self, run: Run, split: str) -> None:
-        self.targets = run.datasets[split].sizes[:, 0].mean() - 1
+        if self.loss == "orpo":
+            data = run.datasets[split]  # a plugin such as `folds` may have replaced it
+            self.targets = sum(len(data[index]["chosen"]) for index in range(len(data))) / len(data) - 1
 
     @hookimpl
     def compute_loss(self, run: Run, model: Any, batch: Mapping[str, Any]) -> Output:

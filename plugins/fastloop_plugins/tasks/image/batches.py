@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
@@ -212,6 +213,11 @@ class Transform:
         return left, top, left + w, top + h
 
 
+def new_epoch() -> Tensor:
+    """The number of an epoch, 0: (1,) int64 in shared memory."""
+    return torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-any-return, no-untyped-call]
+
+
 class ImageDataset(Dataset[tuple[Any, ...]]):
     """Samples ``(image, class)`` of a split, decoded when they are read.
 
@@ -220,18 +226,38 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
     numbers do not depend on them.
 
     Args:
+        transform: Makes the inputs of a sample.
+        training: Makes them where the samples are trained on: see ``as_split``; None: ``transform`` does.
+        epoch: Counts the epochs, (1,) int64 in shared memory, so that workers see changes; None: a new one.
         named: Whether samples are ``(image, class, path)``.
 
     Attributes:
-        epoch: (1,) int64 in shared memory, so that workers see changes.
+        labels: The class of each sample.
     """
 
-    def __init__(self, files: ImageFiles, transform: Transform, seed: int = 0, named: bool = False) -> None:
+    def __init__(
+        self,
+        files: ImageFiles,
+        transform: Transform,
+        training: Transform | None = None,
+        seed: int = 0,
+        epoch: Tensor | None = None,
+        named: bool = False,
+    ) -> None:
         self.files = files
         self.transform = transform
+        self.plain = transform
+        self.training = training or transform
         self.seed = seed
         self.named = named
-        self.epoch: Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.labels = files.labels
+        self.epoch: Tensor = new_epoch() if epoch is None else epoch
+
+    def as_split(self, split: str) -> ImageDataset:
+        """See ``DatasetProtocol``."""
+        other = copy.copy(self)
+        other.transform = self.training if split == "train" else self.plain
+        return other
 
     def __len__(self) -> int:
         return len(self.files.names)

@@ -50,8 +50,8 @@ MODELS: dict[str, Any] = {
 
 
 def samples(classes: int) -> list[dict[str, torch.Tensor]]:
-    """Eight rows of six labels. At least two of each are targets, because a causal model does not predict the first; one
-    row has none."""
+    """Eight rows of six labels. At least two of each are targets, because a causal model does not predict the first;
+    one row has none."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for number in range(8):
@@ -153,7 +153,7 @@ def test_a_split_without_a_target_has_no_loss():
 
 @pytest.mark.parametrize("targets", [0, 2])
 def test_a_weight_of_zero_is_a_batch_without_targets(targets):
-    """A collator that counts by itself, and finds no target in some micro-batches."""
+    """A collator with a count of its own, which finds no target in some micro-batches."""
 
     def collate(rows: list[Any]) -> Batch:
         inputs = torch.stack([row[0] for row in rows])

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Batch, PluginError
+from fastloop import Batch, PluginError, RecipeError
+from fastloop_plugins.models.checks import ROUTER_REMEDY
 from fastloop_plugins.text.head_trial import try_head
 from fastloop_plugins.text.masks import compute
 from fastloop_plugins.text.next_token_loss import IGNORED, Reduction, with_loss
@@ -30,11 +31,25 @@ def chunk_log_probabilities(run: Run, model: nn.Module, chunk_tokens: int = CHUN
     the head, and before those that shard the model: a task declares ``runs_after = ("lora",)`` and ``runs_before =
     ("activation-checkpointing", "slot:strategy")``. Every process must call it. A model that changes its logits after
     the head, such as by ``final_logit_softcapping``, computes all logits, and the log names the reason.
+
+    Raises:
+        RecipeError: In training, the configuration asks for the loss of a router, ``output_router_logits``, which is no
+            part of log-probabilities.
     """
     from fastloop_plugins.text.chunked_loss import chunked_loss, chunked_token_losses
 
     changed = with_loss(model)
     vocabulary = None if changed is None else changed.vocabulary
+    config = getattr(changed, "config", None)
+    is_trained = run.recipe.inference is None
+    if is_trained and config is not None and getattr(config.get_text_config(), "output_router_logits", False):
+        raise RecipeError(
+            f"{type(changed).__name__} has output_router_logits: true, and the loss of this task has no part for the "
+            "router.",
+            code="unsupported-model",
+            place=f"{run.recipe.where}: model",
+            remedy=ROUTER_REMEDY,
+        )
 
     def loss(head: Any, states: Tensor, targets: Tensor, reduction: Reduction, temperature: float) -> Tensor:
         if reduction == "mean":

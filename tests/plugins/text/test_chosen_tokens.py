@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastloop import PluginError
+from fastloop import PluginError, RecipeError
+from fastloop.recipe import make_recipe
 from fastloop.testing import expect_problem
 from fastloop_plugins.text import add_loss
 from fastloop_plugins.text.chosen_tokens import WithPlaces, chunk_log_probabilities, log_probabilities
@@ -38,7 +40,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class OneProcess:
-    """Stands for a run of one process, of which only the gathering of objects is read."""
+    """Stands for a run of one process, of which only its recipe and the gathering of objects are read."""
+
+    recipe = make_recipe({"output": "run"})
 
     class processes:
         @staticmethod
@@ -99,6 +103,16 @@ def test_chunks_and_places_give_those_of_all_logits(kind, temperature):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
             for name, gradient in gradients.items():
                 assert (own[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_router_whose_loss_would_be_left_out_is_refused(asks):
+    """Tasks on log-probabilities, such as ``dpo``, add no auxiliary loss."""
+    experts = {"model_type": "mixtral", "num_local_experts": 2, "output_router_logits": asks}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | experts))
+    add_loss(model)
+    with expect_problem("unsupported-model output_router_logits", RecipeError) if asks else nullcontext():
+        chunk_log_probabilities(OneProcess(), model, 4)
 
 
 def test_a_copy_computes_with_its_own_head():

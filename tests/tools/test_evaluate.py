@@ -57,6 +57,41 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+def test_the_threshold_of_the_task_decides_every_metric_of_classes(tmp_path, cli):
+    """Those of the task and of the recipe, the table of classes and the confusion matrix, as scikit-learn has them."""
+    from sklearn.metrics import accuracy_score, cohen_kappa_score, confusion_matrix, recall_score, roc_auc_score
+
+    metrics = {
+        "recall": {"type": "MulticlassRecall", "average": "macro"},
+        "kappa": {"type": "CohenKappa"},
+        "auroc": {"type": "MulticlassAUROC"},
+    }
+    rows = [dict(row, label="good" if row["label"] == "good" else "bad") for row in texts(60)]
+    data = {"files": {"train": "train.csv", "validation": "validation.csv"}, "label": "label", "max_length": 32}
+    recipe = write_recipe(tmp_path, [{"text-classification": {"metrics": metrics}}], data=data)
+    for split in data["files"]:
+        write_csv(tmp_path / f"{split}.csv", rows)
+    train(recipe)
+    code, out, err = cli("predict", str(tmp_path / "run"), str(tmp_path / "validation.csv"))
+    assert code == 0, err
+    good = [json.loads(line)["probability_good"] for line in out.splitlines()]
+    actual = [row["label"] == "good" for row in rows]
+    ordered = sorted(good)
+    for place in (15, 45):
+        threshold = (ordered[place] + ordered[place + 1]) / 2
+        predicted = [value > threshold for value in good]
+        changed = f"plugins.text-classification.threshold={threshold}"
+        found = results(cli, tmp_path / "run", "--split", "validation", changed)
+        expected = {
+            "accuracy": accuracy_score(actual, predicted),
+            "recall": recall_score(actual, predicted, average="macro"),
+            "kappa": cohen_kappa_score(actual, predicted),
+            "auroc": roc_auc_score(actual, good),
+        }
+        assert {name: found["metrics"][name] for name in expected} == pytest.approx(expected, abs=2e-3)
+        assert found["confusion"] == confusion_matrix(actual, predicted).tolist()
+
+
 def copied(trained: Path, without: str = "") -> Path:
     """A copy of the run in the current folder; the recipe's file and one more are gone."""
     shutil.copytree(trained, "copy")

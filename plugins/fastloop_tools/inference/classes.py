@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from fastloop import Plugin, Run, hookimpl
+from fastloop_plugins.tasks.shared.metrics import predicted_classes
 
 KEY = "fastloop_class_counts"
 """Name of the additional metric. It is removed from the results."""
@@ -21,6 +22,7 @@ class Counts(Metric):
 
     Attributes:
         matrix: (classes, classes), int64, target by prediction; None: no output had one score for each class.
+        threshold: That of the task, see ``predicted_classes``.
     """
 
     full_state_update = False
@@ -28,6 +30,7 @@ class Counts(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.matrix: Tensor | None = None
+        self.threshold: float | None = None
 
     def reset(self) -> None:
         super().reset()
@@ -38,7 +41,7 @@ class Counts(Metric):
         if not classifies(predictions, targets) or len(targets) == 0:
             return
         classes = predictions.shape[1]
-        pairs = targets * classes + predictions.argmax(1)
+        pairs = targets * classes + predicted_classes(predictions, self.threshold)
         matrix = torch.bincount(pairs[targets >= 0], minlength=classes**2).reshape(classes, classes)
         self.matrix = matrix if self.matrix is None else self.matrix + matrix
 
@@ -56,9 +59,12 @@ class ClassCounts(Plugin):
         self.counts = Counts()
 
     @hookimpl(wrapper=True, trylast=True)
-    def build_metrics(self) -> Generator[None, MetricCollection | None, MetricCollection | None]:
+    def build_metrics(self, run: Run) -> Generator[None, MetricCollection | None, MetricCollection | None]:
         metrics = yield
         if metrics is not None:
+            for plugin in run.plugins:
+                if plugin.slot == "task":
+                    self.counts.threshold = getattr(plugin, "threshold", None)  # of tasks with two classes
             metrics.add_metrics({KEY: self.counts})
             self.counts = metrics[KEY]  # type: ignore[assignment]
         return metrics

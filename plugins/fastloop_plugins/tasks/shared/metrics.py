@@ -159,7 +159,8 @@ def classifier_metrics(
 ) -> MetricCollection:
     """``accuracy`` and ``f1``, and the recipe's metrics, of logits (N, num_classes) and labels (N,).
 
-    Metrics of two classes, such as ``BinaryAUROC``, get the probability of class 1.
+    Metrics of two classes, such as ``BinaryAUROC``, get the probability of class 1. With a threshold, metrics of
+    predicted classes, such as ``MulticlassRecall``, get the classes that it decides.
 
     Args:
         threshold: Predict class 1 if its probability is above this; None: the class with the largest logit.
@@ -167,7 +168,13 @@ def classifier_metrics(
     Raises:
         RecipeError: A name is taken, or a metric or the threshold is for two classes and there are others.
     """
-    from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
+    from torchmetrics.classification import (
+        BinaryF1Score,
+        MulticlassAccuracy,
+        MulticlassConfusionMatrix,
+        MulticlassF1Score,
+        MulticlassStatScores,
+    )
     from torchmetrics.wrappers import LambdaInputTransformer
 
     if threshold is not None and num_classes != 2:
@@ -179,7 +186,7 @@ def classifier_metrics(
         )
 
     def decide(logits: Tensor) -> Tensor:
-        return logits.argmax(1) if threshold is None else (probability(logits) > threshold).long()
+        return predicted_classes(logits, threshold)
 
     metrics: dict[str, Any] = {
         "accuracy": MulticlassAccuracy(num_classes, average="micro"),
@@ -194,6 +201,9 @@ def classifier_metrics(
         arguments["threshold"] = threshold
     metrics = make_metrics(classes, options, where, arguments, metrics)
     for name, cls in classes.items():
+        # also what a class such as MatthewsCorrCoef makes, by its argument ``task``
+        if threshold is not None and isinstance(metrics[name], MulticlassStatScores | MulticlassConfusionMatrix):
+            metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decide)
         if not cls.__name__.startswith("Binary"):
             continue
         if num_classes != 2:
@@ -209,6 +219,17 @@ def classifier_metrics(
 def probability(logits: Tensor) -> Tensor:
     """The probability of class 1: (N, 2) -> (N,), float32."""
     return logits.float().softmax(1)[:, 1]
+
+
+def predicted_classes(scores: Tensor, threshold: float | None) -> Tensor:
+    """The class that each row of scores predicts: (N, classes) -> (N,) int64.
+
+    Args:
+        threshold: Class 1 of two, if its probability is above this; None: the class with the largest score.
+    """
+    if threshold is None:
+        return scores.argmax(1)
+    return (probability(scores) > threshold).long()
 
 
 def prediction_columns(
@@ -242,7 +263,7 @@ def prediction_columns(
     if not classifies or scores.shape[1] < 2:
         return {"output": scores.float().tolist() if scores.is_floating_point() else scores.tolist()}
     rows = scores.float().softmax(1).tolist()
-    best = [max(range(len(row)), key=row.__getitem__) if threshold is None else int(row[1] > threshold) for row in rows]
+    best = predicted_classes(scores, threshold).tolist()
     labels: Sequence[Any] = names if names is not None else range(scores.shape[1])
     columns: dict[str, list[Any]] = {
         "label": [labels[index] for index in best],

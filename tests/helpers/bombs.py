@@ -15,6 +15,8 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from fastloop_plugins.rows.parquet import ThriftReader
+
 MIB = 2**20
 GIB = 2**30
 
@@ -100,6 +102,29 @@ def edit_parquet(path: str, page: int | None = None, chunk: int | None = None, r
         assert footer.count(b"\x16" + varint(count) + b"\x19") == 1  # of the whole file, before the list of row groups
         footer = footer.replace(b"\x16" + varint(count) + b"\x19", b"\x16" + varint(rows) + b"\x19")
     Path(path).write_bytes(body + footer + struct.pack("<I", len(footer)) + b"PAR1")
+    return path
+
+
+def list_header(count: int) -> bytes:
+    """The header of a list of structs. ``count`` is even: ``varint`` writes numbers with a sign, which is twice it."""
+    assert count % 2 == 0
+    return b"\xfc" + varint(count // 2)
+
+
+def empty_columns(path: str, groups: int, columns: int) -> str:
+    """Write a Parquet file whose footer has row groups of empty columns, of 3 bytes each."""
+    write_parquet(path, ["a"], ["b"])
+    data = Path(path).read_bytes()
+    length = struct.unpack("<I", data[-8:-4])[0]
+    footer = ThriftReader(data[-8 - length : -8])
+    for number, kind in footer.fields():
+        if number == 4:  # the list of row groups
+            break
+        footer.skip(kind)
+    column = b"\x26\x00\x00"
+    group = b"\x19" + list_header(columns) + column * columns + b"\x16\x00\x16\x00\x00"
+    made = footer.data[: footer.at] + list_header(groups) + group * groups + b"\x00"
+    Path(path).write_bytes(data[: -8 - length] + made + struct.pack("<I", len(made)) + b"PAR1")
     return path
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import forked
 import pytest
 import yaml
-from bombs import GIB, MIB, edit_parquet, hole, packed, png, safetensors, write_parquet
+from bombs import GIB, MIB, edit_parquet, empty_columns, hole, packed, png, safetensors, write_parquet
 from image_helpers import write_images, write_vit
 from text_helpers import TINY, TINY_GPT, rows
 
@@ -231,6 +231,7 @@ PARQUET: dict[str, tuple[Callable[[], str], str]] = {
     "one text of 10 MiB that 1000 rows share": (lambda: shared("a.parquet", 10 * MIB, 1000), EXPANDS),
     "one text of 15 MiB that 900 rows share": (lambda: shared("a.parquet", 15 * MIB, 900), EXPANDS),
     "one prefix of 10 MiB that 160 rows share": (lambda: prefixed("a.parquet", 10 * MIB, 160), EXPANDS),
+    "a million columns of 3 bytes in a footer": (lambda: empty_columns("a.parquet", 10, 100_000), EXPANDS),
     "a column that claims 1 TiB": (lambda: edit_parquet(long_texts(), chunk=2**40), EXPANDS),
     "a page that claims 2 GiB": (lambda: edit_parquet(long_texts(), page=2**31 - 1), CLAIMS),
     "a page that claims less than no byte": (lambda: edit_parquet(long_texts(), page=2**31), "claims"),

@@ -27,6 +27,9 @@ AT_ONCE = 2**28
 HEADER = 2**14
 """Bytes in which the header of a page is expected to end; else in ``LONG_HEADER``."""
 LONG_HEADER = 2**20
+STRUCT_SIZE = 768
+"""Bytes of memory that pyarrow takes for an item of a list in a footer at most: 717 for a column of a row group, which
+has 3 bytes in the file if it is empty."""
 
 
 @dataclass
@@ -39,6 +42,7 @@ class BoundedParquet:
 
     Raises:
         OSError: The footer is malformed.
+        RecipeError: The footer takes more memory than the file may.
     """
 
     source: Any
@@ -47,6 +51,8 @@ class BoundedParquet:
 
     def __post_init__(self) -> None:
         self.size = size_of(self.source)
+        check_footer_size(self.source, self.size, self.path, self.how)
+        self.source.seek(0)
         self.file = parquet.ParquetFile(
             self.source, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True
         )
@@ -211,7 +217,12 @@ class ThriftReader:
     def read_list_header(self) -> tuple[int, int]:
         """The number of items, and their type."""
         head = self._byte()
-        return (head >> 4 if head >> 4 < 15 else self._varint()), head & 15
+        size = head >> 4
+        if size == 15:
+            size = self._varint()
+        if size > len(self.data) - self.at:  # each item has a byte or more
+            raise IndexError("the list does not end within the data")
+        return size, head & 15
 
     def read_integer(self) -> int:
         number = self._varint()
@@ -273,6 +284,50 @@ class PageHeader(ThriftReader):
                 self.stored = self.read_integer()
             else:
                 self.skip(kind)
+
+
+class FooterLists(ThriftReader):
+    """Reads a footer, and refuses one whose lists take more memory than the file may.
+
+    Args:
+        data: The footer.
+        path: The name of the file in messages.
+        size: Its bytes.
+    """
+
+    def __init__(self, data: bytes, path: str, size: int, how: Read) -> None:
+        super().__init__(data)
+        self.path = path
+        self.size = size
+        self.how = how
+        self.items = 0
+
+    def read_list_header(self) -> tuple[int, int]:
+        size, kind = super().read_list_header()
+        if kind == STRUCT:
+            self.items += size
+            check_total(self.path, self.size, self.items * STRUCT_SIZE, self.how)
+        return size, kind
+
+
+def check_footer_size(source: Any, size: int, path: str, how: Read) -> None:
+    """Check the memory of a footer before pyarrow reads it: a footer of 3 MB with empty columns takes 700 MB.
+
+    Raises:
+        RecipeError: It takes more memory than the file may.
+        OSError: The footer is malformed.
+    """
+    source.seek(max(size - 8, 0))
+    end = source.read(8)
+    length = int.from_bytes(end[:4], "little")
+    if end[4:] != b"PAR1" or length > size - 8:
+        return  # pyarrow refuses the file
+    source.seek(size - 8 - length)
+    footer = FooterLists(source.read(length), path, size, how)
+    try:
+        footer.skip(STRUCT)
+    except IndexError:
+        raise OSError("its footer is malformed") from None
 
 
 def check_footer(source: Any, size: int, schema: Any) -> None:

@@ -2,7 +2,8 @@
 
 If each row is one sample, the order of samples follows from their number, the seed and the epoch. So a run of few steps
 reads the samples that it would read if all rows were tokenized, and computes the same numbers. Otherwise the number of
-samples depends on the tokens of all rows. Then only a run that checks a recipe tokenizes a part: the first rows.
+samples, from which their order is drawn, depends on the tokens of all rows. Then only a run that checks a recipe
+tokenizes a part: the first rows.
 """
 
 from __future__ import annotations
@@ -163,6 +164,21 @@ class NeededSamples:
             start(places[places >= 0].tolist())
 
         return start_reading
+
+
+def propose_limit(rows: int, samples: int) -> None:
+    """Log that a run of few steps tokenizes many rows that it does not read, and how to avoid that.
+
+    Args:
+        rows: Those of ``train``, which are about to be tokenized.
+        samples: Samples that the run reads.
+    """
+    if rows - samples >= LEFT_OUT:
+        logger.info(
+            "tokens: train: all %d rows are tokenized, and this run reads %d samples. Their order is drawn from the "
+            "number of all samples, which depends on the tokens of all rows. To tokenize fewer, and so to train on "
+            "other samples: data.limit.train=ROWS", rows, samples,
+        )  # fmt: skip
 
 
 def _itself(samples: Sequences) -> Sequences:

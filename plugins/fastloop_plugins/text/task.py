@@ -365,7 +365,11 @@ class TextTask(Plugin):
         """The rows to tokenize before training."""
         from fastloop_plugins.text.tokens import Selection
 
-        return Selection(first, self._needs(run), self._first_rows(run))
+        first_rows = self._first_rows(run)
+        samples = None
+        if not self.samples_are_rows and first_rows is None and first is None:
+            samples = run.loaders.count_samples_to_read("train")
+        return Selection(first, self._needs(run), first_rows, samples)
 
     def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
         """Set ``order`` and ``data.classes``, if ``auto_class`` has a head for classes. A checkpoint with the same

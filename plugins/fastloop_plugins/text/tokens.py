@@ -34,7 +34,7 @@ from fastloop_plugins.text.columns import (
     token_types,
 )  # fmt: skip
 from fastloop_plugins.text.encoding_processes import portions
-from fastloop_plugins.text.needed_rows import NeededRows
+from fastloop_plugins.text.needed_rows import NeededRows, propose_limit
 from fastloop_plugins.text.special_tokens import special_tokens
 from fastloop_plugins.text.split_encoder import SplitEncoder
 
@@ -112,11 +112,13 @@ class Selection:
             trained on all.
         needs: Some rows of large splits. These then have ``Split.needed``.
         first_rows: The first rows of large splits.
+        samples: Samples of ``train`` that the run reads; None: every one, or only the needed rows are tokenized.
     """
 
     first: int | None = None
     needs: Needs | None = None
     first_rows: FirstRows | None = None
+    samples: int | None = None
 
 
 def read(data: TextData, model: TextModel, encoding: Encoding, selection: Selection | None = None) -> dict[str, Split]:
@@ -233,6 +235,8 @@ class SplitReader:
         ids = None if needs is None or data.stream is not None else needs.find(name, len(rows))
         needed = None
         if ids is None:
+            if name == "train" and self.selection.samples is not None:
+                propose_limit(len(rows), self.selection.samples)
             token_ids, lengths = encoder.encode()
             key = encoder.key()
         else:

@@ -258,7 +258,32 @@ def test_a_check_of_a_recipe_tokenizes_rows_for_its_batches_only(kind, run_of, l
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_short_run_whose_samples_depend_on_all_tokens_tokenizes_all(kind, run_of, left_out, encoded_rows):
+def test_a_short_run_whose_samples_depend_on_all_tokens_tokenizes_all_and_proposes_a_limit(
+    kind, run_of, left_out, encoded_rows, caplog
+):
+    caplog.set_level(logging.INFO, "fastloop")
     left_out(10)
     run_of(kind, max_steps=1)
     assert sum(encoded_rows) == ROWS
+    (line,) = [line for line in caplog.messages if "data.limit.train" in line]
+    assert f"all {ROWS - HELD_OUT} rows" in line
+    assert f"reads {BATCH} samples" in line
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_proposed_limit_tokenizes_its_rows_only(kind, tokenizer, left_out, encoded_rows, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    left_out(10)
+    name, config, options = TASKS[kind]
+    data = {"files": {"train": "train.jsonl"}, "max_length": 8, "limit": {"train": 15}, "validation_fraction": 0}
+    model = {"config": config, "tokenizer": tokenizer}
+    make_run(name, model, data | options, (), batch_size=BATCH, max_steps=1)
+    assert sum(encoded_rows) == 15
+    assert not any("data.limit.train" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("schedule", [{"epochs": 1}, {"max_steps": 2, "epochs": 1}])
+def test_no_limit_is_proposed_where_few_rows_are_not_read(schedule, run_of, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    run_of("chats", **schedule)
+    assert not any("data.limit.train" in line for line in caplog.messages)

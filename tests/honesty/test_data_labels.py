@@ -6,17 +6,17 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from data_helpers import named_rows, problem_of, refusal, text_data, write
 from streaming_helpers import write_lines
 
 from fastloop.testing import assert_problem
+from fastloop_plugins.rows.index import LABELS
+from fastloop_plugins.text.streaming.dataset import HEAD
 
 
 def csv_file(labels: Sequence[str], path: str = "train.csv") -> str:
@@ -77,37 +77,10 @@ def test_integral_floats_are_read_as_whole_numbers_and_that_is_logged(caplog):
             ["neg", "pos", "3"],
             "mixed-labels line 2: 'label' data.label 'neg' '3' 4",
         ),
-        (
-            ["0", "1", "NA"],
-            "mixed-labels line 4: 'label' data.label 'NA' '0' 2",
-        ),
-        (["0", "0.5", "1"], "wrong-label line 3: 'label' data.label '0.5' 0"),
-        (["0", "1e5", "1"], "wrong-label line 3: 'label' data.label '1e5' 0"),
-        (["0", "", "1"], "missing-label line 3: 'label' data.label"),
     ],
 )
 def test_labels_of_several_kinds_are_refused_with_the_row(labels, message):
     assert_problem(problem_of(csv_file(labels)), f"{message} train.csv,")
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (
-            [0, 1, "1"],
-            "mixed-labels line 3: 'label' data.label '1' 0",
-        ),
-        (
-            [True, False, 1],
-            "mixed-labels line 1: 'label' data.label 'true' 3",
-        ),
-        ([0, 1, float("nan")], "missing-label line 3: 'label' data.label"),
-        ([0, 1, float("inf")], "wrong-label line 3: 'label' data.label inf (float)"),
-        ([0, 1, {"a": 1}], "wrong-label line 3: 'label' data.label {'a': 1} (dict)"),
-    ],
-)
-def test_labels_of_several_types_are_refused_with_the_row(labels, message):
-    assert_problem(problem_of(jsonl_file(labels)), f"{message} train.jsonl,")
 
 
 def test_labels_of_other_types_are_read_as_what_they_are():
@@ -118,23 +91,6 @@ def test_labels_of_other_types_are_read_as_what_they_are():
         "np.float32(0)}]}\n"
     )
     assert names(None, module="mine.py:rows") == ["1", "0"]
-
-
-def test_integral_floats_of_parquet_files_are_whole_numbers_and_others_are_refused():
-    import pyarrow
-    from pyarrow import parquet
-
-    def written(labels: Any) -> str:
-        parquet.write_table(pyarrow.table({"text": ["a", "b", "c"], "label": labels}), "train.parquet")
-        return "train.parquet"
-
-    assert names(written(np.array([0, 1, 1], dtype=np.float64))) == ["0", "1", "1"]
-    assert names(written(pyarrow.array(["01", "02", "01"]).dictionary_encode())) == ["01", "02", "01"]
-    place = "train.parquet, row"
-    assert_problem(problem_of(written(np.array([0, np.nan, 1]))), f"missing-label {place} 2: 'label' data.label")
-    assert_problem(problem_of(written([0.0, 1.5, 1.0])), f"wrong-label {place} 2: 'label' data.label 1.5 (float)")
-    decimals = written([Decimal("0.0"), Decimal("1.0"), Decimal("1.0")])
-    assert_problem(problem_of(decimals), f"wrong-label {place} 1: 'label' data.label Decimal")
 
 
 def test_every_split_is_read_by_the_rule_of_train():
@@ -286,20 +242,16 @@ def test_classes_with_few_rows_warn(caplog):
 
 
 @pytest.mark.parametrize(
-    ("other", "remedy"), [("Neg ", "{'Neg ': 'neg'}"), ("NEG", "{'NEG': 'neg'}"), ("very  neg", None)]
+    "other", ["Neg ", "NEG", "neg\u200b", "neg\u00a0", "\ufeffneg", "n\u00adeg", "\uff4eeg", "neg\U000e0001"]
 )
-def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them(other, remedy, caplog):
+def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them(other, caplog):
     path = csv_file(["neg", "pos"] * 36 + [other] * 6)
     text_data(path).load()
-    if remedy is None:
-        assert caplog.text == ""
-        return
-    assert (
-        f"train.csv: the classes '{other}', 'neg' differ only by case or spaces. If they are equal: "
-        f"data.label_map={remedy}" in caplog.text
-    )
+    assert_problem(caplog, "doubtful-labels train.csv")
+    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    assert yaml.safe_load(override) == {other: "neg"}
     caplog.clear()
-    assert set(names(path, label_map={other: "neg"})) == {"neg", "pos"}
+    assert set(names(path, label_map=yaml.safe_load(override))) == {"neg", "pos"}
     assert caplog.text == ""
 
 
@@ -321,6 +273,28 @@ def test_the_proposed_name_of_a_class_has_no_needless_spaces(written, remedy, ca
     assert caplog.text == ""
 
 
+def test_accents_that_look_the_same_are_named_by_their_characters(caplog):
+    path = csv_file(["caf\u00e9", "cafe\u0301", "pos"] * 12)
+    text_data(path).load()
+    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    assert override.isascii() is False
+    assert "e\\u0301" in override
+    assert set(names(path, label_map=yaml.safe_load(override))) == {"caf\u00e9", "pos"}
+
+
+def test_classes_with_other_inner_spaces_are_different_ones(caplog):
+    text_data(csv_file(["neg", "pos"] * 36 + ["very  neg"] * 6)).load()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("other", ["x\u200b", "X", "x "])
+def test_a_label_of_another_split_is_joined_by_the_proposed_map(other):
+    files = {"train": csv_file(["x", "y"]), "test": csv_file([other, "y"], "test.csv")}
+    problem = problem_of(files)
+    (override,) = re.findall(r"If they are one class: data.label_map=({.*?})", problem.remedy or str(problem))
+    assert named_rows(text_data(files, label_map=yaml.safe_load(override)), "test")[0][1] == "x"
+
+
 def test_one_override_joins_all_classes_that_differ_by_case_or_spaces(caplog):
     path = csv_file(["neg", "Neg", "pos", "POS "] * 12)
     text_data(path).load()
@@ -328,12 +302,13 @@ def test_one_override_joins_all_classes_that_differ_by_case_or_spaces(caplog):
     assert set(names(path, label_map=yaml.safe_load(override))) == {"neg", "pos"}
 
 
-def test_a_class_with_the_name_of_a_missing_value_warns(caplog):
-    text_data(csv_file(["neg", "pos", "nan"] * 6)).load()
-    assert (
-        "train.csv: the class 'nan' has the name of a missing value. If it is one, leave out its rows: "
-        "data.label_map={'nan': null}" in caplog.text
-    )
+@pytest.mark.parametrize("name", ["nan", "?", "#DIV/0!", "\\N", " ", "NaT"])
+def test_a_class_with_the_name_of_a_missing_value_warns(name, caplog):
+    path = csv_file(["neg", "pos", name] * 6)
+    text_data(path).load()
+    assert_problem(caplog, "doubtful-labels train.csv")
+    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    assert set(names(path, label_map=yaml.safe_load(override))) == {"neg", "pos"}
 
 
 @pytest.mark.parametrize(
@@ -402,3 +377,28 @@ def test_a_class_named_none_is_no_missing_label(caplog):
 def test_a_number_beside_spaces_is_proposed_as_the_name_of_its_label():
     assert "data.label_map={'1 ': 1}" in refusal(csv_file(["0", "1 ", "1"]))
     assert names(csv_file(["0", "1 ", "1"]), label_map={"1 ": 1}) == ["0", "1", "1"]
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "later"), [(True, 1), (1, True), (False, 0.0), (0, False)])
+def test_a_stream_does_not_take_booleans_for_numbers(first, later):
+    """Far behind the rows that are in memory, a label 1 would get the class of true."""
+    values = [first] * (2 * HEAD) + [later, 2]
+    problem = problem_of(jsonl_file(values), streaming=True)
+    assert_problem(problem, "mixed-labels train.jsonl, row")
+    assert_problem(problem_of(jsonl_file(values)), "mixed-labels train.jsonl, line")
+
+
+def test_a_stream_of_rows_without_a_number_has_one_label_for_them():
+    values = [0.0, 1.0] * 10 + [float("nan")] * (LABELS + 1)
+    assert_problem(problem_of(jsonl_file(values), streaming=True), f"missing-label train.jsonl, row {LABELS + 1}")
+
+
+# -- names that no file can hold ---------------------------------------------------------------------------------------
+
+
+def test_a_class_among_several_that_is_no_text_is_refused():
+    path = write_lines("t.jsonl", [{"text": "a", "label": ["\ud83d", "x"]}, {"text": "b", "label": ["y"]}])
+    assert_problem(problem_of(path, label_type="classes"), "wrong-label t.jsonl '\\ud83d'")

@@ -17,6 +17,10 @@ from fastloop_plugins.rows.table import check_names
 
 MAGIC = b"ARROW1\0\0"
 """First bytes of the file format. A stream follows them."""
+FILE_END = MAGIC[:6]
+"""Last bytes of the file format, after an index of its batches."""
+ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
+"""Bytes that a writer puts after the last record batch: since Arrow 0.15, and before."""
 
 
 class Arrow(File):
@@ -32,7 +36,8 @@ class Arrow(File):
         source = open_binary(path)
         self.source = source if isinstance(source, pyarrow.NativeFile) else pyarrow.PythonFile(source, mode="r")
         self.size, self.count, self.checksum = size_of(self.source), 0, 0
-        if self.source.read(len(MAGIC)) != MAGIC:
+        self.is_stream = self.source.read(len(MAGIC)) != MAGIC
+        if self.is_stream:
             self.source.seek(0)
         self.schema = ipc.read_schema(self.source)
         self.first = self.source.tell()
@@ -79,6 +84,7 @@ class Arrow(File):
         try:
             message = ipc.read_message(self.source)
         except EOFError:
+            self._check_end(offset)
             return None
         end = self.source.tell()
         batch = ipc.read_record_batch(message, self.schema)
@@ -86,3 +92,25 @@ class Arrow(File):
         if counts:
             self.count, self.checksum = self.count + batch.num_rows, zlib.crc32(message.body, self.checksum)
         return batch, end
+
+    def _check_end(self, offset: int) -> None:
+        """Check that the record batches end at an offset because their writer was closed there.
+
+        A file that was cut off between two batches, or two streams that were joined, would lose rows without an error.
+
+        Raises:
+            OSError: The mark of the end is missing, or more data follows it.
+        """
+        self.source.seek(offset)
+        after = self.source.read(len(ENDS[0]))
+        mark = next((mark for mark in ENDS if after.startswith(mark)), None)
+        if mark is None:
+            raise OSError("it ends without its end mark: it was cut off, or its writer was not closed")
+        if self.is_stream:
+            more = self.size - offset - len(mark)
+            if more:
+                raise OSError(f"{more} bytes follow its end, as where files were joined")
+            return
+        self.source.seek(self.size - len(FILE_END))
+        if self.source.read(len(FILE_END)) != FILE_END:
+            raise OSError("its last bytes are missing: it was cut off, or its writer was not closed")

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.lines import open_binary
+from fastloop_plugins.rows.lines import CHECKED, LineFile, open_binary
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.suffixes import COLUMN_FORMATS, CONLL, FORMATS, format_of
-
-HEAD = 512
-"""Bytes to look at: enough to recognize text."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,14 @@ class Content:
         name: Its name in messages.
         suffixes: The formats whose files begin with these bytes.
         remedy: A sentence that names the next step, with ``{path}`` without the last suffix.
+        codec: The compression that it is; empty: none.
     """
 
     magic: re.Pattern[bytes]
     name: str
     suffixes: tuple[str, ...]
     remedy: str
+    codec: str = ""
 
 
 TEXT = tuple(suffix for suffix in (*FORMATS, CONLL) if suffix not in COLUMN_FORMATS)
@@ -44,13 +43,33 @@ CONTENTS = (
         "Unpack it, and give the files in it. A workbook of Excel is such an archive, too: save it as .csv.",
     ),
     Content(re.compile(rb"SQLite format 3\0"), "an SQLite database", (), "Write its table to a .csv file."),
-    Content(re.compile(rb"\x1f\x8b"), "compressed by gzip", TEXT, "Decompress it."),
-    Content(re.compile(rb"\x28\xb5\x2f\xfd"), "compressed by zstd", TEXT, "Decompress it."),
+    Content(
+        re.compile(rb"version https://git-lfs\.github\.com/spec/"),
+        "a pointer of Git LFS, not the file",
+        (),
+        "Fetch the file: git lfs pull.",
+    ),
+    Content(
+        re.compile(rb"\s*<(!doctype html|html)[\s>]", re.IGNORECASE),
+        "a web page",
+        (".txt",),
+        "Download the file again: its address may have moved, or need a login.",
+    ),
+    Content(re.compile(rb"\0{16}"), "a file that begins with zero bytes", (), "Copy or write it again."),
+    Content(re.compile(rb"%PDF-"), "a PDF document", (), "Extract its text."),
+    Content(re.compile(rb"\{\\rtf"), "an RTF document", (), "Save it as plain text."),
+    Content(re.compile(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"), "an old Office document", (), "Save it as .csv."),
+    Content(re.compile(rb"[\s\S]{257}ustar"), "a TAR archive", (), "Unpack it, and give the files in it."),
+    Content(re.compile(rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07"), "an archive", (), "Unpack it, and give the files in it."),
+    Content(re.compile(rb"\xfd7zXZ\0"), "compressed by xz", (), "Decompress it."),
+    Content(re.compile(rb"\x1f\x8b"), "compressed by gzip", TEXT, "Decompress it.", "gzip"),
+    Content(re.compile(rb"\x28\xb5\x2f\xfd"), "compressed by zstd", TEXT, "Decompress it.", "zstd"),
     Content(
         re.compile(rb"BZh[1-9]1AY&SY"),
         "compressed by bz2",
         (),
         "Decompress it, or, if its content has that format, give data.read.compression=bz2.",
+        "bz2",
     ),
 )
 
@@ -67,18 +86,20 @@ def check_content(path: str, how: Read) -> None:
     if suffix not in (*FORMATS, CONLL) or how.compression is not None:
         return
     with open_binary(path) as file:
-        head: bytes = file.read(HEAD)
+        head: bytes = file.read(CHECKED)
     stem = path[: -len(Path(path).suffix)]
     for content in CONTENTS:
         if not content.magic.match(head):
             continue
-        if suffix not in content.suffixes and codec != content.name.rpartition(" ")[2]:
+        if suffix not in content.suffixes and (not content.codec or codec != content.codec):
             raise RecipeError(
                 f"it is {content.name}, by its first bytes, and its name ends with {Path(path).suffix}. "
                 f"{content.remedy.format(path=stem)}",
                 code="wrong-contents",
                 place=str(path),
             )
+        if content.codec:
+            _check_packed(path, how, suffix)
         return
     if suffix in COLUMN_FORMATS and _is_text(head):
         kind = ".jsonl" if head.lstrip()[:1] in (b"{", b"[") else ".csv"
@@ -88,6 +109,25 @@ def check_content(path: str, how: Read) -> None:
             place=str(path),
             remedy=f"Rename it to its format, such as {stem}{kind}.",
         )
+
+
+def _check_packed(path: str, how: Read, suffix: str) -> None:
+    """Raise an error if the decompressed content of a file is no text, such as a file that is compressed twice.
+
+    Raises:
+        OSError: It cannot be decompressed.
+        RecipeError: It has another format.
+    """
+    file = LineFile(path, how)
+    file.close()
+    for content in CONTENTS:
+        if content.magic.match(file.first_bytes) and (content.codec or suffix not in content.suffixes):
+            raise RecipeError(
+                f"its decompressed content is {content.name}, by its first bytes, expected text.",
+                code="wrong-contents",
+                place=str(path),
+                remedy="Decompress it once." if content.codec else f"Decompress it. {content.remedy.format(path=path)}",
+            )
 
 
 def _is_text(head: bytes) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -21,7 +22,7 @@ from fastloop_plugins.rows.limits import check_row
 from fastloop_plugins.rows.lines import LineFormat, Lines
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.suffixes import format_of
-from fastloop_plugins.rows.table import check_names, missing_column
+from fastloop_plugins.rows.table import check_names, missing_column, same_name
 
 Record = tuple[int, list[str]]
 """The first line of a row, and its cells."""
@@ -31,6 +32,12 @@ LARGEST_CELL = 2**31 - 1
 """Characters: the largest limit that the csv module accepts on every platform. Its default is 131,072."""
 KNOWN = 100_000
 """Different labels that are kept to recognize rows in a quoted cell. Classes are fewer."""
+
+
+def spellings(name: str) -> set[str]:
+    """A column's name as the header of another file may have it: in other case, or after a byte-order mark."""
+    cased = {name, name.lower(), name.upper(), name.title(), name.capitalize()}
+    return {f"{before}{each}{after}" for each in cased for before in ("", " ", "\ufeff") for after in ("", " ")}
 
 
 class Joined:
@@ -121,6 +128,8 @@ class Delimited(LineFormat):
 
     def _remedy(self) -> str:
         """A suggestion for a header that lacks a column; empty if there is none."""
+        if re.match(r'"?sep=.?"?[\r\n]', self.sample):
+            return " Line 1 is an instruction to Excel: remove it."
         first = next(iter(self._first(1, self.delimiter)), [])
         wider = [
             delimiter for delimiter in DELIMITERS if len(first) == 1 and len((self._first(1, delimiter) or [[]])[0]) > 1
@@ -207,7 +216,7 @@ class Delimited(LineFormat):
         reader, first, line_end, count = self._reader(kept(), self.delimiter), 1, "", 0
         begun = bool(self.header) and (start > 0 or self.how.columns is not None)
         label = self.header.index(self.labels[0]) if begun and self.labels else None
-        header, names, width, ends = self.header, self.headings, len(self.header), self.ends
+        names, width, ends = self.headings, len(self.header), self.ends
         try:
             for row in reader:
                 tail = lines[-1][-2:]
@@ -221,14 +230,14 @@ class Delimited(LineFormat):
                     line_end = end
                 if row and not begun:
                     self._start(row, first)
-                    begun, header, names, width, ends = True, row, self.headings, len(row), self.ends
+                    begun, names, width, ends = True, self.headings, len(row), self.ends
                     label = row.index(self.labels[0]) if self.labels else None
                 elif row and len(row) != width:
                     if not self.skip_unreadable:
                         raise self._other_width(first, len(row), "".join(lines))
                     self.unreadable += 1
                 elif row:
-                    if row[ends[0]] in names and (row[ends[1]] in names if ends[1] != ends[0] else row == header):
+                    if row[ends[0]] in names and row[ends[1]] in names and self._is_header(row):
                         raise self._header_again(first, row)
                     if joined is not None:
                         if label is not None and len(joined.known) < KNOWN:
@@ -262,7 +271,18 @@ class Delimited(LineFormat):
             if name not in self.names:
                 raise missing_column(self.path, key, name, header, self._remedy())
         positions = [header.index(name) for name in self.wanted]
-        self.header, self.headings, self.ends = header, {name for name in header if name}, (positions[0], positions[-1])
+        self.header, self.ends = header, (positions[0], positions[-1])
+        self.headings = {spelling for name in header if name for spelling in spellings(name)}
+
+    def _is_header(self, row: list[str]) -> bool:
+        """Whether a row repeats the header, maybe with the columns in another order, or with names in another spelling.
+
+        Two wanted columns with exact names are enough. One may be a text such as "label": then all cells count.
+        """
+        first, last = self.ends
+        if first != last and row[first] in self.names and row[last] in self.names:
+            return True
+        return sorted(map(same_name, row)) == sorted(map(same_name, self.header))
 
     # -- errors --------------------------------------------------------------------------------------------------------
 

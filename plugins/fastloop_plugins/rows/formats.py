@@ -235,6 +235,13 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
         yield
     except BadRow as error:
         raise RecipeError(str(error), code="invalid-row", place=f"{path}, {error.place}") from None
+    except UnicodeDecodeError as error:  # reading Parquet does not validate its text
+        raise RecipeError(
+            f"its text is not UTF-8 ({error.reason}).",
+            code="wrong-encoding",
+            place=str(path),
+            remedy="Write the file again as UTF-8.",
+        ) from None
     except (OSError, ValueError, TypeError, pyarrow.ArrowException) as error:
         suffix, codec = format_of(Path(path))[0], None
         with contextlib.suppress(OSError):

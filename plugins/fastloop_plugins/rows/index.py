@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from fastloop_plugins.rows.file import BadRow, File
 from fastloop_plugins.rows.formats import FEW, FileLayout, explain_reading
 from fastloop_plugins.rows.paths import URL, find_files
 from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, format_of
+from fastloop_plugins.rows.table import show
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -157,9 +159,50 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
     return index
 
 
+class LabelCounts:
+    """The labels of streamed rows, each with its rows and the first of them.
+
+    Attributes:
+        counts: Those of all labels but true and false, which are the keys 1 and 0 in a dict.
+        switches: Those of true and false.
+    """
+
+    def __init__(self) -> None:
+        self.counts = dict[Any, list[int]]()
+        self.switches = dict[bool, list[int]]()
+
+    def add(self, label: Any, row: int) -> None:
+        """Add the label of a row.
+
+        Raises:
+            TypeError: It cannot be counted, such as a list.
+        """
+        if isinstance(label, float) and math.isnan(label):
+            label = math.nan  # one key for all of them: a NaN equals no other
+        counts: dict[Any, list[int]] = self.switches if isinstance(label, bool) else self.counts
+        counts.setdefault(label, [0, row])[0] += 1
+
+    def all(self, index: Index, column: str) -> dict[Any, list[int]]:
+        """The labels of the rows of an index.
+
+        Raises:
+            RecipeError: Some are true or false, and others 1 or 0.
+        """
+        for switch, (_, row) in self.switches.items():
+            if switch in self.counts:
+                raise RecipeError(
+                    f"column {column!r} (data.label) mixes booleans and numbers: it holds {switch}, and "
+                    f"{index.name(self.counts[switch][1])} holds {int(switch)}.",
+                    code="mixed-labels",
+                    place=index.name(row),
+                    remedy="Write all one way.",
+                )
+        return self.counts | self.switches
+
+
 def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bool) -> Index:
     groups: list[list[int]] = []
-    labels: dict[Any, list[int]] = {}
+    labels = LabelCounts()
     facts = [str(layout.drop)] * bool(layout.drop.conditions)
     dropped = [0] * len(layout.drop.conditions)
     total = 0
@@ -174,13 +217,21 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                     part.check(file)
                 for row, (value,) in enumerate(block.tuples(counted), total) if counted else ():
                     for one in value if lists and isinstance(value, list) else [value]:
-                        labels.setdefault(one, [0, row])[0] += 1
+                        try:
+                            labels.add(one, row)
+                        except TypeError:
+                            raise RecipeError(
+                                f"column {label!r} (data.label) holds {show(one)}, expected text, or whole numbers "
+                                "from 0.",
+                                code="wrong-label",
+                                place=f"{path}, row {row - start + 1}",
+                            ) from None
                 if groups and groups[-1][:2] == [number, block.start]:
                     groups[-1][2] += block.rows
                 elif block.rows:
                     groups.append([number, block.start, block.rows])
                 total += block.rows
-                if len(labels) > LABELS:
+                if len(labels.counts) > LABELS:
                     raise RecipeError(
                         f"column {label!r} (data.label) has more than {LABELS} different labels, expected few.",
                         code="too-many-labels",
@@ -193,7 +244,9 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                 f"has no rows{left}.", code="empty-file", place=str(path), remedy="Remove it from data.files.train."
             )
     found, key, rows = np.array(groups, np.int64).T
-    return Index(list(paths), found, key, rows, labels, facts, dropped)
+    index = Index(list(paths), found, key, rows, {}, facts, dropped)
+    index.labels = labels.all(index, str(label))
+    return index
 
 
 def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
@@ -253,6 +306,13 @@ class Reader:
         except BadRow as error:
             raise DataError(
                 str(error), code="invalid-row", place=self.index.name(int(self.index.firsts[group]) + error.before)
+            ) from None
+        except UnicodeDecodeError as error:  # reading Parquet does not validate its text
+            raise DataError(
+                f"row group at {key} has text that is not UTF-8 ({error.reason}).",
+                code="wrong-encoding",
+                place=str(path),
+                remedy="Write it again as UTF-8.",
             ) from None
         except (OSError, ValueError, TypeError, ArrowException) as error:
             raise DataError(

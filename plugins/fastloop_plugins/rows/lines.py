@@ -32,6 +32,8 @@ MARKS = {
 LINE_END = re.compile(b"\r\n?|\n")
 CHUNK = 2**16
 """Bytes to read at once: few enough for the many files and positions of a stream."""
+CHECKED = 512
+"""Bytes that ``contents`` looks at: enough to recognize text."""
 ASCII = bytes(range(128))
 
 
@@ -64,6 +66,7 @@ class LineFile:
 
     Attributes:
         head: Its first characters.
+        first_bytes: Its first ``CHECKED`` bytes, decompressed.
         is_whole: Whether it can only be read from its beginning: it is compressed, or bytes do not show its line ends.
     """
 
@@ -78,6 +81,7 @@ class LineFile:
         self.encoding = MARKS.get(self.mark, how.encoding or "utf-8")
         if self.encoding == "utf-8" and not self.mark:
             self._check_utf16(head[:1024])
+        self.first_bytes = head[:CHECKED]
         self.head = head[len(self.mark) :].decode(self.encoding, "ignore")
         self.transcodes = ASCII.decode(self.encoding, "replace") != ASCII.decode()
         self.is_whole = self.is_whole or self.transcodes
@@ -152,11 +156,13 @@ class LineFile:
     def undecodable(self, error: UnicodeDecodeError, line: int) -> BadRow:
         """The error for a line that is not in the encoding."""
         name = "UTF-8" if self.encoding.startswith("utf-8") else self.encoding
-        return BadRow(
-            f"not {name} ({error.reason}). Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv "
-            "-f latin1 -t utf-8 (with its real encoding).",
-            f"line {line}",
+        remedy = (
+            "Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv -f latin1 -t utf-8 (with its "
+            "real encoding)."
         )
+        if self.mark:  # which decides the encoding, whatever data.read has
+            remedy = "The file begins with the byte-order mark of this encoding: it is damaged, or cut off."
+        return BadRow(f"not {name} ({error.reason}). {remedy}", f"line {line}")
 
     def close(self) -> None:
         """Close the file."""

@@ -30,6 +30,8 @@ LONG_HEADER = 2**20
 STRUCT_SIZE = 768
 """Bytes of memory that pyarrow takes for an item of a list in a footer at most: 717 for a column of a row group, which
 has 3 bytes in the file if it is empty."""
+SEAM = b"PAR1PAR1"
+"""The end of a Parquet file, and the beginning of another one behind it."""
 
 
 @dataclass
@@ -69,6 +71,33 @@ class BoundedParquet:
     def close(self) -> None:
         """Close the file."""
         self.file.close(force=True)
+
+    def check_seam(self) -> None:
+        """Check that the file is not two Parquet files end to end.
+
+        Its footer is that of the second one, and would address pages of the first one. Only an index of pages may be
+        between the pages and the footer.
+
+        Raises:
+            OSError: The end of a file and the beginning of another one are in between.
+        """
+        start = 0
+        for group in range(self.metadata.num_row_groups):
+            found = self.metadata.row_group(group)
+            for number in range(found.num_columns):
+                column = found.column(number)
+                first = min(column.dictionary_page_offset or column.data_page_offset, column.data_page_offset)
+                start = max(start, first + column.total_compressed_size)
+        before = b""
+        while start < self.size:
+            self.source.seek(start)
+            chunk: bytes = self.source.read(2**20)
+            if not chunk:
+                return
+            if SEAM in before + chunk:
+                raise OSError("another Parquet file is joined to it")
+            before = chunk[1 - len(SEAM) :]
+            start += len(chunk)
 
     def batches(self, columns: Sequence[str], groups: Sequence[int] | None = None, rows: int = 2**16) -> Iterator[Any]:
         """Yield batches of at most ``rows`` rows of some row groups, or of all.
@@ -160,6 +189,8 @@ class Parquet(File):
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Without columns, only the metadata is read."""
         there = [name for name in columns if name in self.names]
+        if not start:
+            self.content.check_seam()
         for number in range(start, self.content.metadata.num_row_groups):
             rows = self.content.metadata.row_group(number).num_rows
             if skip >= rows or not there:

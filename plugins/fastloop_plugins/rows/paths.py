@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +69,18 @@ def find_files(
                 place=f"{where}: {path}",
             )
     return paths
+
+
+def refuse_repeated(paths: Sequence[Path], where: str) -> None:
+    """Raise an error for a file that is listed twice, by its path or by patterns: its rows would count twice."""
+    for path, count in Counter(paths).items():
+        if count > 1:
+            raise RecipeError(
+                f"{path} is listed twice, and its rows would come twice an epoch.",
+                code="listed-twice",
+                place=where,
+                remedy="Name it once. For other shares of files: data.sources, each with a weight.",
+            )
 
 
 def refuse_url(item: str, where: str, what: str) -> None:

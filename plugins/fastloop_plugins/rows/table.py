@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -93,6 +94,20 @@ def missing_column(where: str, key: str, name: str, columns: Iterable[Any], reme
         place=where,
         remedy=remedy,
     )
+
+
+def visible_name(name: str) -> str:
+    """A name without needless spaces and characters that cannot be seen.
+
+    Examples are a byte-order mark or a zero-width space before it, and an accent that is a character of its own.
+    """
+    visible = [character for character in name if unicodedata.category(character) != "Cf"]
+    return " ".join(unicodedata.normalize("NFKC", "".join(visible)).split())
+
+
+def same_name(name: str) -> str:
+    """A key under which names are equal that differ only by case, spaces, or characters that cannot be seen."""
+    return visible_name(name).casefold()
 
 
 def check_names(where: str, names: Iterable[str]) -> None:

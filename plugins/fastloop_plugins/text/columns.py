@@ -43,6 +43,17 @@ def refuse_empty(role: str, parts: Sequence[Table]) -> RecipeError:
     )
 
 
+def describe_empty(parts: Sequence[Table]) -> list[Problem]:
+    """A warning if some of a split's files have no rows, as after a copy that failed. None if all are empty, which
+    ``refuse_empty`` explains."""
+    empty = [part.where for part in parts if not len(part)]
+    if len(empty) in (0, len(parts)):
+        return []
+    text = f"{len(empty)} of {len(parts)} files have no rows. This is the first."
+    remedy = "If it should have some, write or copy it again."
+    return [Problem(text, code="empty-file", place=empty[0], remedy=remedy)]
+
+
 def check_texts(
     blank: Mapping[str, BlankTexts], total: int, parts: Sequence[Table], keys: Mapping[str, str]
 ) -> list[Problem]:

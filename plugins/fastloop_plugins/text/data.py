@@ -27,14 +27,14 @@ from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop, with_drop_line
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_url
+from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_repeated, refuse_url
 from fastloop_plugins.rows.source import call_source, check_source
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.splits import DRAW, Limit, Splits, divide, hold_out_ends
 from fastloop_plugins.rows.suffixes import FORMATS, format_of, installed_formats
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.rows.unreadable import UnreadableRows
-from fastloop_plugins.text.columns import check_texts, column_names, refuse_empty
+from fastloop_plugins.text.columns import check_texts, column_names, describe_empty, refuse_empty
 from fastloop_plugins.text.dropped_rows import drop_rows
 from fastloop_plugins.text.option_checks import check_label_options
 from fastloop_plugins.text.options import DataOptions, Files
@@ -127,6 +127,8 @@ class TextData(StreamedData):
                 else []
                 for split, paths in given.items()
             }
+            for split, paths in self.files.items():
+                refuse_repeated(paths, f"{self.where}.files.{split}")
             if self.sources:
                 self.files["train"] = [path for source in self.sources for path in source.paths]
             if "train" not in self.files and self.inference is None:
@@ -217,6 +219,8 @@ class TextData(StreamedData):
                     code="unknown-split",
                     place=f"{self.where}.splits.{role}",
                 )
+        for name in splits.values():
+            self.messages += describe_empty(parts.get(name, []))
         used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
         rows = {role: self._rows(role, found) for role, found in used.items()}
         notes = [note for found in used.values() for part in found for note in part.notes]

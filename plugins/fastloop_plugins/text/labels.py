@@ -18,7 +18,8 @@ from fastloop.errors import RecipeError
 from fastloop_plugins._mapped import concatenate, take, zeros
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.drop import drop_line
-from fastloop_plugins.rows.table import Table, is_missing, show
+from fastloop_plugins.rows.table import Table, is_missing, problem_of_text, same_name, show, visible_name
+from fastloop_plugins.text.label_names import MISSING, Label, written_label
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,13 +34,11 @@ NEARLY = 0.9
 """Classes per row from which the column is assumed not to hold labels."""
 SHOWN = 8
 """Labels that a message lists."""
-MISSING = {"-", "na", "n/a", "#n/a", "<na>", "nan", "none", "null"}
-"""Missing values as other tools write them, in lower case."""
+EXACT = 2**53
+"""The largest whole number up to which a float holds every one."""
 WHOLE = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0*)?")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 DIGITS = re.compile(r"[0-9]+")
-
-Label = int | str
 
 
 @dataclass
@@ -82,10 +81,13 @@ class Labels:
 
 
 def is_label(value: Any) -> bool:
-    """Whether a value can be a label: text, a boolean or a whole number."""
+    """Whether a value can be a label: text, a boolean or a whole number. A float of ``EXACT`` or more stands for
+    several."""
     if isinstance(value, str):
-        return value != ""
-    return isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+        return value != "" and problem_of_text(value) is None
+    if isinstance(value, Integral):
+        return True
+    return isinstance(value, Real) and float(value).is_integer() and abs(float(value)) < EXACT
 
 
 def is_unlabelled(value: Any) -> bool:
@@ -154,7 +156,7 @@ def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where:
     files = ", ".join(part.where for part in parts["train"])
     labels, rows = [label for part in values["train"] for label in part.labels], sum(map(len, parts["train"]))
     names = None if _names(options) else parts["train"][0].classes
-    ids, classes = _classes(labels, rows, names, options.label_offset, f"{files}: {what}", notes)
+    ids, classes = _classes(labels, rows, names, options.label_offset, files, what, notes)
     for role, found in values.items():
         for part in found:
             if unknown := part.first(set(part.labels) - ids.keys()):
@@ -178,8 +180,8 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
     """
     what, notes = f"column {options.label!r} (data.label)", list[str]()
     ids = (
-        {_same(name): index for index, name in enumerate(classes)}
-        if len({*map(_same, classes)}) == len(classes)
+        {same_name(name): index for index, name in enumerate(classes)}
+        if len({*map(same_name, classes)}) == len(classes)
         else {}
     )
     ids |= {name: index for index, name in enumerate(classes)}
@@ -189,8 +191,8 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
         if isinstance(label, str) and part.untyped and label not in ids and WHOLE.fullmatch(label):
             label = int(label.partition(".")[0])
         name = str(label)
-        if name in ids or _same(name) in ids:
-            return ids.get(name, ids.get(_same(name)))
+        if name in ids or same_name(name) in ids:
+            return ids.get(name, ids.get(same_name(name)))
         if isinstance(label, str):
             return None
         index = label - options.label_offset
@@ -213,7 +215,7 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
                     f"{list_labels(classes)}.",
                     code="unknown-label",
                     place=str(row),
-                    remedy=f"To rename a label: data.label_map={{{label!r}: CLASS}}.",
+                    remedy=f"To rename a label: data.label_map={{{written_label(label)}: CLASS}}.",
                 )
             ids_of_parts.append(values.ids(table))
         found[role] = concatenate(ids_of_parts)
@@ -241,6 +243,9 @@ def _values(part: Table, options: DataOptions, what: str, notes: list[str]) -> V
                     code="missing-label",
                     place=part.row(number),
                 )
+            problem = problem_of_text(value) if isinstance(value, str) else None
+            if problem is not None:
+                raise RecipeError(f"{what} {problem}", code="wrong-label", place=part.row(number))
             if not is_label(value):
                 kind = "classes" if isinstance(value, list) else "number" if isinstance(value, Real) else None
                 remedy = f" If these are labels: data.label_type={kind}." if kind else ""
@@ -250,10 +255,12 @@ def _values(part: Table, options: DataOptions, what: str, notes: list[str]) -> V
                     place=part.row(number),
                     remedy=remedy,
                 )
-    if options.label in {value for _, value in distinct if isinstance(value, str)}:
+    if same_name(str(options.label)) in {same_name(value) for _, value in distinct if isinstance(value, str)}:
         column = options.text if isinstance(options.text, str) else options.text[0]
+        names = [same_name(str(options.label)), same_name(column)]
         for number, (label, text) in enumerate(zip(values, part.column("text", column), strict=True), 1):
-            if label == options.label and text == column:
+            cells = (label, text)
+            if all(isinstance(cell, str) for cell in cells) and [*map(same_name, cells)] == names:
                 raise RecipeError(
                     f"found the column names ({text}, {label}), as where files were joined.",
                     code="header-in-rows",
@@ -326,7 +333,7 @@ def _are_numbers(values: Sequence[Values], what: str) -> bool:
     ]
     fewer = min(by_kind, key=len)
     names = ", ".join(
-        f"{label!r}: {_number_beside_spaces(label) or 'NAME'}" for label in sorted(fewer, key=str)[:SHOWN]
+        f"{written_label(label)}: {_number_beside_spaces(label) or 'NAME'}" for label in sorted(fewer, key=str)[:SHOWN]
     )
     raise RecipeError(
         f"{what} mixes text and numbers: it holds {label!r}, and {other_row} holds {other!r}.",
@@ -359,25 +366,34 @@ def _numbers(values: Values, what: str, notes: list[str]) -> Values:
 
 
 def _classes(
-    labels: list[Label], rows: int, names: list[str] | None, offset: int, where: str, notes: list[str]
+    labels: list[Label], rows: int, names: list[str] | None, offset: int, files: str, what: str, notes: list[str]
 ) -> tuple[dict[Label, int], list[str]]:
-    """Label -> class, and the classes' names."""
+    """Label -> class, and the classes' names.
+
+    Args:
+        files: The files of the training split, for messages.
+        what: The column, for messages.
+    """
     seen = set(labels)
     if names is None and len(seen) > MANY and len(seen) >= NEARLY * rows:
         remedy = "" if isinstance(labels[0], str) else " For regression: data.label_type=number."
         raise RecipeError(
-            f"{where} has {len(seen)} different labels in {rows} rows, such as {labels[0]!r:.60}: nearly every row "
+            f"{what} has {len(seen)} different labels in {rows} rows, such as {labels[0]!r:.60}: nearly every row "
             "would be a class of its own. Expected a column with few different values.",
             code="too-many-labels",
+            place=files,
             remedy=remedy,
         )
     if len(seen) < 2:
-        raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.", code="one-class")
+        raise RecipeError(
+            f"{what} holds only the label {list_labels(seen)}, expected at least two.", code="one-class", place=files
+        )
     if isinstance(labels[0], str):
         if offset:
             raise RecipeError(
-                f"{where} holds text ({list_labels(seen)}), and data.label_offset is for numbers.",
+                f"{what} holds text ({list_labels(seen)}), and data.label_offset is for numbers.",
                 code="unknown-option",
+                place=files,
                 remedy="Remove it.",
             )
         return {label: index for index, label in enumerate(sorted(seen, key=str))}, sorted(map(str, seen))
@@ -395,23 +411,24 @@ def _classes(
                 "data.label_map={-1: NAME}."
             )
         raise RecipeError(
-            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps.",
+            f"{what} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps.",
             code="gaps-in-labels",
+            place=files,
             remedy=remedy,
         )
     if offset:
-        notes.append(
-            f"{where}: {offset} to {offset + len(ids) - 1} are the classes 0 to {len(ids) - 1} (data.label_offset)"
-        )
+        last = len(ids) - 1
+        notes.append(f"{files}: {what}: {offset} to {offset + last} are the classes 0 to {last} (data.label_offset)")
     return ids, names or [str(label) for label in ids]
 
 
 def _unknown(row: str, label: Label, ids: Mapping[Label, int], role: str, what: str) -> RecipeError:
-    near = [other for other in ids if _same(str(other)) == _same(str(label))]
-    remedy = f" If they are one class: data.label_map={{{label!r}: {near[0]!r}}}." if near else ""
-    remedy += (
-        f" To leave out its rows: data.label_map={{{label!r}: null}}. To leave this split out: data.splits.{role}=null."
-    )
+    near = [other for other in ids if same_name(str(other)) == same_name(str(label))]
+    own, remedy = written_label(label), ""
+    if near:
+        remedy = f" If they are one class: data.label_map={{{own}: {written_label(near[0])}}}."
+    remedy += f" To leave out its rows: data.label_map={{{own}: null}}."
+    remedy += f" To leave this split out: data.splits.{role}=null."
     return RecipeError(
         f"{what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.",
         code="unknown-label",
@@ -420,18 +437,14 @@ def _unknown(row: str, label: Label, ids: Mapping[Label, int], role: str, what: 
     )
 
 
-def _same(name: str) -> str:
-    """A key under which names that differ only by case and spaces are equal."""
-    return " ".join(name.split()).casefold()
-
-
 def _common_names(groups: Sequence[Sequence[str]]) -> dict[str, str]:
-    """The name that each group of equal names shares, for the names that differ from it. It has no needless spaces:
+    """The name that each group of equal names shares, for the names that differ from it. It has no needless spaces, and
+    no characters that cannot be seen:
     ``{"Good": "good", "good ": "good"}`` for ``[["Good", "good", "good "]]``."""
     renamed = {}
     for group in groups:
-        tidy = [name for name in group if name == " ".join(name.split())]
-        common = tidy[-1] if tidy else " ".join(group[-1].split())
+        tidy = [name for name in group if name == visible_name(name)]
+        common = tidy[-1] if tidy else visible_name(group[-1])
         for name in group:
             if name != common:
                 renamed[name] = common
@@ -453,16 +466,17 @@ def _oddities(ids: NDArray[np.int64], classes: list[str]) -> list[str]:
         )
     alike: dict[str, list[str]] = {}
     for name in classes:
-        alike.setdefault(_same(name), []).append(name)
+        alike.setdefault(same_name(name), []).append(name)
     groups = [same for same in alike.values() if len(same) > 1]
     if groups:
-        listed = " and the classes ".join(map(list_labels, groups))
+        listed = " and the classes ".join(", ".join(map(written_label, same)) for same in groups)
         # one override for all groups: a second one would replace the first
-        remedy = ", ".join(f"{name!r}: {common!r}" for name, common in _common_names(groups).items())
+        pairs = [f"{written_label(name)}: {written_label(common)}" for name, common in _common_names(groups).items()]
         lines.append(
-            f"the classes {listed} differ only by case or spaces. If they are equal: data.label_map={{{remedy}}}"
+            f"the classes {listed} differ only by case, spaces or characters that cannot be seen. If they are equal: "
+            f"data.label_map={{{', '.join(pairs)}}}"
         )
     if missing := [name for name in classes if name.strip().lower() in MISSING]:
-        remedy = f"If it is one, leave out its rows: data.label_map={{{missing[0]!r}: null}}"
-        lines.append(f"the class {missing[0]!r} has the name of a missing value. {remedy}")
+        remedy = f"If it is one, leave out its rows: data.label_map={{{written_label(missing[0])}: null}}"
+        lines.append(f"the class {written_label(missing[0])} has the name of a missing value. {remedy}")
     return lines

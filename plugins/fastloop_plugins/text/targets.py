@@ -14,6 +14,7 @@ import numpy as np
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop_plugins._mapped import concatenate, take, zeros
 from fastloop_plugins.rows.table import Table, show
+from fastloop_plugins.text.label_names import refuse_broken_names
 from fastloop_plugins.text.labels import (
     NUMBER,
     Labels,
@@ -129,8 +130,9 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     classes = data.classes if data.inference is not None else data.labels
     if data.inference is None and not data.several:
         classes = sorted({name for found in codes["train"] for code in np.unique(found) for name in named[code]})
+        where = ", ".join(part.where for part in parts["train"])
+        refuse_broken_names(classes, f"{where}: data.label")
         if len(classes) < 2:
-            where = ", ".join(part.where for part in parts["train"])
             raise RecipeError(
                 f"column {data.labels[0]!r} (data.label) names {len(classes)} class, expected at least two.",
                 code="one-class",

@@ -24,11 +24,6 @@ from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import find_files
 
 COLUMNS = {"text": "text", "label": "label"}
-PATHS = [
-    *(f"a{suffix}" for suffix in (".arrow", ".csv", ".tsv", ".jsonl", ".parquet")),
-    "a.json",  # an object a line
-    *(f"a{suffix}" for suffix in (".csv.gz", ".tsv.zst", ".jsonl.bz2")),
-]
 
 
 def streamed(layout: FileLayout, path: str, skip: int = 0) -> list[tuple[Any, ...]]:
@@ -53,37 +48,6 @@ def alike(layout: FileLayout, path: str) -> list[tuple[Any, ...]]:
     rows = in_memory(layout, path)
     assert streamed(layout, path) == rows
     return rows
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_all_ways_of_reading_give_the_same_rows(path, monkeypatch):
-    monkeypatch.setattr(index, "GROUP", 20)
-    monkeypatch.setattr(index, "FEW", 7)
-    content = table(90)
-    if path == "a.json":
-        Path(write("a.jsonl", content)).rename(path)
-    else:
-        write(path, content)
-    layout = FileLayout(Read(), COLUMNS)
-    assert alike(layout, path) == [(row["text"], row["label"]) for row in content]
-    whole = path.endswith((".gz", ".bz2", ".zst"))
-    kept = [row for number, row in enumerate(content) if (number if whole else number % 20) >= 3]
-    assert streamed(layout, path, skip=3) == [(row["text"], row["label"]) for row in kept]
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16", "utf-32", "shift_jis", "iso2022_jp"])
-def test_any_encoding_and_line_end_is_read_in_every_way(encoding, end, monkeypatch):
-    monkeypatch.setattr(index, "GROUP", 4)
-    text = {"cp1252": "café", "shift_jis": "日本", "iso2022_jp": "日本"}.get(encoding, "café 日本")
-    rows = [(f"{text} {number}", str(number % 2)) for number in range(30)]
-    named = encoding if encoding in ("cp1252", "shift_jis", "iso2022_jp") else None
-    content = "".join(f"{text},{label}{end}" for text, label in [("text", "label"), *rows])
-    Path("a.csv").write_bytes(content.encode(encoding))
-    assert alike(FileLayout(Read(encoding=named), COLUMNS), "a.csv") == rows
-    content = end.join(json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in rows)
-    Path("a.jsonl").write_bytes(content.encode(encoding))
-    assert alike(FileLayout(Read(encoding=named), COLUMNS), "a.jsonl") == rows
 
 
 def test_the_options_of_csv_files_hold_in_every_way(monkeypatch):
@@ -126,25 +90,6 @@ def test_a_row_that_became_bad_is_named_by_its_number():
     Path("a.jsonl").write_text(Path("a.jsonl").read_text().replace('"6"', "'6'"))
     with expect_problem("invalid-row a.jsonl 7 JSON 10", DataError):
         list(Reader(found, layout, ["text"]).read(0, 5))
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16"])
-@pytest.mark.parametrize("layout", ["indented", "a line", "compressed"])
-def test_a_json_list_is_read_in_every_encoding_and_layout(encoding, layout):
-    rows = [
-        {"text": f'é "{number}", [{{\\ \N{GRINNING FACE}' if number % 2 else "a" * number, "label": {"x": [number]}}
-        for number in range(90)
-    ]
-    if encoding == "cp1252":
-        rows = [row | {"text": str(row["text"]).encode("cp1252", "ignore").decode("cp1252")} for row in rows]
-    text = json.dumps(rows, indent=None if layout == "a line" else 1, ensure_ascii=layout == "a line")
-    path = "a.json.gz" if layout == "compressed" else "a.json"
-    with pyarrow.output_stream(path) as file:
-        file.write(f" \r\n{text}\r\n".encode(encoding))
-    how = Read(encoding="cp1252" if encoding == "cp1252" else None)
-    expected = [(row["text"], row["label"]) for row in rows]
-    assert in_memory(FileLayout(how, COLUMNS), path) == expected
-    assert FileLayout(how, COLUMNS).first_names(path) == ["text", "label"]
 
 
 def test_a_json_list_is_not_streamed_and_the_error_names_jsonl():

@@ -20,6 +20,7 @@ from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.suffixes import CONLL, format_of
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import TextData
+from fastloop_plugins.text.label_names import refuse_broken_names
 from fastloop_plugins.text.labels import describe_counts, list_labels
 from fastloop_plugins.text.options import DataOptions
 
@@ -271,6 +272,7 @@ class TagTextData(TextData):
         if given := self.options.tag_names or first.classes:
             return list(given)
         names = names | {self._name(first, tag) for tag in self._stream_tags()}
+        refuse_broken_names(names, f"{where}: data.tags")
         if len(names) < 2:
             raise RecipeError(
                 code="one-class",

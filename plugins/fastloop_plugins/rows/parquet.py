@@ -27,6 +27,8 @@ AT_ONCE = 2**28
 HEADER = 2**14
 """Bytes in which the header of a page is expected to end; else in ``LONG_HEADER``."""
 LONG_HEADER = 2**20
+TAIL = 2**16
+"""Bytes to read at the end of a file. pyarrow reads as many, which are then in the cache of a remote file."""
 STRUCT_SIZE = 768
 """Bytes of memory that pyarrow takes for an item of a list in a footer at most: 717 for a column of a row group, which
 has 3 bytes in the file if it is empty."""
@@ -348,13 +350,16 @@ def check_footer_size(source: Any, size: int, path: str, how: Read) -> None:
         RecipeError: It takes more memory than the file may.
         OSError: The footer is malformed.
     """
-    source.seek(max(size - 8, 0))
-    end = source.read(8)
-    length = int.from_bytes(end[:4], "little")
-    if end[4:] != b"PAR1" or length > size - 8:
+    start = max(size - TAIL, 0)
+    source.seek(start)
+    tail = source.read(size - start)
+    length = int.from_bytes(tail[-8:-4], "little")
+    if tail[-4:] != b"PAR1" or length > size - 8:
         return  # pyarrow refuses the file
-    source.seek(size - 8 - length)
-    footer = FooterLists(source.read(length), path, size, how)
+    if length + 8 > len(tail):
+        source.seek(size - 8 - length)
+        tail = source.read(length + 8)
+    footer = FooterLists(tail[len(tail) - 8 - length : -8], path, size, how)
     try:
         footer.skip(STRUCT)
     except IndexError:

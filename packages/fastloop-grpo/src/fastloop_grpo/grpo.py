@@ -470,10 +470,15 @@ class GRPO(TextTask):
     # -- evaluation and prediction -------------------------------------------------------------------------------------
 
     def evaluate_prompts(self, run: Run, batch: Mapping[str, Any]) -> Output:
-        """Completions of prompts of an evaluation: each evaluation draws with the same seeds."""
+        """Completions of prompts of an evaluation: each draws with the same seeds, also where other splits come before
+        this one."""
         count = self.eval_generations or self.num_generations
         rows = batch["rows"].tolist()
-        rollout = self.roll_out(run, [batch], count, f"evaluate {rows[0]} {len(rows)}")
+        row = rows[0]
+        for dataset in self.splits:
+            if dataset.first <= rows[0] < dataset.first + len(dataset):
+                row -= dataset.first
+        rollout = self.roll_out(run, [batch], count, f"evaluate {row} {len(rows)}")
         _, values = rollout.group_values()
         values = values.to(run.device)
         return Output(-values[:, 0].nan_to_num().mean(), values, values)

@@ -101,6 +101,21 @@ def test_losses_are_the_same_beside_other_plugins():
         assert not found.hooks, case
 
 
+@pytest.mark.parametrize("kind", ["texts", "language"])
+def test_logged_losses_do_not_depend_on_micro_batches(kind):
+    """The last batch of an epoch has micro-batches of two samples and of one."""
+    values = {}
+    for name, size in (("whole", 8), ("parts", 2)):
+        keys = {"micro_batch_size": size, "evaluate_every": None, "log_every": 1}
+        train(recipe(kind, options={"states": "mse"}, **keys) | {"output": name})
+        lines = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+        logged = ("distill/soft_loss", "distill/states_loss")
+        values[name] = [[line[key] for key in logged] for line in lines if logged[0] in line]
+    assert len(values["whole"]) > 2
+    for found, expected in zip(values["parts"], values["whole"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
 def test_it_trains_beside_plugins_that_change_the_training():
     for plugins in (("auto", "length-bucketing"), ("lora", "auto") if importlib.util.find_spec("peft") else ("auto",)):
         watch = Watch()

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import Output, Plugin, RecipeError, UsageError, hookimpl, option
 
 if TYPE_CHECKING:
-    from fastloop import Run
-    from torch import nn
+    from fastloop import Batch, Run
+    from torch import Tensor, nn
 
 CLASSIFIERS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
@@ -36,6 +36,7 @@ class Distill(Plugin):
     }
     runs_after = ("lora", "freeze")  # which would freeze the projections
     student: Any = None
+    weights: Mapping[int, float] = {}  # id of the inputs of each batch of the step -> its loss_weight
 
     teacher: str = option("The teacher: a run, the folder of a model, or a name on the hub.")
     temperature: float = option("Divides the logits of both before their softmax.", default=2.0, gt=0)
@@ -132,8 +133,10 @@ class Distill(Plugin):
         self.student = Student(run.unwrap_model(), self.states != "none")
 
     @hookimpl
-    def before_step(self) -> None:
+    def before_step(self, batches: list[Batch]) -> None:
         self.cache.active = True
+        self.weights = {id(batch.inputs): batch.loss_weight for batch in batches}
+        self.sums: dict[str, Tensor] = {}
 
     @hookimpl(wrapper=True)
     def compute_loss(self, run: Run, model: nn.Module, batch: Mapping[str, Any]) -> Generator[None, Output, Output]:
@@ -147,12 +150,30 @@ class Distill(Plugin):
         self.student.output = None
         with run.accelerator.autocast():
             soft, states = compare(found, batch, self.teacher_model, self.cache, self, self.pairs)
-        run.log("distill/soft_loss", soft)
+        self.add("distill/soft_loss", soft, batch)
         output.loss = (1 - self.weight) * output.loss + self.weight * soft
         if states is not None:
-            run.log("distill/states_loss", states)
+            self.add("distill/states_loss", states, batch)
             output.loss = output.loss + self.states_weight * states
         return output
+
+    def add(self, name: str, loss: Tensor, batch: Mapping[str, Any]) -> None:
+        """Add a loss of a micro-batch to the mean of its step, which counts targets like the loss itself."""
+        weight = self.weights.get(id(batch), 0.0)
+        if weight:
+            self.sums[name] = self.sums.get(name, 0.0) + weight * loss.detach()
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        import torch
+
+        processes = run.loaders.processes
+        total = torch.tensor(sum(self.weights.values()), dtype=torch.float64)
+        if processes.world_size > 1:
+            total = processes.all_reduce_sum(total)
+        names = ["distill/soft_loss", *(["distill/states_loss"] if self.states != "none" else [])]
+        for name in names:  # also on a process whose batches only repeat rows
+            run.log(name, self.sums.get(name, 0.0) * processes.world_size / max(total.item(), 1))
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:

@@ -206,7 +206,8 @@ class Run:
 
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""
-        if (placing := self.settings.placing) is not None:
+        placing = self.settings.placing
+        if placing is not None:
             return placing(steps, self._to_device)
         return steps if self.device.type == "cpu" else map(self._to_device, steps)
 

@@ -111,14 +111,13 @@ class Strategy(Plugin):
         parameters."""
         from fastloop.distributed.tensors import shard_like
 
-        parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
-        sharded = {
-            index: {
-                name: shard_like(value, parameters[index]) if index < len(parameters) else value
-                for name, value in values.items()
-            }
-            for index, values in state["state"].items()
-        }
+        parameters: list[Tensor] = []
+        for group in run.optimizer.param_groups:
+            parameters += group["params"]
+        sharded = dict(state["state"])
+        for index, values in state["state"].items():
+            if index < len(parameters):
+                sharded[index] = {name: shard_like(value, parameters[index]) for name, value in values.items()}
         run.optimizer.load_state_dict(state | {"state": sharded})
 
     @contextmanager
@@ -160,13 +159,15 @@ class Strategy(Plugin):
 def method_that_raised(strategy: Strategy, error: BaseException) -> str | None:
     """The method of a subclass that raised ``error``, itself or in what it called. None: the core raised it, such as in
     ``super()``."""
-    core, own = ({_code(getattr(cls, name)): name for name in METHODS} for cls in (Strategy, type(strategy)))
-    frames = [
-        frame.f_code
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_code in own or frame.f_code in core
-    ]
-    return own[frames[-1]] if frames and frames[-1] not in core else None
+    core = {_code(getattr(Strategy, name)) for name in METHODS}
+    own = {_code(getattr(type(strategy), name)): name for name in METHODS}
+    innermost = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in own or frame.f_code in core:
+            innermost = frame.f_code
+    if innermost is None or innermost in core:
+        return None
+    return own[innermost]
 
 
 def _code(method: Any) -> Any:

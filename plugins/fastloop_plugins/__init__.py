@@ -16,5 +16,6 @@ The files beside this one::
     _cache, _partial_entry    # files that plugins keep between runs
     _mapped                   # arrays that are mapped from a file
     _foreign_load, _time      # the load of other programs, and times in options
+    _names                    # the first of many names, in messages
     toolkit                   # helpers for plugins of other packages
 """

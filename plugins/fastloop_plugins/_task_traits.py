@@ -24,12 +24,19 @@ def recipe_traits(recipe: Recipe) -> frozenset[Trait]:
     from fastloop.plugins.installed import defaults
     from fastloop.plugins.resolve import load_listed
 
-    given = (name for name, options in recipe.plugins.items() if options is not False)
-    listed = (cls for cls in (load_listed(recipe, name) for name in given) if cls.slot == "task")
-    classes = (point.load() for name, point in defaults().items() if recipe.plugins.get(name) is not False)
-    enabled = (cls for cls in classes if cls.slot == "task" and cls.auto_enable(recipe) is not None)
-    task = next(listed, None) or next(enabled, None)
-    return frozenset() if task is None else _traits(task, recipe)
+    for name, options in recipe.plugins.items():
+        if options is False:
+            continue
+        cls = load_listed(recipe, name)
+        if cls.slot == "task":
+            return _traits(cls, recipe)
+    for name, point in defaults().items():
+        if recipe.plugins.get(name) is False:
+            continue
+        cls = point.load()
+        if cls.slot == "task" and cls.auto_enable(recipe) is not None:
+            return _traits(cls, recipe)
+    return frozenset()
 
 
 def require_trait(trait: Trait, plugin: Plugin, recipe: Recipe, plugins: PluginSet) -> None:
@@ -51,7 +58,8 @@ def require_trait(trait: Trait, plugin: Plugin, recipe: Recipe, plugins: PluginS
 
 def _traits(task: type[Plugin], recipe: Recipe) -> frozenset[Trait]:
     found = frozenset(task.declare_traits(recipe))
-    if unknown := sorted(found - {*TRAITS}):
+    unknown = sorted(found - {*TRAITS})
+    if unknown:
         raise PluginError(
             f"the task {task.name!r} declares {unknown[0]!r}, expected traits among {', '.join(TRAITS)}.",
             code="invalid-declaration",

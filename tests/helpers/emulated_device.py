@@ -193,7 +193,8 @@ def _place(func: Any) -> str:
     """The operation, and the innermost line outside torch that called it."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        if found := next((name for name in PACKAGES if name in path.parts), None):
+        found = next((name for name in PACKAGES if name in path.parts), None)
+        if found:
             return f"{func} in {'/'.join(path.parts[path.parts.index(found) :])}: {frame.line}"
     return f"{func} in {traceback.extract_stack()[0].filename}"
 

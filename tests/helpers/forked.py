@@ -177,14 +177,17 @@ def _python(arguments: Sequence[str], environment: Mapping[str, str] | None, fol
     os.chdir(folder or ".")
     import torch
 
-    if threads := os.environ.get("OMP_NUM_THREADS"):
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
         torch.set_num_threads(int(threads))
     sys.orig_argv[:] = [sys.executable, *arguments]
     safe = arguments[0] == "-P"
     kind, *rest = arguments[safe:]
     added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    first = [] if safe else [str(Path.cwd()) if kind == "-m" else str(Path(kind).resolve().parent)]
-    sys.path[:] = [*first, *added, *PATH]
+    sys.path[:] = [*added, *PATH]
+    if not safe:
+        folder_of_code = Path.cwd() if kind == "-m" else Path(kind).resolve().parent
+        sys.path.insert(0, str(folder_of_code))
     sys.argv[:] = rest if kind == "-m" else [kind, *rest]
     if kind == "-m":
         sys.modules.pop(rest[0], None)

@@ -51,7 +51,9 @@ class Complete(Plugin):
         options = GenerationConfig(
             eos_token_id=end_tokens(tokenizer), pad_token_id=tokenizer.pad_token_id, **self.settings
         )
-        prompts = PROMPTS if run.world_size == 1 else PROMPTS[:3] if run.is_main else []
+        prompts = PROMPTS
+        if run.world_size > 1:  # the processes have different numbers of prompts
+            prompts = PROMPTS[:3] if run.is_main else []
         self.completions.append(generate(run, prompts, self.count, options, self.seed, batch_size=2))
         self.training.append(run.model.training)
 

@@ -75,7 +75,8 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         if url.path == "/":
             return self._send(200)
-        if (match := ROUTE.match(url.path)) is None:
+        match = ROUTE.match(url.path)
+        if match is None:
             return self._send(404)
         name = match[1]
         kind = match[2]
@@ -111,7 +112,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(404, error="EntryNotFound")
         content = path.read_bytes()
         headers = {"X-Repo-Commit": sha, "ETag": f'"{_oid(content)}"', "Accept-Ranges": "bytes"}
-        if (span := re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range", ""))) is None:
+        span = re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range", ""))
+        if span is None:
             return self._send(200, content, headers)
         first = int(span[1])
         last = min(int(span[2] or len(content) - 1), len(content) - 1)

@@ -200,11 +200,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "routed": Routed,
     "routed unequal": lambda: Routed(unequal=True),
     "skipped": Skipped,
+    "net": Net,
+    "own loss": OwnLoss,
+    "deep": Deep,
+    "uniform": Uniform,
+    "normed": Normed,
+    "unused": Unused,
 }
-MODELS |= {"net": Net, "own loss": OwnLoss, "deep": Deep, "uniform": Uniform, "normed": Normed, "unused": Unused}
-DATA = {"even": lambda: data(64, 0), "uneven": lambda: data(59, 0), "stream": lambda: Stream(59)}
-DATA["weighted"] = lambda: DataLoader(data(59, 0), batch_size=8, collate_fn=weighted)
-DATA["named"] = lambda: DataLoader(data(60, 0), batch_size=8, collate_fn=named)  # the last step has 4 samples
+DATA: dict[str, Callable[[], Any]] = {
+    "even": lambda: data(64, 0),
+    "uneven": lambda: data(59, 0),
+    "stream": lambda: Stream(59),
+    "weighted": lambda: DataLoader(data(59, 0), batch_size=8, collate_fn=weighted),
+    "named": lambda: DataLoader(data(60, 0), batch_size=8, collate_fn=named),  # the last step has 4 samples
+}
 LOSSES = {"weighted": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0])), "named": None}
 """Data -> its loss. Torch's weighted one is a mean weighted by class. The model of named inputs returns its own."""
 

@@ -56,7 +56,8 @@ class TwoNodes:
         except OSError as error:
             pytest.skip(f"cannot make network namespaces: {error}")
         assert self._relay.stdout is not None
-        if not (line := self._relay.stdout.readline()):
+        line = self._relay.stdout.readline()
+        if not line:
             pytest.skip(
                 f"cannot make network namespaces: {self._relay.communicate()[1].strip().rpartition(chr(10))[2]}"
             )
@@ -162,7 +163,8 @@ def _pass_packets(ends: Sequence[socket.socket]) -> None:
         ready: list[Any]
         ready, _, _ = select.select([0, *ends], [], [], max(0.0, waiting[0][0] - time.monotonic()) if waiting else None)
         if 0 in ready:
-            if not (line := os.read(0, 1000)):
+            line = os.read(0, 1000)
+            if not line:
                 return
             link = json.loads(line)
             print("done", flush=True)

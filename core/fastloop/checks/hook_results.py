@@ -127,7 +127,8 @@ def before_fit(run: Run) -> None:
 @hookimpl(trylast=True)
 def write_summary(run: Run) -> None:
     """End with the run, if it had fewer steps."""
-    if (checks := CHECKS.get(id(run))) is not None:
+    checks = CHECKS.get(id(run))
+    if checks is not None:
         checks.close()
 
 
@@ -175,13 +176,17 @@ class HookChecks:
         needed = hook in NEEDED if wraps else is_last
 
         def check(result: Any) -> Any:
-            if hook == "train_step" and (problem := _find_update_problem(self.run.updates, result, wraps)):
-                raise PluginError(f"{where} {problem}", code="wrong-result")
-            if (result is not None or needed) and (problem := _find_problem(hook, result)):
-                raise PluginError(
-                    f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}",
-                    code="wrong-result",
-                )
+            if hook == "train_step":
+                problem = _find_update_problem(self.run.updates, result, wraps)
+                if problem:
+                    raise PluginError(f"{where} {problem}", code="wrong-result")
+            if result is not None or needed:
+                problem = _find_problem(hook, result)
+                if problem:
+                    raise PluginError(
+                        f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}",
+                        code="wrong-result",
+                    )
             if hook == "before_prepare" and isinstance(result, nn.Module) and not result.training:
                 self._refuse_eval_mode(where)
             return result
@@ -219,8 +224,13 @@ class HookChecks:
 
     def _read(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
         """Problem -> the value that changes with it."""
-        batches = [batch for value in arguments if isinstance(value, list) for batch in value]
-        counts = [getattr(batch, name, None) for batch in batches for name in ("samples", "tokens", "ids")]
+        batches: list[Any] = []
+        for value in arguments:
+            if isinstance(value, list):
+                batches += value
+        counts = []
+        for batch in batches:
+            counts += [getattr(batch, name, None) for name in ("samples", "tokens", "ids")]
         counters = {f"changed run.state.{name}": getattr(self.run.state, name) for name in COUNTERS}
         return counters | {
             "stepped the optimizer": self.optimizer_steps,

@@ -65,7 +65,8 @@ class ReadOnlyChecks:
         draws_alone = hook in DRAWING_HOOKS and self.run.settings.placing is None
         states = read_random_states() if draws_alone else {}
         yield
-        if difference := numbers.difference(read_numbers(self.run)):
+        difference = numbers.difference(read_numbers(self.run))
+        if difference:
             raise PluginError(
                 f"{hook} changed {difference}, and the plugin is declared read_only: a run without it must compute "
                 "the same numbers.",

@@ -31,7 +31,8 @@ def check_run(run: Run) -> None:
 @hookimpl(trylast=True)
 def before_epoch(run: Run) -> None:
     """Compare the training split in this epoch."""
-    if (sampler := run.train_loader.sampler) is not None and run.loaders.processes.world_size > 1:
+    sampler = run.train_loader.sampler
+    if sampler is not None and run.loaders.processes.world_size > 1:
         compare_orders(run, {"train": sampler.fingerprint(run.state.epoch)}, f" in epoch {run.state.epoch}")
 
 

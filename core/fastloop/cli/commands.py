@@ -74,7 +74,8 @@ class Commands(TyperGroup):
         points = third_party()
         if name in points:
             return name, load(name, points[name]), args[1:]
-        if rivals := [key for key in points if key.endswith(f":{name}")]:
+        rivals = [key for key in points if key.endswith(f":{name}")]
+        if rivals:
             raise UsageError(
                 "a command of several packages.",
                 code="ambiguous-name",

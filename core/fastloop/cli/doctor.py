@@ -43,7 +43,8 @@ def doctor() -> None:
             )
     line("dtypes", ", ".join(machine.dtypes))
     line("processors", f"{platform_support.cores()}, of which torch uses {torch.get_num_threads()}")
-    compiler = next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), None)
+    compilers = [shutil.which(name) for name in ("g++", "clang++", "cl")]
+    compiler = next(filter(None, compilers), None)
     line("compiler", compiler or "none found: torch.compile needs one on CPU")
     line("backends", ", ".join(torch._dynamo.list_backends()))
     line(

@@ -47,7 +47,8 @@ def documentation(message: str) -> str | None:
 
     It is below the documentation's address in the package's metadata, or else in docs/ of the repository.
     """
-    if (subject := SUBJECT.search(message)) is None:
+    subject = SUBJECT.search(message)
+    if subject is None:
         return None
     urls = importlib.metadata.metadata(DISTRIBUTION).get_all("Project-URL") or ()
     start = next((url.partition(", ")[2] for url in urls if url.startswith("Documentation, ")), "docs/index.md")
@@ -105,8 +106,10 @@ def print_error(problem: Problem) -> None:
         print_json("error", problem)
         return
     print(with_code(f"error: {secrets.hide(str(problem))}", problem), file=sys.stderr)
-    if sys.stderr.isatty() and (page := documentation(str(problem))):
-        print(f"docs: {page}", file=sys.stderr)
+    if sys.stderr.isatty():
+        page = documentation(str(problem))
+        if page:
+            print(f"docs: {page}", file=sys.stderr)
 
 
 def show_messages() -> None:
@@ -156,9 +159,11 @@ def exit_with(error: BaseException) -> NoReturn:
         # not of a plugin: those are explained
         print_error(Problem(f"{error.strerror}.", code="file-failed", place=str(error.filename)))
         sys.exit(1)
-    if isinstance(error, TypeError | ValueError) and (package := unreadable_package()) is not None:
-        print_error(Problem(package, code="broken-package"))
-        sys.exit(UsageError.exit_code)
+    if isinstance(error, TypeError | ValueError):
+        package = unreadable_package()
+        if package is not None:
+            print_error(Problem(package, code="broken-package"))
+            sys.exit(UsageError.exit_code)
     if isinstance(error, KeyboardInterrupt | signals.Stopped) and ranks.rank() == 0:
         print(f"stopped by {error}" if isinstance(error, signals.Stopped) else "interrupted", file=sys.stderr)
     if isinstance(error, KeyboardInterrupt):

@@ -28,7 +28,8 @@ def compare(promise: str, ours: dict[str, Any], control: dict[str, Any], again: 
     """
     bound = BOUNDS[promise]
     result: dict[str, Any] = {"class": promise, "bound": bound, "difference": None, "why": None}
-    if errors := [run["error"] for run in (ours, control, again) if "error" in run]:
+    errors = [run["error"] for run in (ours, control, again) if "error" in run]
+    if errors:
         return result | {"verdict": FAILED, "why": errors[0]}
     noise = largest_difference(again["losses"], control["losses"])
     difference = largest_difference(ours["losses"], control["losses"])

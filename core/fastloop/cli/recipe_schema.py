@@ -77,10 +77,12 @@ def _mapping(cls: type, name: str, description: str) -> dict[str, Any]:
         members = value.get("anyOf", [value]) if value else []
         if all(_refuses_some_text(member) for member in members):
             members = [*members, {"$ref": "#/$defs/interpolation"}]
-        properties[key] = {
-            **annotations,
-            **(members[0] if len(members) == 1 else {"anyOf": members} if members else {}),
-        }
+        if len(members) == 1:
+            properties[key] = {**annotations, **members[0]}
+        elif members:
+            properties[key] = {**annotations, "anyOf": members}
+        else:
+            properties[key] = annotations
     schema.pop("required", None)
     return {**schema, "type": ["object", "null"], "description": description, "properties": properties}
 

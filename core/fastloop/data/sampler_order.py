@@ -124,7 +124,8 @@ class SamplerOrder(Sampler[int]):
         return ids
 
     def _iterate(self, epoch: int) -> list[int]:
-        if attribute := self._changed_attribute():
+        attribute = self._changed_attribute()
+        if attribute:
             raise DataError(
                 f"its {attribute} was changed during training, which a resumed run could not repeat.",
                 code="sampler-changed",

@@ -21,7 +21,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def _from_environment(*names: str) -> int | None:
-    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)
+    for name in names:
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
 
 
 _planned: ContextVar[int | None] = ContextVar("_planned", default=None)

@@ -14,14 +14,14 @@ def refers(references: Collection[str], plugin: Plugin) -> bool:
 
 def predecessors(plugins: Sequence[Plugin]) -> dict[str, set[str]]:
     """Plugin name -> names of the plugins that must be before it."""
-    return {
-        plugin.name: {
-            other.name
-            for other in plugins
-            if other is not plugin and (refers(plugin.runs_after, other) or refers(other.runs_before, plugin))
-        }
-        for plugin in plugins
-    }
+    before: dict[str, set[str]] = {}
+    for plugin in plugins:
+        before[plugin.name] = set()
+        for other in plugins:
+            is_before = refers(plugin.runs_after, other) or refers(other.runs_before, plugin)
+            if other is not plugin and is_before:
+                before[plugin.name].add(other.name)
+    return before
 
 
 def order(plugins: list[Plugin], reasons: dict[str, str]) -> list[Plugin]:

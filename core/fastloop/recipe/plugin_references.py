@@ -42,7 +42,8 @@ def plugin_name(reference: str, where: str, source: Path | None, references: dic
     Raises:
         RecipeError: There is no such file, or no such plugin in it.
     """
-    if (parts := split_file(reference)) is not None:
+    parts = split_file(reference)
+    if parts is not None:
         name = _name_in_file(*parts, where=f"{where}: {reference}", source=source)
     else:
         name = reference.rpartition(":")[2]

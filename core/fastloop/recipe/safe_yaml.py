@@ -102,10 +102,10 @@ def _loader_class() -> type[yaml.SafeLoader]:
         """PyYAML's loader with resolvers of its own."""
 
     replaced = [f"{PREFIX}{kind}" for kind in ("float", "timestamp", "value")]
-    RecipeYamlLoader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in replaced]
-        for first, resolvers in base.yaml_implicit_resolvers.items()
-    }
+    kept: dict[str, Any] = {}  # first character of a value -> its tags and patterns
+    for first, resolvers in base.yaml_implicit_resolvers.items():
+        kept[first] = [(tag, pattern) for tag, pattern in resolvers if tag not in replaced]
+    RecipeYamlLoader.yaml_implicit_resolvers = kept
     RecipeYamlLoader.add_implicit_resolver(f"{PREFIX}float", FLOAT, FIRST_OF_FLOAT)
     return RecipeYamlLoader
 

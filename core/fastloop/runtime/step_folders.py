@@ -33,5 +33,9 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def _by_step(folder: Path, pattern: str) -> list[Path]:
-    steps = {path: step for path in (folder / "checkpoints").glob(pattern) if (step := step_of(path)) is not None}
+    steps: dict[Path, int] = {}
+    for path in (folder / "checkpoints").glob(pattern):
+        step = step_of(path)
+        if step is not None:
+            steps[path] = step
     return sorted(steps, key=steps.__getitem__)

@@ -26,7 +26,9 @@ def user_line(error: BaseException, ours: Iterable[type] = ()) -> str | None:
     Args:
         ours: Classes of plugins, whose files and packages are not user code.
     """
-    own = [CORE, *filter(None, map(_source, (base for cls in ours for base in cls.__mro__)))]
+    own = [CORE]
+    for cls in ours:
+        own += filter(None, map(_source, cls.__mro__))
     frames = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     frames += [(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(str(error))]
     if not any(_within(Path(file), own) for file, _, _ in frames):
@@ -58,7 +60,8 @@ def _is_library(file: str) -> bool:
 def _source(cls: type) -> Path | None:
     """The folder of a class's package, or the file of its module."""
     top = sys.modules.get(cls.__module__.partition(".")[0])
-    if hasattr(top, "__path__") and (file := getattr(top, "__file__", None)):
+    file = getattr(top, "__file__", None)
+    if hasattr(top, "__path__") and file:
         return Path(file).parent
     try:
         return Path(inspect.getfile(cls))

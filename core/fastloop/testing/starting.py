@@ -145,7 +145,10 @@ def start(
 def _wait(processes: Sequence[Any], deadline: float) -> bool:
     """Wait until all have ended, or, after a failure, until the others had time to end. Returns whether they ended in
     time."""
-    while running := [process for process in processes if process.exitcode is None]:
+    while True:
+        running = [process for process in processes if process.exitcode is None]
+        if not running:
+            break
         if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + PATIENCE)
         if not connection.wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
@@ -208,7 +211,8 @@ def _work(
     try:
         result = function(*arguments)
     except Exception as error:
-        if place := user_line(error):
+        place = user_line(error)
+        if place:
             error.add_note(f"fastloop: your code failed at {place}")
         raise
     try:

@@ -129,18 +129,20 @@ class RemoteFolder:
             return ""
         try:
             listed = [str(name) for name in content["files"]]
-            if outside := [
+            outside = [
                 name
                 for name in listed
                 if PurePosixPath(name).parts not in ((name,), ("sharded", name[8:])) or ".." in name
-            ]:
+            ]
+            if outside:
                 return f"{checkpoint.MANIFEST} lists {outside[0]!r}"
             for name in listed:
                 self.get(f"{folder}/{name}", aside / name)
         except (FileNotFoundError, KeyError, TypeError) as error:
             return typed_clause(error)
         (aside / checkpoint.MANIFEST).write_bytes(manifest)
-        if (problem := checkpoint.verify(aside)) is not None:
+        problem = checkpoint.verify(aside)
+        if problem is not None:
             shutil.rmtree(aside)
             return problem
         files.sync_folder(aside)

@@ -70,8 +70,11 @@ class CheckpointBest(Plugin):
     def before_fit(self, run: Run) -> None:
         from fastloop import checkpoint
 
-        problems = [checkpoint.verify(run.folder / self.path(one.step)) if run.is_main else None for one in self.kept]
-        for one, wrong in zip(list(self.kept), run.processes.all_gather_object(problems)[0], strict=True):
+        problems: list[str | None] = []
+        if run.is_main:
+            problems = [checkpoint.verify(run.folder / self.path(one.step)) for one in self.kept]
+        of_main = run.processes.all_gather_object(problems)[0]
+        for one, wrong in zip(list(self.kept), of_main, strict=True):
             if wrong:
                 self.log.warning(Problem(f"{self.path(one.step)} is lost: {wrong}.", code="damaged-checkpoint"))
                 self.kept.remove(one)
@@ -101,7 +104,8 @@ class CheckpointBest(Plugin):
         best = self.kept[0]
         path = run.folder / self.path(best.step)
         run.processes.barrier()  # for the main process to have written them
-        if wrong := checkpoint.verify(path, wait=not run.is_main):
+        wrong = checkpoint.verify(path, wait=not run.is_main)
+        if wrong:
             raise UsageError(f"the best weights cannot be used: {wrong}.", code="damaged-checkpoint", place=str(path))
         run.strategy.load_model_state(
             run, checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)[0]
@@ -116,8 +120,10 @@ class CheckpointBest(Plugin):
         stay: list[int] = []  # all checkpoints after this save
         if run.is_main:
             now = run.state.step
-            self.saved[now] = list(dict.fromkeys([*self.saved.get(now, ()), *(one.step for one in self.kept)]))
-            stay = sorted(self.saved.keys() & {now, *self.there(run)})[-run.recipe.train.keep_checkpoints :]
+            best = [*self.saved.get(now, ()), *(one.step for one in self.kept)]
+            self.saved[now] = list(dict.fromkeys(best))  # each once
+            there = sorted(self.saved.keys() & {now, *self.there(run)})
+            stay = there[-run.recipe.train.keep_checkpoints :]
         return {"kept": [asdict(one) for one in self.kept], "saved": {step: self.saved[step] for step in stay}}
 
     @hookimpl
@@ -139,7 +145,8 @@ class CheckpointBest(Plugin):
         """The steps of the checkpoints to resume from."""
         from fastloop import checkpoint
 
-        return [step for path in checkpoint.checkpoints(run.folder) if (step := checkpoint.step_of(path)) is not None]
+        steps = [checkpoint.step_of(path) for path in checkpoint.checkpoints(run.folder)]
+        return [step for step in steps if step is not None]
 
     def consider(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Keep the weights in place when they are among the best."""
@@ -192,8 +199,9 @@ class CheckpointBest(Plugin):
         if not run.is_main:
             return
         there = self.there(run)
-        # or under way
-        self.saved = {step: best for step, best in self.saved.items() if step in there or step > max(there, default=-1)}
+        newest = max(there, default=-1)
+        # a later step is of a save that is under way
+        self.saved = {step: best for step, best in self.saved.items() if step in there or step > newest}
         wanted = {one.step for one in self.kept}.union(*self.saved.values())
         folders = run.folder / "checkpoints"
         numbered = [folder for folder in folders.glob("best-*") if folder.name.removeprefix("best-").isdecimal()]

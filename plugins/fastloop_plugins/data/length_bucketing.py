@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, Recommendation, SpeedupEstimate, hookimpl, option
@@ -104,7 +105,10 @@ class LengthBucketing(Plugin):
     def check_run(self, run: Run) -> None:
         where = f"{run.recipe.where}: plugins.length-bucketing"
         limit = self.max_tokens
-        for split, loader in {"train": run.train_loader, **(run.eval_loaders if limit else {})}.items():
+        loaders = {"train": run.train_loader}
+        if limit is not None:
+            loaders |= run.eval_loaders
+        for split, loader in loaders.items():
             dataset: Any = loader.dataset
             if loader.sampler is None:
                 raise PluginError(
@@ -138,28 +142,36 @@ class LengthBucketing(Plugin):
         size = sampler.size
         micro = run.loaders.micro_batch_size
         steps = -(-size // sampler.batch_size)
-        plain = (list(range(first, min(first + micro, size))) for first in range(0, size, micro))
-        shapes = self.shapes(lengths, (batch for _, step in sampler.steps() for batch in step))
-        share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
+        in_file_order = (list(range(first, min(first + micro, size))) for first in range(0, size, micro))
+        before = self.padding(lengths, self.shapes(lengths, in_file_order))
+        shapes = self.shapes(lengths, chain.from_iterable(step for _, step in sampler.steps()))
+        share = self.padding(lengths, shapes)
         self.log.info("%.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before)
-        counts = (
+        micro_batches = shapes.total()
+        widths = {width for _, width in shapes}
+        self.log.info(
+            "%d shapes in %d micro-batches (%.1f a step), %d widths",
             len(shapes),
-            sum(shapes.values()),
-            sum(shapes.values()) / steps,
-            len({width for _, width in shapes}),
+            micro_batches,
+            micro_batches / steps,
+            len(widths),
         )
-        self.log.info("%d shapes in %d micro-batches (%.1f a step), %d widths", *counts)
 
     def shapes(self, lengths: NDArray[np.int64], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
         """(samples, width) -> number of batches with that shape."""
-        return Counter((len(batch), self.width(int(lengths[batch].max()))) for batch in batches)
+        shapes = Counter[tuple[int, int]]()
+        for batch in batches:
+            longest = int(lengths[batch].max())
+            shapes[len(batch), self.width(longest)] += 1
+        return shapes
 
     def padding(self, lengths: NDArray[np.int64], shapes: Counter[tuple[int, int]]) -> float:
         """The share of padding in the tokens computed in an epoch."""
-        return 1 - int(lengths.sum()) / sum(samples * width * count for (samples, width), count in shapes.items())
+        computed = sum(samples * width * count for (samples, width), count in shapes.items())
+        return 1 - int(lengths.sum()) / computed
 
     def width(self, length: int) -> int:
-        """The width of a batch whose longest sample has this length."""
+        """The width of a batch whose longest sample has this length: 64 for 60 and a multiple of 64."""
         multiple = self.settings.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
@@ -193,14 +205,17 @@ class LengthBucketing(Plugin):
         lengths = self.lengths(dataset)
         if generator is None:
             return by_length(lengths, ids)
-        full = len(ids) // batch_size * batch_size
-        batches = []
-        for start in range(0, full, self.window * batch_size):
-            window = by_length(lengths, ids[start : min(start + self.window * batch_size, full)])
+        full = len(ids) // batch_size * batch_size  # samples of full batches: 8 of 10 ids in batches of 4
+        window_size = self.window * batch_size
+        batches: list[list[int]] = []
+        for start in range(0, full, window_size):
+            window = by_length(lengths, ids[start : min(start + window_size, full)])
             batches += [window[first : first + batch_size] for first in range(0, len(window), batch_size)]
-        shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
-        # a short batch can only be the last
-        return [index for batch in [*shuffled, by_length(lengths, ids[full:])] for index in batch]
+        ordered: list[int] = []
+        for index in torch.randperm(len(batches), generator=generator).tolist():
+            ordered += batches[index]
+        ordered += by_length(lengths, ids[full:])  # a short batch can only be the last
+        return ordered
 
     def lengths(self, dataset: Any) -> NDArray[np.int64]:
         """The length of each sample, computed once for each dataset.
@@ -211,11 +226,11 @@ class LengthBucketing(Plugin):
         if id(dataset) not in self.known:
             import numpy as np
 
-            found = getattr(dataset, "lengths", None)
+            given = getattr(dataset, "lengths", None)
             try:
-                if found is None:
-                    found = [len(dataset[index]["input_ids"]) for index in range(len(dataset))]
-                lengths = np.asarray(found, np.int64)
+                if given is None:
+                    given = [len(dataset[index]["input_ids"]) for index in range(len(dataset))]
+                lengths = np.asarray(given, np.int64)
             except (TypeError, ValueError, KeyError, IndexError):
                 raise PluginError(
                     f"{type(dataset).__name__} has no lengths.",
@@ -226,8 +241,9 @@ class LengthBucketing(Plugin):
                         "`input_ids`."
                     ),
                 ) from None
-            # a file has many chunks
-            self.known = {**(self.known if len(self.known) < 4 else {}), id(dataset): (dataset, lengths)}
+            if len(self.known) >= 4:  # a file to predict has many chunks
+                self.known = {}
+            self.known[id(dataset)] = (dataset, lengths)
         return self.known[id(dataset)][1]
 
 

@@ -203,7 +203,8 @@ class SampleAudit(Plugin):
                 self.readers[rank, batch["worker"]] += len(batch["ids"]) if self.has_ids else batch["samples"]
                 yield batch.get("ids", [])
 
-        if absent := set(range(run.world_size)) - set(self.files.ranks()):
+        absent = set(range(run.world_size)) - set(self.files.ranks())
+        if absent:
             return f"{self.files.path(min(absent)).name} is not there (machines must share the run folder)"
         recorded = self.has_ids and epoch != self.unrecorded
         found = check(ids(), size, recorded and (done or stream), getattr(run.datasets["train"], "repeats", False))

@@ -137,7 +137,9 @@ def _opinion(rng: Random, label: str, plural: bool) -> Opinion:
 
     def inflected(verb: str) -> str:
         head, *rest = verb.split()
-        ending = "" if plural else "es" if head.endswith("s") else "s"
+        ending = "es" if head.endswith("s") else "s"
+        if plural:
+            ending = ""
         return " ".join([head + ending, *rest])
 
     gradable = rng.choice(own.gradable)

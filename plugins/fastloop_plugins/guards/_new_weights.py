@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from fastloop import Problem
+from fastloop_plugins._names import list_names
 from fastloop_plugins.training._patterns import parameters_by_name
 
 if TYPE_CHECKING:
@@ -26,13 +27,10 @@ def report_frozen(run: Run) -> None:
             frozen.append(name)
     if not frozen:
         return
-    listed = ", ".join(frozen[:LISTED])
-    if len(frozen) > LISTED:
-        listed += ", ..."
     logger.warning(
         Problem(
             f"{len(frozen)} weights keep random values, because the pretrained model lacks them, and "
-            f"they are frozen: {listed}.",
+            f"they are frozen: {list_names(frozen, LISTED)}.",
             code="random-weights-frozen",
             remedy=("Train them (plugins.lora.modules_to_save, plugins.freeze.match), or load them (model.weights)."),
         )

@@ -76,11 +76,13 @@ class ClsLastLayer(Plugin):
         import torch
         from torch import nn
 
-        found = [attention for attention in model.modules() if projections(attention) is not None]
+        attentions = [module for module in model.modules() if projections(module) is not None]
         lists = [modules for modules in model.modules() if isinstance(modules, nn.ModuleList) and len(modules)]
-        block = next(
-            (last for last in (modules[-1] for modules in lists) if found and found[-1] in list(last.modules())), None
-        )
+        block = None  # the last module of a list that has the last attention module in it
+        for modules in lists:
+            if attentions and attentions[-1] in list(modules[-1].modules()):
+                block = modules[-1]
+                break
         if block is None:
             return "is not built like BERT or DistilBERT"
         config: Any = model.config
@@ -90,7 +92,7 @@ class ClsLastLayer(Plugin):
             probe = {"input_ids": ids}
             probe["attention_mask"] = (torch.arange(8) < torch.tensor([[8], [5]])).long()
             before = None if elsewhere else self.logits(model, probe)
-            found[-1].forward = partial(attend, found[-1])
+            attentions[-1].forward = partial(attend, attentions[-1])
             block.forward = partial(at_first, block.forward)
             if before is None or torch.allclose(before, self.logits(model, probe), rtol=1e-4, atol=1e-5):
                 return None
@@ -122,7 +124,8 @@ def at_first(
 
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
-        if (ends := kwargs.get("cu_seq_lens_k")) is not None:  # FlashAttention's arguments: one query for each sequence
+        ends = kwargs.get("cu_seq_lens_k")
+        if ends is not None:  # FlashAttention's arguments: one query for each sequence
             each = torch.arange(len(ends), dtype=ends.dtype, device=ends.device)
             kwargs |= {"cu_seq_lens_q": each.clamp(max=len(firsts)), "max_length_q": 1}
         return forward(hidden_states.index_select(1, firsts), attention_mask, *args, everything=hidden_states, **kwargs)

@@ -147,7 +147,8 @@ class Compile(Plugin):
         from torch._dynamo import list_backends, utils
         from torch._functorch import config as functorch
 
-        if self.backend not in (known := list_backends(exclude_tags=())):
+        known = list_backends(exclude_tags=())
+        if self.backend not in known:
             raise PluginError(
                 f"torch has no {self.backend!r}.",
                 code="unknown-choice",
@@ -241,14 +242,16 @@ class Compile(Plugin):
             "evaluate_seconds": self.while_evaluating,
             "failure": self.failure,
         }
-        if skipped := found["cuda_graphs_skipped"]:
+        skipped = found["cuda_graphs_skipped"]
+        if skipped:
             self.log.warning(
                 Problem(
                     f"{skipped} graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why).",
                     code="no-cuda-graphs",
                 )
             )
-        if (again := found["recompilations"]) >= self.recompile_limit:
+        again = found["recompilations"]
+        if again >= self.recompile_limit:
             self.log.warning(
                 Problem(
                     f"{again} recompilations: shapes vary too much.",

@@ -214,7 +214,8 @@ def add_adapter(model: nn.Module, folder: Path, settings: LoraConfig, where: str
             place=where,
             remedy=advice,
         ) from None
-    if names := [*loaded.missing_keys, *loaded.unexpected_keys]:
+    names = [*loaded.missing_keys, *loaded.unexpected_keys]
+    if names:
         raise RecipeError(
             f"{folder} is not an adapter of {type(model).__name__}: {len(names)} weights have no counterpart, such as "
             f"{names[0]}.",
@@ -235,7 +236,8 @@ def merge(wrapped: Any, where: str) -> nn.Module:
         RecipeError: See ``check_untied``.
     """
     model = wrapped.get_base_model()
-    if names := tied_and_adapted(wrapped):
+    names = tied_and_adapted(wrapped)
+    if names:
         check_untied(model, names, where)
         _copy_shared_weights(wrapped)
     with quiet_peft():

@@ -124,9 +124,8 @@ def check_causal(
                 place=where,
             )
         alone = model(input_ids=rows[:1, :half], use_cache=False).logits.float()
-        return _router_weight(model, rows, output, where), float(
-            (logits[:1, :half] - alone).abs().max() / alone.abs().max()
-        )
+        difference = (logits[:1, :half] - alone).abs().max() / alone.abs().max()
+        return _router_weight(model, rows, output, where), float(difference)
 
     found = agree(run, model, where, find) or (0.0, 0.0)
     if block["input_ids"].numel() * sum(parameter.numel() for parameter in model.parameters()) <= AFFORDABLE:
@@ -139,11 +138,14 @@ def _router_weight(model: nn.Module, rows: Tensor, output: Any, where: str) -> f
     from torch import Tensor
     from torch.nn.functional import cross_entropy
 
-    if not isinstance(auxiliary := getattr(output, "aux_loss", None), Tensor):
+    auxiliary = getattr(output, "aux_loss", None)
+    if not isinstance(auxiliary, Tensor):
         return 0.0
-    weight: float = next(
-        (getattr(model, name) for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(model, name)), 0.0
-    )
+    weight = 0.0
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):
+        if hasattr(model, name):
+            weight = getattr(model, name)
+            break
     loss = model(input_ids=rows, labels=rows, use_cache=False).loss
     expected = cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()) + weight * auxiliary
     if (loss - expected).abs() > TOLERANCE * expected.abs():
@@ -193,7 +195,8 @@ def _check_shape(
     run: Run, model: nn.Module, where: str, compute: Callable[[], Any], expected: tuple[int, ...], of: str, remedy: str
 ) -> None:
     def find() -> None:
-        if (shape := tuple(compute().shape)) != expected:
+        shape = tuple(compute().shape)
+        if shape != expected:
             raise RecipeError(
                 f"{type(model).__name__} gives logits of shape {shape} for 2 {of}, expected {expected}.",
                 code="wrong-shape",
@@ -312,6 +315,7 @@ def agree(
                 f"{typed_clause(error)}. {remedy}",
             )
     results = [found for found in run.processes.all_gather_object(result) if found is not None]
-    if problem := next((problem for _, problem in results if problem), ""):
+    problem = next((problem for _, problem in results if problem), "")
+    if problem:
         raise RecipeError(problem, code="unsupported-model")
     return next((found for found, _ in results), None)

@@ -16,6 +16,7 @@ from typing import Any
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
 from fastloop.problem import clause
+from fastloop_plugins._names import list_names
 
 logger = logging.getLogger("fastloop")
 
@@ -118,9 +119,9 @@ def explaining(where: str, name: str, folder: Path, instead: str) -> Iterator[No
 
 def log_new(model: str, names: Iterable[str]) -> None:
     """Log the names of the weights that a pretrained model does not have."""
-    if names := sorted(names):
-        shown = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
-        logger.info("not in %s, so initialized at random: %s", model, shown)
+    listed = sorted(names)
+    if listed:
+        logger.info("not in %s, so initialized at random: %s", model, list_names(listed, 4))
 
 
 @contextmanager

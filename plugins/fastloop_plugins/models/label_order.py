@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
+from fastloop_plugins._names import list_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,7 +86,7 @@ def _has_another_head(config: Any, head: str) -> bool:
 
 
 def _listed(names: Sequence[Any]) -> str:
-    return ", ".join(f"{index} = {name}" for index, name in enumerate(names[:8])) + ", ..." * (len(names) > 8)
+    return list_names([f"{index} = {name}" for index, name in enumerate(names)], 8)
 
 
 def name_classes(config: Any, names: Sequence[str]) -> dict[int, str]:
@@ -127,9 +128,9 @@ def start_head_fresh(
             remedy="Rename the labels in the data, or use another model.",
         )
     modules = [child for child in model.children() if child is not base]
-    loaded = {
-        name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")
-    } - missing
+    prefix = f"{model.base_model_prefix}."
+    of_head = {name for name, _ in model.named_parameters() if not name.startswith(prefix)}
+    loaded = of_head - missing
     if not loaded:
         return set()
     for child in modules:
@@ -138,6 +139,6 @@ def start_head_fresh(
         for parameter in child.parameters():
             parameter._is_hf_initialized = False
     model.init_weights()
-    listed = ", ".join(sorted(loaded)[:4]) + ", ..." * (len(loaded) > 4)
+    listed = list_names(sorted(loaded), 4)
     logger.warning(Problem(f"{differ}: the head is reinitialized ({listed}).", code="head-reinitialized"))
     return loaded

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
+from fastloop_plugins._names import list_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -78,7 +79,8 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
     matched = {name: tensor for name, tensor in saved.items() if name in own and tensor.shape == own[name].shape}
     if not matched:
         raise RecipeError(
-            f"no tensor matches one of the model. The file has {_list(saved)}; the model has {_list(own)}.",
+            f"no tensor matches one of the model. The file has {list_names(list(saved), LISTED)}; the model has "
+            f"{list_names(list(own), LISTED)}.",
             code="weights-differ",
             place=where,
         )
@@ -124,7 +126,7 @@ def _describe_differences(
     notes = ""
     for problem, names in (("not in the file", missing), ("of another shape", reshaped), ("not in the model", unknown)):
         if names:
-            notes += f"; {len(names)} {problem}: {_list(names)}"
+            notes += f"; {len(names)} {problem}: {list_names(names, LISTED)}"
     return notes
 
 
@@ -168,12 +170,3 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
             place=where,
         )
     return tensors
-
-
-def _list(names: Iterable[str]) -> str:
-    """The first names: ``a, b, c, d, e, ...``."""
-    listed = list(names)
-    shown = listed[:LISTED]
-    if len(listed) > LISTED:
-        shown.append("...")
-    return ", ".join(shown)

@@ -209,8 +209,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Va
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")
+        elif value == {}:
+            yield f"{prefix}{key}", "on"
+        elif isinstance(value, bool | int | float | str):
+            yield f"{prefix}{key}", value
         else:
-            yield (
-                f"{prefix}{key}",
-                value if isinstance(value, bool | int | float | str) else "on" if value == {} else str(value),
-            )
+            yield f"{prefix}{key}", str(value)

@@ -169,7 +169,8 @@ class Amp(Plugin):
             if "model" not in vars(run):  # a trial of another plugin, which reports the error
                 raise
             run.plugins.unsubscribe(self, "compute_loss")
-            if (problem := self.explain(run, batch, error)) is None:
+            problem = self.explain(run, batch, error)
+            if problem is None:
                 raise
             raise PluginError(problem, code="unsupported-precision") from error
         if "model" in vars(run):
@@ -189,7 +190,8 @@ class Amp(Plugin):
                 try:
                     run.hooks.compute_loss(run=run, model=run.unwrap_model(), batch=batch)
                 except Exception as error:
-                    if problem := self.explain(run, batch, error):
+                    problem = self.explain(run, batch, error)
+                    if problem:
                         raise PluginError(problem, code="unsupported-precision") from error
             raise
 

@@ -77,7 +77,8 @@ class Launcher:
         else:
             setattr(self.recipe.train, key, value)
         for need in self.plugin.requirements:
-            if missing := need.missing(self.plugin, this_machine(self.recipe.train.device)):
+            missing = need.missing(self.plugin, this_machine(self.recipe.train.device))
+            if missing:
                 raise PluginError(
                     f"accelerate's configuration asks for {asked!r} ({variable}), and {place} "
                     f"{missing.removesuffix('.')}.",

@@ -42,7 +42,8 @@ def find_plan(model: nn.Module, precision: str, where: str) -> tuple[Any, Any]:
             "works in fp32 and bf16; the recipe's precision is 'fp16'.", code="unsupported-precision", place=where
         )
     found = transformers_model(model)
-    if not (rules := getattr(found, "tp_plan", None)):
+    rules = getattr(found, "tp_plan", None)
+    if not rules:
         name = type(found or model).__name__
         raise PluginError(
             f"{name} has no plan (tp_plan of a transformers model).",

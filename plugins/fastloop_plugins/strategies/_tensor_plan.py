@@ -71,7 +71,8 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
     """
     config = model.config.get_text_config()
     for key in HEADS:
-        if (heads := getattr(config, key, None)) is not None and heads % processes:
+        heads = getattr(config, key, None)
+        if heads is not None and heads % processes:
             raise PluginError(
                 f"{key} of the model is {heads}, not a multiple of the {processes} processes.",
                 code="not-divisible",
@@ -87,9 +88,11 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
         layer = getattr(module, "base_layer", module)  # without adapters
         style, size = _style(rule, layer)
         if style is None or (layer is not module and rule not in ADAPTERS):
+            kind = type(layer).__name__
+            if layer is not module:
+                kind += " with adapters"
             raise PluginError(
-                f"the plan of the model has {rule!r} for {name}, a "
-                f"{type(layer).__name__}{' with adapters' * (layer is not module)}.",
+                f"the plan of the model has {rule!r} for {name}, a {kind}.",
                 code="unsupported-model",
                 place=where,
                 remedy="Use fsdp or ddp.",

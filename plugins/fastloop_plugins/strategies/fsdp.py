@@ -20,7 +20,7 @@ shards, are refused. Any number of processes can read the sharded checkpoint. Me
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -169,7 +169,11 @@ class FSDP(DividingStrategy):
             self.order = ModuleOrder(run, model, gathered, remedy)
         if self.hold_gradients or self.shard_within is not None:
             switch = "set_requires_gradient_sync" if self.hold_gradients else "set_requires_all_reduce"
-            model.no_sync = lambda: held_back(getattr(model, switch))  # type: ignore[assignment] # Accelerate calls it
+
+            def no_sync() -> AbstractContextManager[None]:
+                return held_back(getattr(model, switch))
+
+            model.no_sync = no_sync  # type: ignore[assignment] # Accelerate calls it
 
     def _find_blocks(self, model: nn.Module, place: str) -> list[nn.Module]:
         """The modules to shard one by one, without the model, which is sharded anyway."""

@@ -147,7 +147,8 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         """Log how many inputs are cut, and keep the targets for the checks that follow."""
         name = self.data.name_part(split)
         self._checked[name] = dataset
-        if cut := dataset.cut[0]:
+        cut = dataset.cut[0]
+        if cut:
             logger.warning(describe_cut(name, cut, len(dataset), "inputs", self.data.options.max_length))
 
     @hookimpl

@@ -157,7 +157,8 @@ class TextClassification(ClassifierOptions, TextTask):
         check_classifies(run, model, make(), len(self.order.names), self.text_model.where)
         if run.recipe.inference is None:
             check_trains(run, model, make(), self.text_model.where)
-            if (sample := shortest(run.datasets["train"])) is not None:
+            sample = shortest(run.datasets["train"])
+            if sample is not None:
                 check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
 
     @hookimpl

@@ -109,7 +109,8 @@ def use_onnx(model: nn.Module, file: Path) -> None:
         tensors = dict(zip(names, map(torch.from_numpy, found), strict=True))
         if names == ["output"]:
             return tensors["output"]
-        if (targets := bound.get("targets")) is not None:  # of `causal-lm`
+        targets = bound.get("targets")
+        if targets is not None:  # of `causal-lm`
             logits = tensors["logits"].flatten(0, 1)
             tensors["loss"] = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
         return types.SimpleNamespace(**tensors)

@@ -56,7 +56,8 @@ def find_weights(
                 expected="a run folder, such as runs/quickstart",
             )
         check_links(run)
-        if wrong := next((argument for argument in arguments if "=" not in argument), None):
+        wrong = next((argument for argument in arguments if "=" not in argument), None)
+        if wrong:
             raise UsageError(
                 "found a recipe for --checkpoint, which uses the recipe of its run.",
                 code="exclusive-options",
@@ -129,7 +130,8 @@ def find_checkpoint(run: Path, name: str) -> Path:
         raise CheckpointError(
             f"there is no checkpoint {name!r}. There are: {there}.", code="no-checkpoint", place=str(run), remedy=hint
         )
-    if problem := checkpoint.verify(chosen[0]):
+    problem = checkpoint.verify(chosen[0])
+    if problem:
         raise CheckpointError(f"{chosen[0]}: damaged: {problem}.", code="damaged-checkpoint")
     return chosen[0]
 
@@ -191,7 +193,8 @@ def training_recipe(recipe: Recipe, adapter: bool, scratch: Path) -> Recipe:
         cls = load_listed(recipe, name) if options is not False else None
         if cls is not None and (cls.slot == "strategy" or cls.read_only or cls.publishes):
             plugins[name] = False
-    if (options := plugins.get("lora", False)) is not False:
+    options = plugins.get("lora", False)
+    if options is not False:
         plugins["lora"] = {**options, "merge": not adapter}
     output = scratch / "runs" / Path(recipe.output or "run").name  # the README has the name of the run
     return dataclasses.replace(recipe, plugins=plugins, output=str(output), inference=None)

@@ -61,7 +61,8 @@ def profile(
     if nproc is not None:
         words = option_words({f"--{key.replace('_', '-')}": value for key, value in vars(window).items()})
         command = ["profile", *given, *words, *option_words({"--output": output})]
-        if code := launch.launch(command, nproc, 1, 0, None, folder):
+        code = launch.launch(command, nproc, 1, 0, None, folder)
+        if code:
             raise typer.Exit(code)
         return
     startup.end_with_launcher()

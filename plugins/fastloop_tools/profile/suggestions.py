@@ -97,7 +97,8 @@ def edit(recipe: Recipe, cls: type[Plugin], estimate: SpeedupEstimate) -> Recipe
     plugin = cls(**options)
     machine = this_machine(recipe.train.device)
     for need in cls.requirements:
-        if missing := need.missing(plugin, machine):
+        missing = need.missing(plugin, machine)
+        if missing:
             raise UsageError(missing, code="requirement-missing")
     return edited(recipe, {}, {cls.name: options})
 

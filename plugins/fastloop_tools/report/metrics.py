@@ -97,7 +97,10 @@ def read_log(path: Path) -> dict[str, Series]:
     number = 0
     try:
         with path.open("rb") as file:
-            while data := file.read(BLOCK) + file.readline():
+            while True:
+                data = file.read(BLOCK) + file.readline()
+                if not data:
+                    break
                 whole = data[: data.rfind(b"\n") + 1]
                 for part in filter(None, (whole, data[len(whole) :])):
                     for name, points in _parse(part, path, number).items():
@@ -146,7 +149,8 @@ def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
                 continue
             values = [row[key] for row in group]
             kinds = [*map(type, values)]
-            if not (there := {int, float}.intersection(kinds)):
+            there = {int, float}.intersection(kinds)
+            if not there:
                 continue
             where = steps
             if there != set(kinds):

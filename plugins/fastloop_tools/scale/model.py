@@ -134,9 +134,11 @@ def open_fake(resolved: ResolvedRecipe, precision: str, samples: int) -> Iterato
         batches = list(islice(run.train_loader.batches(), BATCHES))
         run.loaders.close()
         inputs = max((batch.inputs for batch in batches), key=_elements)
-        fake = torch.utils._pytree.tree_map(
-            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs
-        )
+
+        def as_fake(leaf: Any) -> Any:
+            return mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+        fake = torch.utils._pytree.tree_map(as_fake, inputs)
         yield FakeRun(run, fake, mode, precision)
 
 

@@ -45,4 +45,8 @@ def format_size(value: float) -> str:
     """A number of four characters, or of five above 9,999."""
     if value == 0:
         return "0"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    if value >= 100:
+        return f"{value:.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}"

@@ -14,8 +14,14 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
     """Options as words of a command line. A list is joined by commas; None, False and empty values are left out."""
     words = []
     for key, value in options.items():
-        if value is not None and value is not False and value not in ("", []):  # 0 is a value
-            words += [key] if value is True else [key, ",".join(value) if isinstance(value, list) else str(value)]
+        is_empty = value is None or value is False or value in ("", [])  # 0 is a value
+        if is_empty:
+            continue
+        words.append(key)
+        if isinstance(value, list):
+            words.append(",".join(value))
+        elif value is not True:
+            words.append(str(value))
     return words
 
 

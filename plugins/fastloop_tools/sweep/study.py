@@ -217,8 +217,14 @@ def collect(study: optuna.Study) -> list[TrialRow]:
         error = trial.user_attrs.get(ERROR)
         runs = trial.user_attrs.get(RUNS, [])
         value = trial.values[0] if trial.values else None
-        shown = STATUS.get(trial.state, "failed" if error else "lost") if value is None else f"{value:.4f}"
-        overrides = [f"{key}={text}" for key, text in (runs[0]["values"] if runs else trial.params).items()]
+        if value is not None:
+            shown = f"{value:.4f}"
+        elif trial.state in STATUS:
+            shown = STATUS[trial.state]
+        else:
+            shown = "failed" if error else "lost"
+        values = runs[0]["values"] if runs else trial.params
+        overrides = [f"{key}={text}" for key, text in values.items()]
         rows.append(TrialRow(trial.number, value, shown, overrides, error))
     sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
     return sorted(rows, key=lambda row: (row.value is None, sign * (row.value or 0)))
@@ -226,5 +232,9 @@ def collect(study: optuna.Study) -> list[TrialRow]:
 
 def read_runs(study: optuna.Study) -> list[TrialRun]:
     """The runs of all workers. Trials of the same values share theirs."""
-    runs = [run for trial in read_trials(study) for run in parse_runs(trial.user_attrs.get(RUNS, []))]
-    return list({run.name: run for run in reversed(runs)}.values())[::-1]
+    by_name: dict[str, TrialRun] = {}
+    for trial in read_trials(study):
+        for run in parse_runs(trial.user_attrs.get(RUNS, [])):
+            first = by_name.pop(run.name, run)
+            by_name[run.name] = first  # in the place of the last trial that has it
+    return list(by_name.values())

@@ -115,7 +115,8 @@ class Trainer:
             train["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
             optimizer = None
         own = UserOptimizer(model, optimizer, scheduler, train)
-        if (sampler := splits["train"].sampler) is not None:
+        sampler = splits["train"].sampler
+        if sampler is not None:
             train.setdefault("batch_size", sampler.batch_size)
         if isinstance(splits["train"].dataset, IterableDataset) and "max_steps" not in train:
             train.setdefault("epochs", 1)
@@ -126,7 +127,11 @@ class Trainer:
         self._train = recipe.train  # as given: the task writes the settings of the user's optimizer into that of a run
         self.task = TrainerTask(model, splits, loss, as_metrics(metrics), processing_class, own)
         self.resolved: ResolvedRecipe = resolve(recipe, objects=[*self._objects, self.task])
-        self.resume: Path | None = Path(output) if resume is True else Path(resume) if resume else None
+        self.resume: Path | None = None
+        if resume is True:
+            self.resume = Path(output)
+        elif resume:
+            self.resume = Path(resume)
         self._fits = runs.Fits(self.task, self.resume)
 
     @property

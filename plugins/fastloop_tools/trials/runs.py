@@ -130,7 +130,11 @@ class SweepSettings:
             own.append(f"plugins.remote-output.folder={json.dumps(f'{output.absolute().parent.name}/{output.name}')}")
         resume = ["--resume="] if checkpoints(output) else []
         code = launch.launch(["train", *self.words, *own, *resume], self.nproc, 1, 0, None, output)
-        run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
+        run.status = "failed"
+        if code == 0:
+            run.status = "finished"
+        elif code in STOPPED:
+            run.status = "stopped"
         summary = read_json_object(output / "summary.json")
         if run.status == "finished":
             run.metrics = dict(summary.get("validation") or {}) or None

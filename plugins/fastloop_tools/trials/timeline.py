@@ -100,12 +100,20 @@ class HostTimeline:
     @property
     def work(self) -> dict[str, float]:
         """The same without collectives, which last until the slowest process joins."""
-        return self.add_up(lambda region, event: None if COLLECTIVE.match(event) else region)
+
+        def name(region: str, event: str) -> str | None:
+            return None if COLLECTIVE.match(event) else region
+
+        return self.add_up(name)
 
     @property
     def operations(self) -> dict[str, float]:
         """Operation -> seconds without nested operations."""
-        return self.add_up(lambda region, event: event if OPERATION.match(event) else None)
+
+        def name(region: str, event: str) -> str | None:
+            return event if OPERATION.match(event) else None
+
+        return self.add_up(name)
 
     @property
     def between_operations(self) -> dict[str, float]:

@@ -55,9 +55,11 @@ class Row(ctypes.Structure):
 
 def unavailable() -> str | None:
     """Why the kernel cannot run on this machine; None: it can, and is compiled."""
-    if reason := unavailable_kernels(SOURCE):
+    reason = unavailable_kernels(SOURCE)
+    if reason:
         return reason
-    if limit := next((name for name in ISA_LIMITS if name in os.environ), None):
+    limit = next((name for name in ISA_LIMITS if name in os.environ), None)
+    if limit:
         return f"{limit} may forbid oneDNN the instructions that it needs"
     try:
         products()

@@ -140,6 +140,7 @@ def reason_against(run: Run, model: nn.Module) -> str | None:
         return f"this run is on {run.device.type}"
     if "compile" in run.plugins.names():
         return "the kernel would break compile's graph"
-    if (dtype := computing_dtype(run, model)) != bfloat16:
+    dtype = computing_dtype(run, model)
+    if dtype != bfloat16:
         return f"the run computes in {dtype}, not in bf16 (add amp: {{dtype: bf16}})"
     return None

@@ -94,11 +94,14 @@ class CpuAttention(Plugin):
         found = transformers_model(model)
         if found is None or not getattr(found, "_supports_sdpa", False):
             return f"{type(model).__name__} has no selectable attention"
-        if (current := found.config._attn_implementation) not in REPLACED:
+        current = found.config._attn_implementation
+        if current not in REPLACED:
             return f"the model's attention is {current!r}"
-        if reason := reason_against(run, model):
+        reason = reason_against(run, model)
+        if reason:
             return reason
-        if (size := head_size(found.config)) not in HEAD_SIZES:
+        size = head_size(found.config)
+        if size not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
             return (
                 f"heads have {size} features, not {sizes}"

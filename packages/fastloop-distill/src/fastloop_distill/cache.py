@@ -35,7 +35,8 @@ class Cache:
             return compute(rows.inputs).logits[:count]
         keys = rows.keys()[:count]
         new = dict[int, Tensor]()
-        if missing := [place for place, key in enumerate(keys) if key not in self.known]:
+        missing = [place for place, key in enumerate(keys) if key not in self.known]
+        if missing:
             logits = compute({name: value[missing] for name, value in rows.inputs.items()}).logits.cpu()
             new = {keys[place]: each.clone() for place, each in zip(missing, logits, strict=True)}
             fitting = self.room // (ENTRY + logits[0].nbytes) - len(self.known)

@@ -95,7 +95,8 @@ class Distill(Plugin):
 
     @hookimpl(wrapper=True)
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
-        if (kind := getattr(self.task.data, "label_type", "class")) != "class":
+        kind = getattr(self.task.data, "label_type", "class")
+        if kind != "class":
             raise RecipeError(
                 f"found {kind}, and distill needs class.",
                 code="wrong-label",

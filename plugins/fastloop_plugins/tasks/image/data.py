@@ -15,6 +15,7 @@ from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
+from fastloop_plugins._names import list_names
 from fastloop_plugins.rows.source import call_source, check_source
 from fastloop_plugins.rows.splits import Limit, Splits, divide
 
@@ -277,7 +278,7 @@ class ImageData:
         names = {split: name for split, name in vars(self.splits).items() if name is not None}
         there = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
         folders = {split: root / name for split, name in names.items() if name in there}
-        listed = _list_some(there) or "none"
+        listed = list_names(there, 8) or "none"
         for split in self.options.splits or {}:
             if split in names and split not in folders and (self.inference is None or split == self.inference.split):
                 raise RecipeError(
@@ -395,7 +396,7 @@ class ImageData:
     def _count(self, files: ImageFiles) -> str:
         """The number of images of the first classes: ``cat 12, dog 10``."""
         counts = Counter(files.labels)
-        return _list_some([f"{name} {counts[index]}" for index, name in enumerate(self.classes)])
+        return list_names([f"{name} {counts[index]}" for index, name in enumerate(self.classes)], 8)
 
     def _log_ignored(self) -> None:
         if self.ignored:
@@ -457,11 +458,3 @@ def _count_suffixes(paths: Iterable[Path]) -> str:
         counts[kind or "no suffix"] += 1
     most_frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5]
     return ", ".join(f"{suffix} {count}" for suffix, count in most_frequent)
-
-
-def _list_some(names: Sequence[str]) -> str:
-    """The first eight names: ``a, b, c, d, e, f, g, h, ...``."""
-    shown = list(names[:8])
-    if len(names) > 8:
-        shown.append("...")
-    return ", ".join(shown)

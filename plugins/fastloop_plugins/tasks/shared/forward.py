@@ -75,26 +75,25 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
             _check_arguments(model, batch, error)
         raise
     size = find_batch_size(batch)
-    fields = (
-        {"output": result}
-        if isinstance(result, torch.Tensor)
-        else dict(result)
-        if isinstance(result, Mapping)
-        else vars(result)
-    )
-    found = {
-        str(name): [row.clone() for row in value.cpu()]
-        for name, value in fields.items()
-        if isinstance(value, torch.Tensor) and value.dim() and len(value) == size and name != "loss"
-    }
-    if not found:
+    if isinstance(result, torch.Tensor):
+        fields: dict[str, Any] = {"output": result}
+    elif isinstance(result, Mapping):
+        fields = dict(result)
+    else:
+        fields = vars(result)
+    columns = {}
+    for name, value in fields.items():
+        has_samples = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size
+        if has_samples and name != "loss":
+            columns[str(name)] = [row.clone() for row in value.cpu()]
+    if not columns:
         raise UsageError(
             f"the model returned a {type(result).__name__} without a tensor that has a value for each of the {size} "
             "samples of a batch.",
             code="wrong-result",
             remedy="Return a tensor, or an object or mapping with tensors such as logits.",
         )
-    return found
+    return columns
 
 
 def _describe(batch: Any) -> str:

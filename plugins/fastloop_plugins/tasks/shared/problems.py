@@ -131,10 +131,13 @@ class MultiLabel:
         """``labels``: the classes of each text, and the probability of each class."""
         assert output.predictions is not None
         rows = _probabilities(output.predictions).tolist()
-        columns: dict[str, list[Any]] = {
-            "labels": [[name for name, value in zip(names, row, strict=True) if value > self.threshold] for row in rows]
-        }
-        return columns | {f"probability_{name}": [row[index] for row in rows] for index, name in enumerate(names)}
+        columns: dict[str, list[Any]] = {"labels": []}
+        for row in rows:
+            chosen = [name for name, value in zip(names, row, strict=True) if value > self.threshold]
+            columns["labels"].append(chosen)
+        for index, name in enumerate(names):
+            columns[f"probability_{name}"] = [row[index] for row in rows]
+        return columns
 
 
 def make_problem(
@@ -167,7 +170,9 @@ def make_problem(
             place=f"{where}.threshold",
             remedy="Remove it.",
         )
-    return Regression() if label_type == "number" else MultiLabel(0.5 if threshold is None else threshold)
+    if label_type == "number":
+        return Regression()
+    return MultiLabel(0.5 if threshold is None else threshold)
 
 
 def _probabilities(logits: Tensor) -> Tensor:

@@ -365,7 +365,8 @@ class TagRows:
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         sentences = self.data.parse_rows(rows, names)
         for (_, tags), name in zip(sentences, names, strict=True):
-            if (new := next((tag for tag in tags if tag not in self.table), None)) is not None:
+            new = next((tag for tag in tags if tag not in self.table), None)
+            if new is not None:
                 raise DataError(
                     f"found the tag {new!r} (data.tags), which was not there when the run started.",
                     code="data-changed",

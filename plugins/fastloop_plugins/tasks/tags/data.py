@@ -106,7 +106,8 @@ class TagTextData(TextData):
         self.columns = [words if isinstance(words, str) else "words"]
         self.labels = [tags if isinstance(tags, str) else "tags"]
         self.numbers = Columns(words if isinstance(words, int) else 0, tags if isinstance(tags, int) else -1)
-        if (names := self.options.tag_names) is not None and (len(set(names)) < len(names) or len(names) < 2):
+        names = self.options.tag_names
+        if names is not None and (len(set(names)) < len(names) or len(names) < 2):
             raise RecipeError(
                 code="wrong-type", place=f"{where}.tag_names", found=str(names), expected="at least two tags, each once"
             )
@@ -180,7 +181,8 @@ class TagTextData(TextData):
 
     def problem(self, words: Any, tags: Any) -> str | None:
         """Why two cells are not words and their tags; None if they are."""
-        if problem := problem_of_words(words):
+        problem = problem_of_words(words)
+        if problem:
             return f"column {self.columns[0]!r} (data.words) {problem}"
         if not isinstance(tags, list | tuple) or not all(isinstance(tag, str | Integral) and tag != "" for tag in tags):
             return (
@@ -269,7 +271,8 @@ class TagTextData(TextData):
         Args:
             first: The first part with rows.
         """
-        if given := self.options.tag_names or first.classes:
+        given = self.options.tag_names or first.classes
+        if given:
             return list(given)
         names = names | {self._name(first, tag) for tag in self._stream_tags()}
         refuse_broken_names(names, f"{where}: data.tags")
@@ -332,7 +335,8 @@ class TagTextData(TextData):
             sentences = []
             for index, (words,) in enumerate(chunk):
                 sentence = words.split() if is_plain else words
-                if problem := problem_of_words(sentence):
+                problem = problem_of_words(sentence)
+                if problem:
                     bad(index, f"column {self.columns[0]!r} (data.words) {problem}")
                 sentences.append(list(sentence))
             yield sentences, bad
@@ -361,6 +365,7 @@ def problem_of_words(value: Any) -> str | None:
     if not isinstance(value, list | tuple):
         return f"holds {show(value)}, expected a list of words."
     for number, word in enumerate(value, 1):
-        if problem := problem_of_text(word) or ("is empty." if not word.strip() else None):
+        problem = problem_of_text(word) or ("is empty." if not word.strip() else None)
+        if problem:
             return f"has as word {number} one that {problem}"
     return None

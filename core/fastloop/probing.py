@@ -41,7 +41,7 @@ def remember(model: nn.Module) -> list[Callable[[], None]]:
     """Functions that restore everything that a model consists of, except its parameters."""
     from torch import Tensor, nn
 
-    found = list[Callable[[], None]]()
+    restoring = list[Callable[[], None]]()
     known = set[int]()
     waiting = list[Any]([model])
     while waiting:
@@ -56,13 +56,13 @@ def remember(model: nn.Module) -> list[Callable[[], None]]:
             waiting.append(vars(value))
         elif isinstance(value, Tensor):
             if value.grad_fn is None and not value.is_meta:
-                found.append(partial(_put_back_values, value, value.detach().clone()))
+                restoring.append(partial(_put_back_values, value, value.detach().clone()))
         elif isinstance(value, dict | list | set):
-            found.append(partial(_put_back_items, value, value.copy()))
+            restoring.append(partial(_put_back_items, value, value.copy()))
             waiting += value.values() if isinstance(value, dict) else value
         elif isinstance(value, tuple):
             waiting += value
-    return found
+    return restoring
 
 
 def reshard(model: nn.Module) -> None:

@@ -150,12 +150,12 @@ def use_token_folder() -> Path | None:
 
 def digest(facts: Iterable[str | bytes]) -> str:
     """A hash of these values, in this order."""
-    found = hashlib.blake2b(digest_size=20)
+    hashed = hashlib.blake2b(digest_size=20)
     for fact in facts:
         data = fact if isinstance(fact, bytes) else fact.encode("utf-8", "surrogatepass")
-        found.update(len(data).to_bytes(8, "little"))
-        found.update(data)
-    return found.hexdigest()
+        hashed.update(len(data).to_bytes(8, "little"))
+        hashed.update(data)
+    return hashed.hexdigest()
 
 
 def kept(
@@ -175,8 +175,8 @@ def kept(
         is_narrow: Store ids in 2 bytes if all of them fit. The result is then a ``NarrowIds``.
     """
     entry = folder / key
-    found = read(entry, facts)
-    if found is None:
+    content = read(entry, facts)
+    if content is None:
         with partial_entry(entry, facts if facts is not None else {}, is_narrow) as partial:
             before = partial.rows
             if before:
@@ -185,12 +185,12 @@ def kept(
                 partial.add(row)
             if write_more is not None and not before:
                 write_more(partial.folder)
-        found = read(entry)
+        content = read(entry)
     else:
-        logger.info("tokens: %d texts from %s", len(found[1]), entry)
-    if found is None:
+        logger.info("tokens: %d texts from %s", len(content[1]), entry)
+    if content is None:
         raise OSError(f"{entry}: written and cannot be read")
-    return found
+    return content
 
 
 def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:

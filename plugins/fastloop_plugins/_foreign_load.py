@@ -38,11 +38,11 @@ def _own_seconds() -> dict[int, float]:
     process = psutil.Process()
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         process = process.parent() or process
-    found = {}
+    seconds = {}
     for member in [process, *process.children(recursive=True)]:
         try:
             times = member.cpu_times()
         except psutil.Error:  # it ended
             continue
-        found[member.pid] = times.user + times.system
-    return found
+        seconds[member.pid] = times.user + times.system
+    return seconds

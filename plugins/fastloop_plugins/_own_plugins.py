@@ -54,7 +54,7 @@ def plugins_of_packages(packages: Iterable[str], place: str) -> dict[str, str]:
     by_distribution: dict[str, list[str]] = {}
     for key, point in installed().items():
         by_distribution.setdefault(canonicalize_name(distribution_name(point)), []).append(key)
-    found: dict[str, str] = {}
+    plugins: dict[str, str] = {}
     for package in packages:
         name = canonicalize_name(package)
         if name not in by_distribution:
@@ -76,8 +76,8 @@ def plugins_of_packages(packages: Iterable[str], place: str) -> dict[str, str]:
                     )
                 )
             else:
-                found[key] = package
-    return found
+                plugins[key] = package
+    return plugins
 
 
 def _install_command(package: str) -> str:

@@ -57,8 +57,8 @@ def require_trait(trait: Trait, plugin: Plugin, recipe: Recipe, plugins: PluginS
 
 
 def _traits(task: type[Plugin], recipe: Recipe) -> frozenset[Trait]:
-    found = frozenset(task.declare_traits(recipe))
-    unknown = sorted(found - {*TRAITS})
+    traits = frozenset(task.declare_traits(recipe))
+    unknown = sorted(traits - {*TRAITS})
     if unknown:
         raise PluginError(
             f"the task {task.name!r} declares {unknown[0]!r}, expected traits among {', '.join(TRAITS)}.",
@@ -66,4 +66,4 @@ def _traits(task: type[Plugin], recipe: Recipe) -> frozenset[Trait]:
             place=recipe.where,
             remedy=did_you_mean(unknown[0], TRAITS),
         )
-    return found
+    return traits

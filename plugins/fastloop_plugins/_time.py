@@ -16,7 +16,7 @@ def parse_time(text: str, option: str) -> float:
     Raises:
         UsageError: It is none of them, or 0.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or not float(match[1]):
         raise UsageError(code="wrong-format", place=f"{option} {text}", expected="a time such as 90s, 10m or 1h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]

@@ -111,8 +111,8 @@ def summary(point: EntryPoint) -> str:
     source = Path(spec.origin).read_text(encoding="utf-8")
     function = rf'def {point.attr}\(.*?^    """(.*?)"""'
     group = rf'{point.attr} = typer\.Typer\(.*?help="(.*?)"'
-    found = re.search(rf"^(?:{function}|{group})", source, re.MULTILINE | re.DOTALL)
-    return (found[1] or found[2]) if found else ""
+    match = re.search(rf"^(?:{function}|{group})", source, re.MULTILINE | re.DOTALL)
+    return (match[1] or match[2]) if match else ""
 
 
 @cache

@@ -107,18 +107,18 @@ class Loader:
         divide = partial(settings.split, dataset) if settings.split is not None else None
         size = len(dataset if order is None else order)
         self.sampler = StepSampler(
-            size,
-            batch_size,
-            micro_batch_size,
-            rank,
-            world_size,
-            seed,
-            shuffle,
-            arrange,
-            divide,
-            pieces,
-            order,
-            dropped_batch,
+            size=size,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            shuffle=shuffle,
+            arrange=arrange,
+            split=divide,
+            pieces=pieces,
+            user_order=order,
+            drop_last=dropped_batch,
         )
         if not self.sampler.size:
             raise UsageError(

@@ -90,9 +90,9 @@ def check_variables(trains: bool) -> None:
                 remedy=remedy,
             )
     if rank() >= processes:
-        found = f"{sizes[0]} is {processes}" if sizes else "WORLD_SIZE is not set"
+        size = f"{sizes[0]} is {processes}" if sizes else "WORLD_SIZE is not set"
         raise UsageError(
-            f"the environment variable {ranks[0]} is {rank()}, and {found}. Expected a rank below the number of "
+            f"the environment variable {ranks[0]} is {rank()}, and {size}. Expected a rank below the number of "
             "processes.",
             code="wrong-environment",
             remedy=remedy,

@@ -28,14 +28,15 @@ def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
     name = recipe.train.optimizer_name
     where = f"{recipe.where}: train.optimizer"
     if ":" in name:
-        found: Callable[..., torch.optim.Optimizer] = import_object(name, recipe, "train.optimizer")
-        if not callable(found) or (isinstance(found, type) and not issubclass(found, torch.optim.Optimizer)):
+        optimizer: Callable[..., torch.optim.Optimizer] = import_object(name, recipe, "train.optimizer")
+        is_other_class = isinstance(optimizer, type) and not issubclass(optimizer, torch.optim.Optimizer)
+        if not callable(optimizer) or is_other_class:
             raise RecipeError(
                 f"{name} is no subclass of torch.optim.Optimizer, and no function that returns one.",
                 code="wrong-type",
                 place=where,
             )
-        return found
+        return optimizer
     known = {
         name: cls
         for name, cls in vars(torch.optim).items()

@@ -33,13 +33,13 @@ def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, import
     by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for point in entry_points(group):
         by_name.setdefault(point.name, []).append(point)
-    found_points: dict[str, importlib.metadata.EntryPoint] = {}
+    keyed: dict[str, importlib.metadata.EntryPoint] = {}
     for name, points in sorted(by_name.items()):
         is_unique = len(points) == 1 and name not in taken
         for point in points:
             key = name if is_unique else f"{distribution_name(point)}:{name}"
-            found_points[key] = point
-    return found_points
+            keyed[key] = point
+    return keyed
 
 
 def distribution_name(point: importlib.metadata.EntryPoint) -> str:

@@ -13,13 +13,13 @@ from fastloop.recipe.paths import find_path
 
 def read_literals(cls: ast.ClassDef) -> dict[str, Any]:
     """The attributes of a class with literal values, such as ``name``, ``slot`` and ``numerics``."""
-    found = {}
+    literals = {}
     for item in cls.body:
         if isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(item.value, ast.Constant):
             target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0]
             if isinstance(target, ast.Name):
-                found[target.id] = item.value.value
-    return found
+                literals[target.id] = item.value.value
+    return literals
 
 
 def split_file(reference: str) -> tuple[str, str] | None:
@@ -117,10 +117,10 @@ def plugins_by_name(
                 expected="a name or one {name: {option: value}}",
             )
         items += [(entry, {})] if isinstance(entry, str) else entry.items()
-    found: dict[str, dict[str, Any] | Literal[False]] = {}
+    entries: dict[str, dict[str, Any] | Literal[False]] = {}
     for reference, options in items:
         name = plugin_name(str(reference), f"{where}: plugins", source, references)
-        if name in found:
+        if name in entries:
             raise RecipeError(
                 f"{name!r} is listed twice.", code="listed-twice", place=f"{where}: plugins", remedy="Remove one."
             )
@@ -131,5 +131,5 @@ def plugins_by_name(
                 found=repr(options),
                 expected="a mapping of options, or false to leave it out",
             )
-        found[name] = False if options is False else dict(options or {})
-    return found
+        entries[name] = False if options is False else dict(options or {})
+    return entries

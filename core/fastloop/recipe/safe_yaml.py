@@ -213,10 +213,10 @@ class _Spelling:
                 first = earlier[read]
                 line = first.start_mark.line + 1
                 if first.value == key.value:
-                    found = f"the key {key.value!r} appears twice, first in line {line}"
+                    problem = f"the key {key.value!r} appears twice, first in line {line}"
                 else:
-                    found = f"the keys {first.value} (line {line}) and {key.value} are the same key, {read}"
-                raise RecipeError(f"{found}.", code="repeated-key", place=self._place(key), remedy="Remove one.")
+                    problem = f"the keys {first.value} (line {line}) and {key.value} are the same key, {read}"
+                raise RecipeError(f"{problem}.", code="repeated-key", place=self._place(key), remedy="Remove one.")
             earlier[read] = key
 
     def _check_number(self, node: yaml.ScalarNode) -> None:

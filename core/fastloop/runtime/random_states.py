@@ -56,7 +56,7 @@ CLOSED = (type, ModuleType, FunctionType, torch.Tensor, np.ndarray, str, bytes)
 
 def find_generators(value: Any, depth: int = DEPTH) -> list[Generator]:
     """The generators of random numbers that an object keeps in its attributes, lists and dicts, each once."""
-    found: list[Generator] = []
+    generators: list[Generator] = []
     known: set[int] = set()
 
     def visit(part: Any, left: int) -> None:
@@ -64,7 +64,7 @@ def find_generators(value: Any, depth: int = DEPTH) -> list[Generator]:
             return
         known.add(id(part))
         if isinstance(part, Generator):
-            found.append(part)
+            generators.append(part)
             return
         if left == 0 or isinstance(part, CLOSED):
             return
@@ -77,7 +77,7 @@ def find_generators(value: Any, depth: int = DEPTH) -> list[Generator]:
             visit(one, left - 1)
 
     visit(value, depth)
-    return found
+    return generators
 
 
 def seed_generators(generators: list[Generator], seed: int) -> None:

@@ -18,8 +18,8 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """The step in the name of a complete or incomplete checkpoint's folder; None for any other name."""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1] or found[2]) if found else None
+    match = _NAME.fullmatch(path.name)
+    return int(match[1] or match[2]) if match else None
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -54,12 +54,12 @@ class RemoteFolder:
     def complete(names: set[str]) -> list[str]:
         """The folders of complete checkpoints among ``names``, the best ones first, then those to resume from, newest
         first."""
-        found = {}
+        results = {}
         for name in names:
             match = re.fullmatch(rf"(checkpoints/(best|step)-(\d+))/{re.escape(checkpoint.MANIFEST)}", name)
             if match:
-                found[match[1]] = (match[2] == "step", -int(match[3]))
-        return sorted(found, key=found.__getitem__)
+                results[match[1]] = (match[2] == "step", -int(match[3]))
+        return sorted(results, key=results.__getitem__)
 
     def steps(self, names: set[str]) -> list[str]:
         """The folders of complete checkpoints to resume from, newest first."""

@@ -175,7 +175,7 @@ def snapshot(
 
     tensors: dict[str, Tensor] = {}
     packed = checkpoint.pack(state, tensors, "state")
-    found = copies.copy({f"model.{name}": tensor for name, tensor in model.items()} | tensors)
+    copied = copies.copy({f"model.{name}": tensor for name, tensor in model.items()} | tensors)
     event = torch.accelerator.current_stream().record_event() if torch.accelerator.is_available() else None
-    weights = {name: found[f"model.{name}"] for name in model}
-    return (weights, checkpoint.unpack(packed, {name: found[name] for name in tensors})), event
+    weights = {name: copied[f"model.{name}"] for name in model}
+    return (weights, checkpoint.unpack(packed, {name: copied[name] for name in tensors})), event

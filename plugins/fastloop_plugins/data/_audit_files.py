@@ -57,13 +57,13 @@ class AuditFiles:
 
     def locate(self, epoch: int, ids: list[int]) -> list[str]:
         """Describe each id: which process read it, and at which step."""
-        found: dict[int, list[str]] = {number: [] for number in ids}
+        places: dict[int, list[str]] = {number: [] for number in ids}
         for rank, step, batch in self.batches(epoch):
             reader = f"rank {rank}" if batch["worker"] < 0 else f"rank {rank} worker {batch['worker']}"
             for number in batch["ids"]:
-                if number in found:
-                    found[number].append(f"{reader} at step {step}")
-        return [f"{number}: {' and '.join(locations)}" for number, locations in found.items()]
+                if number in places:
+                    places[number].append(f"{reader} at step {step}")
+        return [f"{number}: {' and '.join(locations)}" for number, locations in places.items()]
 
 
 @dataclass

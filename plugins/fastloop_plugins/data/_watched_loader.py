@@ -79,11 +79,11 @@ class WatchedLoader(DataLoader[Any]):
             self.processes = unregister_workers(batches)
             if self.limit:
                 wait_in_turns(batches, min(self.limit, POLL_SECONDS), self._check_limit)
-            found = iter(batches)
+            iterator = iter(batches)
             while True:
                 self.waiting_since = monotonic()
                 try:
-                    batch = next_batch(found, self.processes)
+                    batch = next_batch(iterator, self.processes)
                 except StopIteration:
                     return
                 yield batch
@@ -213,10 +213,10 @@ def wait_in_turns(batches: Any, seconds: float, expired: Callable[[], None]) -> 
     try_get_data: Any = weakref.WeakMethod(batches._try_get_data)  # a reference cycle would keep the workers
 
     def wait() -> tuple[bool, Any]:
-        found: tuple[bool, Any] = try_get_data()(seconds)
-        if not found[0]:
+        result: tuple[bool, Any] = try_get_data()(seconds)
+        if not result[0]:
             expired()
-        return found
+        return result
 
     batches._try_get_data = wait
 

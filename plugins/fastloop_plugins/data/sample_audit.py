@@ -207,15 +207,15 @@ class SampleAudit(Plugin):
         if absent:
             return f"{self.files.path(min(absent)).name} is not there (machines must share the run folder)"
         recorded = self.has_ids and epoch != self.unrecorded
-        found = check(ids(), size, recorded and (done or stream), getattr(run.datasets["train"], "repeats", False))
+        report = check(ids(), size, recorded and (done or stream), getattr(run.datasets["train"], "repeats", False))
         counts = {
             "epochs": done,
-            "missing": len(found.missing) + found.lost,
-            "repeated": len(found.repeated),
-            "unknown": found.unknown,
+            "missing": len(report.missing) + report.lost,
+            "repeated": len(report.repeated),
+            "unknown": report.unknown,
         }
         self.totals = {name: total + counts[name] for name, total in self.totals.items()}
-        wrong = found.text(self.files, epoch)
+        wrong = report.text(self.files, epoch)
         if done:
             self.files.epoch_ended()
         return wrong

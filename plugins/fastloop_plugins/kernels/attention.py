@@ -63,8 +63,8 @@ class Attention(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        found = transformers_model(model)
-        if found is None:
+        inner = transformers_model(model)
+        if inner is None:
             self.log.warning(
                 Problem(
                     f"{type(model).__name__} is not a transformers model: its attention stays as it is.",
@@ -75,7 +75,7 @@ class Attention(Plugin):
         wanted: str = self.implementation
         reason = "the recipe sets it"
         if wanted == "auto":
-            wanted, reason = self.choose(run, found)
+            wanted, reason = self.choose(run, inner)
         if wanted == "blocked":
             from fastloop_cpu import use_blocked_attention
 
@@ -83,7 +83,7 @@ class Attention(Plugin):
             self.log.info("blocked, since %s", reason)
             return
         try:
-            found.set_attn_implementation(wanted)
+            inner.set_attn_implementation(wanted)
         except (ValueError, ImportError) as error:
             raise PluginError(
                 f"{wanted!r} does not serve this model: {clause(error)}.",

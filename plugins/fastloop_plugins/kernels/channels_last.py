@@ -49,10 +49,10 @@ class ChannelsLast(Plugin):
         import torch
 
         formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        found = [weight for weight in model.parameters() if weight.ndim in formats]
-        for weight in found:
+        weights = [weight for weight in model.parameters() if weight.ndim in formats]
+        for weight in weights:
             weight.data = weight.data.contiguous(memory_format=formats[weight.ndim])
-        if not found:
+        if not weights:
             self.log.warning(
                 Problem(
                     f"{type(model).__name__} has no weight of 4 or 5 dimensions: there is nothing to reorder.",

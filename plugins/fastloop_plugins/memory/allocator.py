@@ -134,11 +134,11 @@ class Allocator(Plugin):
         allocator = next((name for name in LIBRARIES if name in preloaded), platform.libc_ver()[0] or "the system's")
         summary["allocator"] = {"allocator": allocator, "page_faults_a_step": (page_faults() - self.before) / steps}
         if run.device.type == "cuda":
-            found = torch.cuda.memory_stats(run.device)
+            statistics = torch.cuda.memory_stats(run.device)
             summary["allocator"] |= {
-                "allocator_retries": found["num_alloc_retries"],
-                "reserved_bytes": found["reserved_bytes.all.peak"],
-                "allocated_bytes": found["allocated_bytes.all.peak"],
+                "allocator_retries": statistics["num_alloc_retries"],
+                "reserved_bytes": statistics["reserved_bytes.all.peak"],
+                "allocated_bytes": statistics["allocated_bytes.all.peak"],
             }
 
 

@@ -53,12 +53,12 @@ class AutoMicroBatch(Plugin):
                 remedy="Set it to null.",
             )
         path = run.folder / "micro_batch.json"
-        found = None
+        size = None
         if run.is_main and path.is_file():
-            found = json.loads(path.read_text())
-        found = run.processes.all_gather_object(found)[0]
-        if found is not None and found["recipe"] == self.recipe(run):
-            self.apply_sizes(run, found["sizes"])
+            size = json.loads(path.read_text())
+        size = run.processes.all_gather_object(size)[0]
+        if size is not None and size["recipe"] == self.recipe(run):
+            self.apply_sizes(run, size["sizes"])
             self.log.info(
                 "starts with the size that fitted before: %s samples in a micro-batch",
                 run.loaders.micro_batch_size,

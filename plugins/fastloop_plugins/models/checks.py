@@ -127,10 +127,10 @@ def check_causal(
         difference = (logits[:1, :half] - alone).abs().max() / alone.abs().max()
         return _router_weight(model, rows, output, where), float(difference)
 
-    found = agree(run, model, where, find) or (0.0, 0.0)
+    facts = agree(run, model, where, find) or (0.0, 0.0)
     if block["input_ids"].numel() * sum(parameter.numel() for parameter in model.parameters()) <= AFFORDABLE:
         check_trains(run, model, {**block, "use_cache": False}, where)
-    return found
+    return facts
 
 
 def _router_weight(model: nn.Module, rows: Tensor, output: Any, where: str) -> float:

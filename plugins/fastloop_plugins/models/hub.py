@@ -37,11 +37,11 @@ def check_model_source(options: Any, where: str, example: str) -> None:
     """Raise an error unless the section ``model`` has one of ``name`` and ``config``, and the latter a ``model_type``,
     such as ``example``."""
     if (options.name is None) == (options.config is None):
-        found = "neither" if options.name is None else "both"
+        given = "neither" if options.name is None else "both"
         raise RecipeError(
             code="exclusive-options",
             place=where,
-            found=str(found),
+            found=str(given),
             expected="one of: name (pretrained), config (from scratch)",
         )
     if options.config is not None and not isinstance(options.config.get("model_type"), str):

@@ -26,16 +26,16 @@ def model_type(recipe: Recipe) -> str | None:
     config = recipe.model.get("config")
     name = recipe.model.get("name")
     if isinstance(config, dict):
-        found = config.get("model_type")
-        return found if isinstance(found, str) else None
+        kind = config.get("model_type")
+        return kind if isinstance(kind, str) else None
     if not isinstance(name, str):
         return None
     file = recipe.find(name) / "config.json"
     if file.is_file():
         try:
-            found = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+            kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
         except (OSError, ValueError, AttributeError):  # the task reports it
             return None
-        return found if isinstance(found, str) else None
+        return kind if isinstance(kind, str) else None
     family = name.rpartition("/")[2].partition("-")[0]
     return {"xlm": "xlm-roberta"}.get(family, family) if family in (*BERT_LIKE, "xlm", "gpt2") else None

@@ -27,7 +27,7 @@ def peaks(device: torch.device, dtypes: Iterable[str], size: int | None = None) 
     """
     rows = (size or 2048) if device.type == "cpu" else ACCELERATOR_ROWS
     generator = torch.Generator(device).manual_seed(0)  # a run's own random numbers stay as they are
-    found = {}
+    speeds = {}
     for name in dtypes:
         try:
             a, b = (torch.randn(rows, rows, device=device, generator=generator).to(DTYPES[name]) for _ in range(2))
@@ -40,8 +40,8 @@ def peaks(device: torch.device, dtypes: Iterable[str], size: int | None = None) 
             best = min(seconds_of(multiply, device) for _ in range(6))
         except torch.OutOfMemoryError:
             continue
-        found[name] = 2 * rows**3 / best
-    return found
+        speeds[name] = 2 * rows**3 / best
+    return speeds
 
 
 def seconds_of(function: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:

@@ -97,9 +97,13 @@ class Profile(Plugin):
         import torch
 
         torch.profiler.tensorboard_trace_handler(str(self.folder), worker_name=self.prefix, use_gzip=True)(profiler)
-        found: Any = profiler.key_averages()
-        by = "self_device_time_total" if any(event.self_device_time_total for event in found) else "self_cpu_time_total"
-        table = found.table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
+        averages: Any = profiler.key_averages()
+        by = (
+            "self_device_time_total"
+            if any(event.self_device_time_total for event in averages)
+            else "self_cpu_time_total"
+        )
+        table = averages.table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
         write(self.folder / f"{self.prefix}.operations.txt", table, durable=False, hidden=True)
         if self.history:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.prefix}.memory.pickle"))  # type: ignore[no-untyped-call]

@@ -58,9 +58,10 @@ class TorchaoFp8(Plugin):
             """Whether fp8 units support the layer's sizes, and the layer is large enough to outweigh the casts."""
             if not isinstance(module, nn.Linear) or set(self.skip) & set(name.split(".")):
                 return False
-            found = all(size % 16 == 0 and size >= self.min_features for size in module.weight.shape)
-            converted.extend([name] * found)
-            return found
+            fits = all(size % 16 == 0 and size >= self.min_features for size in module.weight.shape)
+            if fits:
+                converted.append(name)
+            return fits
 
         # for any number of tokens
         padded = replace(Float8LinearConfig.from_recipe_name(self.recipe), pad_inner_dim=True)

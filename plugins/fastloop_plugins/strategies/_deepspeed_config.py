@@ -58,8 +58,8 @@ class Configuration:
         launcher = Launcher(recipe, plugin)
         take_over(launcher)
         self.half = False
-        options: Any = plugin
-        self.options: Any = plugin
+        options: Any = plugin  # the plugin `deepspeed`
+        self.options: Any = options
         self.json: dict[str, Any] = {}
         self.file = recipe.where
         if options.config is not None:
@@ -68,11 +68,17 @@ class Configuration:
             self.file = str(path)
             if lookup(self.json, "torch_autocast.lower_precision_safe_modules"):
                 no_code.refuse(f"{self.file}: torch_autocast.lower_precision_safe_modules", "it imports the classes")
-        train = recipe.train
         stage = options.stage
         if stage is None:
             stage = lookup(self.json, "zero_optimization.stage")
         self.stage: int = 2 if stage is None else stage
+        self._compare_options()
+        self._compare_training(recipe)
+        self._check_stage(recipe, launcher)
+
+    def _compare_options(self) -> None:
+        """Check that the JSON has the values of the plugin's options."""
+        options = self.options
         self._agree("zero_optimization.stage", "plugins.deepspeed.stage", options.stage)
         devices = {None: None, True: "cpu", False: "none"}
         for name, section in OFFLOADS.items():
@@ -84,6 +90,10 @@ class Configuration:
             ("allgather_bucket_size", "bucket_size"),
         ):
             self._agree(f"zero_optimization.{key}", f"plugins.deepspeed.{name}", getattr(options, name))
+
+    def _compare_training(self, recipe: Recipe) -> None:
+        """Check that the JSON has the values of the recipe's training, optimizer, schedule and loss scale."""
+        train = recipe.train
         self._agree("train_batch_size", "train.batch_size", train.batch_size)
         self._agree("train_micro_batch_size_per_gpu", "train.micro_batch_size", train.micro_batch_size)
         self._agree("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
@@ -106,6 +116,9 @@ class Configuration:
                 round(math.log2(scaling["init_scale"])),
             )
         self._agree("fp16.loss_scale_window", "plugins.amp.growth_interval", scaling.get("growth_interval"))
+
+    def _check_stage(self, recipe: Recipe, launcher: Launcher) -> None:
+        """Check that the stage exists, and that it can do what the options, the launcher and the recipe need."""
         if self.stage not in (0, 1, 2, 3):
             raise PluginError(
                 f"is {self.stage!r}.",
@@ -114,7 +127,7 @@ class Configuration:
                 expected="0, 1, 2 or 3",
             )
         for (name, section), least in zip(OFFLOADS.items(), (1, 3), strict=True):
-            place = f"{recipe.where}: plugins.deepspeed.{name}" if getattr(options, name) else None
+            place = f"{recipe.where}: plugins.deepspeed.{name}" if getattr(self.options, name) else None
             if lookup(self.json, f"zero_optimization.{section}.device") not in (None, "none"):
                 place = place or f"{self.file}: zero_optimization.{section}"
             if place and self.stage < least:
@@ -126,9 +139,9 @@ class Configuration:
                 "ACCELERATE_DEEPSPEED_ZERO3_INIT",
                 "Set zero3_init_flag: false there: each process builds the model on its CPU.",
             )
-        if self.stage and train.optimizer_name in WHOLE_TENSORS:
+        if self.stage and recipe.train.optimizer_name in WHOLE_TENSORS:
             raise PluginError(
-                f"{train.optimizer_name} cannot be sharded: ZeRO gives it slices of flattened weights.",
+                f"{recipe.train.optimizer_name} cannot be sharded: ZeRO gives it slices of flattened weights.",
                 code="unsupported-optimizer",
                 place=f"{recipe.where}: train.optimizer",
                 remedy="Use another, such as AdamW, or plugins.deepspeed.stage: 0.",
@@ -181,10 +194,35 @@ class Configuration:
         Raises:
             PluginError: The JSON contradicts a setting that is known only now.
         """
-        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         precision = run.accelerator.mixed_precision
-        options = self.options
         self.half = precision == "fp16" or lookup(self.json, "bf16.enabled") is True
+        self._compare_run(run, precision)
+        config = without_auto(self.json)
+        for section in ("optimizer", "scheduler"):  # the recipe's are used; _agree checked that these are equal
+            config.pop(section, None)
+        config["train_batch_size"] = run.recipe.train.batch_size
+        config["train_micro_batch_size_per_gpu"] = run.loaders.micro_batch_size
+        config["gradient_accumulation_steps"] = run.loaders.micro_steps
+        # the plugin clips for stage 0
+        config["gradient_clipping"] = run.recipe.train.max_grad_norm or 0.0
+        if self.stage == 0:
+            config["gradient_clipping"] = 0.0
+        config.setdefault("zero_allow_untested_optimizer", True)
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+        self._set_zero(config.setdefault("zero_optimization", {}), run, model)
+        if precision == "bf16" and not self.half:
+            config["torch_autocast"] = {"dtype": "bfloat16", **config.get("torch_autocast", {}), "enabled": True}
+        if precision == "fp16":
+            scaling = run.accelerator.scaler_handler
+            defaults = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}  # torch's
+            if scaling:
+                defaults["initial_scale_power"] = round(math.log2(scaling.init_scale))
+                defaults["loss_scale_window"] = scaling.growth_interval
+            config["fp16"] = {**defaults, **config.get("fp16", {}), "enabled": True}
+        return config
+
+    def _compare_run(self, run: Run, precision: str) -> None:
+        """Check that the JSON has the batches and the precision of the run, and that DeepSpeed can do them."""
         if run.settings.split is not None:
             splitter = run.settings.writers["split"]
             raise PluginError(
@@ -213,19 +251,10 @@ class Configuration:
                 place="plugins.deepspeed.stage",
                 remedy="Use stage 1 or more.",
             )
-        config = without_auto(self.json)
-        for section in ("optimizer", "scheduler"):  # the recipe's are used; _agree checked that these are equal
-            config.pop(section, None)
-        config["train_batch_size"] = run.recipe.train.batch_size
-        config["train_micro_batch_size_per_gpu"] = run.loaders.micro_batch_size
-        config["gradient_accumulation_steps"] = run.loaders.micro_steps
-        # the plugin clips for stage 0
-        config["gradient_clipping"] = run.recipe.train.max_grad_norm or 0.0
-        if self.stage == 0:
-            config["gradient_clipping"] = 0.0
-        config.setdefault("zero_allow_untested_optimizer", True)
-        config.setdefault("zero_force_ds_cpu_optimizer", False)
-        zero = config.setdefault("zero_optimization", {})
+
+    def _set_zero(self, zero: dict[str, Any], run: Run, model: nn.Module) -> None:
+        """Set the values of the section ``zero_optimization``."""
+        options = self.options
         zero["stage"] = self.stage
         for name, section in OFFLOADS.items():
             if getattr(options, name):
@@ -235,17 +264,8 @@ class Configuration:
         if options.bucket_size is not None:
             zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = options.bucket_size
         # DeepSpeed would allocate all of its default, 5e8
+        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         zero.setdefault("reduce_bucket_size", min(elements, 500_000_000))
-        if precision == "bf16" and not self.half:
-            config["torch_autocast"] = {"dtype": "bfloat16", **config.get("torch_autocast", {}), "enabled": True}
-        if precision == "fp16":
-            scaling = run.accelerator.scaler_handler
-            defaults = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}  # torch's
-            if scaling:
-                defaults["initial_scale_power"] = round(math.log2(scaling.init_scale))
-                defaults["loss_scale_window"] = scaling.growth_interval
-            config["fp16"] = {**defaults, **config.get("fp16", {}), "enabled": True}
-        return config
 
 
 def take_over(launcher: Launcher) -> None:

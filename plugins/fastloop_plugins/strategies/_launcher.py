@@ -30,8 +30,8 @@ class Launcher:
 
     def asked(self, variable: str) -> str | None:
         """The value of a variable; None if it is not set, or says nothing."""
-        found = os.environ.get(variable, "")
-        return None if found.lower() in ("", "auto") else found
+        value = os.environ.get(variable, "")
+        return None if value.lower() in ("", "auto") else value
 
     def is_on(self, variable: str) -> bool:
         """Whether a variable is true."""

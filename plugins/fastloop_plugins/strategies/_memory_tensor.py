@@ -37,9 +37,9 @@ class TensorShare:
     def __init__(self, model: nn.Module, processes: int, precision: str, where: str) -> None:
         self.processes = processes
         self.sent = 0.0
-        found, rules = find_plan(model, precision, where)
-        for name, style in styles(found, rules, processes, where).items():
-            self._divide(found.get_submodule(name), style, rule_of(rules, name))
+        inner, rules = find_plan(model, precision, where)
+        for name, style in styles(inner, rules, processes, where).items():
+            self._divide(inner.get_submodule(name), style, rule_of(rules, name))
 
     def _send(self, size: float, rounds: int = 2) -> None:
         self.sent += rounds * size * (self.processes - 1) / self.processes

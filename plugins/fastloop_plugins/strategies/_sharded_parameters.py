@@ -46,8 +46,8 @@ def refuse_ties(model: nn.Module, blocks: list[nn.Module], where: str) -> None:
     part = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     parts: dict[int, int | None] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        found = part.get(id(model.get_submodule(name.rpartition(".")[0])))
-        if parts.setdefault(id(weight), found) != found:
+        shard = part.get(id(model.get_submodule(name.rpartition(".")[0])))
+        if parts.setdefault(id(weight), shard) != shard:
             raise PluginError(
                 f"the weight {name!r} is tied to one outside its block.",
                 code="tied-parameters",

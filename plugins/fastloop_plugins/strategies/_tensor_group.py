@@ -41,17 +41,17 @@ def find_plan(model: nn.Module, precision: str, where: str) -> tuple[Any, Any]:
         raise PluginError(
             "works in fp32 and bf16; the recipe's precision is 'fp16'.", code="unsupported-precision", place=where
         )
-    found = transformers_model(model)
-    rules = getattr(found, "tp_plan", None)
+    inner = transformers_model(model)
+    rules = getattr(inner, "tp_plan", None)
     if not rules:
-        name = type(found or model).__name__
+        name = type(inner or model).__name__
         raise PluginError(
             f"{name} has no plan (tp_plan of a transformers model).",
             code="unsupported-model",
             place=where,
             remedy="Use fsdp or ddp.",
         )
-    return found, rules
+    return inner, rules
 
 
 class TensorGroup:
@@ -73,8 +73,8 @@ class TensorGroup:
 
         self.size = mesh.size()
         self.drew_together = False
-        found, rules = find_plan(model, run.accelerator.mixed_precision, where)
-        parallelize_module(found, mesh, styles(found, rules, self.size, where))
+        inner, rules = find_plan(model, run.accelerator.mixed_precision, where)
+        parallelize_module(inner, mesh, styles(inner, rules, self.size, where))
 
     def share_metrics(self, run: Run) -> None:
         """Let metrics count each sample once: every process of a group has the same predictions."""

@@ -80,7 +80,7 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
                 remedy="Use fsdp or ddp.",
             )
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    found: dict[str, ParallelStyle] = {}
+    by_name: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         rule = rule_of(rules, name)
         if rule is None or rule == "replicate" or any(uses[id(weight)] > 1 for weight in module.parameters()):
@@ -107,18 +107,18 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
                 remedy="Use fsdp or ddp.",
             )
         if layer is module:
-            found[name] = style
+            by_name[name] = style
             continue
-        found[f"{name}.base_layer"] = style
-        found |= {f"{name}.{ADAPTERS[rule]}.{adapter}": style for adapter in getattr(module, ADAPTERS[rule])}
-    if not found:
+        by_name[f"{name}.base_layer"] = style
+        by_name |= {f"{name}.{ADAPTERS[rule]}.{adapter}": style for adapter in getattr(module, ADAPTERS[rule])}
+    if not by_name:
         raise PluginError(
             f"the plan of {type(model).__name__} names none of its layers.",
             code="unsupported-model",
             place=where,
             remedy="Use fsdp or ddp.",
         )
-    return found
+    return by_name
 
 
 def rule_of(rules: Mapping[str, str], name: str) -> str | None:

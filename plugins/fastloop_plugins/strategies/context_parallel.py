@@ -89,15 +89,15 @@ class ContextParallel(Plugin):
         if run.world_size == 1:
             self.log.info("one process, so there is nothing to divide")
             return
-        found = with_loss(model)
-        if found is None or not getattr(found, "_supports_sdpa", False):
+        inner = with_loss(model)
+        if inner is None or not getattr(inner, "_supports_sdpa", False):
             raise PluginError(
                 f"{type(model).__name__} has no selectable attention.",
                 code="unsupported-model",
                 place=where,
                 remedy="Use fsdp alone.",
             )
-        if getattr(found.config.get_text_config(), "output_router_logits", False):
+        if getattr(inner.config.get_text_config(), "output_router_logits", False):
             raise PluginError(
                 "the loss of a router needs whole sequences.",
                 code="unsupported-model",
@@ -110,8 +110,8 @@ class ContextParallel(Plugin):
         slices = _context_attention.SequenceSlices(size, run.rank % size, group)
         AttentionInterface.register(_context_attention.NAME, partial(_context_attention.attention, slices))
         AttentionMaskInterface.register(_context_attention.NAME, _context_attention.mask)
-        found.set_attn_implementation(_context_attention.NAME)
-        divide_forward(found, slices)
+        inner.set_attn_implementation(_context_attention.NAME)
+        divide_forward(inner, slices)
 
 
 def divide_forward(model: Any, slices: SequenceSlices) -> None:

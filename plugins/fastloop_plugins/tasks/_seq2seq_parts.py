@@ -55,9 +55,9 @@ class Seq2SeqTextData(ColumnData):
     options: Seq2SeqData
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
-        found = super().parse(columns, bad)
-        found[self.columns[0]] = self.add_prefix(found[self.columns[0]])
-        return found
+        texts = super().parse(columns, bad)
+        texts[self.columns[0]] = self.add_prefix(texts[self.columns[0]])
+        return texts
 
     def add_prefix(self, texts: Iterable[Any]) -> list[str]:
         """Inputs with ``data.prefix``."""
@@ -77,8 +77,8 @@ def encode_rows(tokenizer: Any, rows: Sequence[tuple[str, str]], arguments: Mapp
     writer = TargetWriter(tokenizer)
 
     def encode_targets(targets: Sequence[str], length: int) -> list[list[int]]:
-        found = tokenizer(text_target=list(targets), truncation=True, max_length=length, return_attention_mask=False)
-        ids: list[list[int]] = found["input_ids"]
+        encoded = tokenizer(text_target=list(targets), truncation=True, max_length=length, return_attention_mask=False)
+        ids: list[list[int]] = encoded["input_ids"]
         return ids
 
     for portion in portions(rows):
@@ -208,8 +208,8 @@ class Seq2SeqModel(AutoClassModel):
 
     def end(self) -> int:
         """The id of the token that ends a text."""
-        (found,) = end_of(self.tokenizer)
-        return found
+        (token,) = end_of(self.tokenizer)
+        return token
 
     def _build(self, auto: Any, labels: Any) -> Any:
         given = self.options.config

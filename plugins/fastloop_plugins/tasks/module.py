@@ -125,8 +125,8 @@ class Module(Plugin):
         elif self.loss_name is not None and "plugins.module.loss" not in self.named:
             self.criterion = torch_loss(chosen, place)
         place = f"{recipe.where}: plugins.module.metrics"
-        found = find_metrics(metrics, recipe, "plugins.module.metrics")
-        self.collection = collect(make_metrics(found, metrics, place), place) if metrics else None
+        classes = find_metrics(metrics, recipe, "plugins.module.metrics")
+        self.collection = collect(make_metrics(classes, metrics, place), place) if metrics else None
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:

@@ -100,23 +100,23 @@ def quantize(run: Run, model: nn.Module, kept: Collection[str]) -> None:
     Raises:
         PluginError: No layer can be replaced.
     """
-    found = list(_layers(model, kept))
+    layers = list(_layers(model, kept))
     dtype = COMPUTE[run.accelerator.mixed_precision]
     suited = [
         name
-        for name, layer in found
+        for name, layer in layers
         if (layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features) % BLOCK == 0
     ]
     if not suited:
         raise PluginError(
-            f"{type(model).__name__} has {len(found)} linear layers, and none whose number of inputs is a multiple of "
+            f"{type(model).__name__} has {len(layers)} linear layers, and none whose number of inputs is a multiple of "
             f"{BLOCK}, which nf4 needs.",
             code="unsupported-model",
             place=f"{run.recipe.where}: plugins.lora.quantize",
             remedy="Leave quantize out.",
         )
     before = after = 0
-    found.clear()  # so that each layer is freed as soon as it is replaced
+    layers.clear()  # so that each layer is freed as soon as it is replaced
     for name in suited:
         layer: Any = model.get_submodule(name)
         before += layer.weight.nbytes

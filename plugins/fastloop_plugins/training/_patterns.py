@@ -19,14 +19,14 @@ WRAPPERS = ("base_model.model.", "modules_to_save.default.", "base_layer.", "_ch
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Name -> parameter, without the parts that wrappers add. The parameters that a wrapper adds keep the names that it
     gives them."""
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
         if ".original_module." in name:  # peft keeps it beside the copy that is trained
             continue
         for part in WRAPPERS:
             name = name.replace(part, "")
-        found[name] = parameter
-    return found
+        parameters[name] = parameter
+    return parameters
 
 
 def matching(pattern: str, parameters: Mapping[str, nn.Parameter], where: str) -> list[str]:

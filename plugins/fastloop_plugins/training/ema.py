@@ -103,9 +103,9 @@ class EMA(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         if self.batch_norm_batches and run.train_loader.sampler is None:
-            found = f"{type(run.train_loader.dataset).__name__} is iterable, and its samples cannot be read again"
+            problem = f"{type(run.train_loader.dataset).__name__} is iterable, and its samples cannot be read again"
             where = f"{run.recipe.where}: plugins.ema.batch_norm_batches"
-            raise PluginError(f"{found}.", code="conflicting-values", place=where, remedy="Set it to 0.")
+            raise PluginError(f"{problem}.", code="conflicting-values", place=where, remedy="Set it to 0.")
 
     @hookimpl
     def after_fit(self, run: Run) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fastloop.plugins.plugin import Plugin
     from fastloop.recipe import Recipe
     from fastloop_tools.bench.ablation import AblationSettings
+    from fastloop_tools.bench.plan import Ablation
     from fastloop_tools.trials.measuring_process import Window
 
 SELECTION_BUDGET = "10m"
@@ -108,6 +109,7 @@ def bench(
     from fastloop.errors import UsageError
     from fastloop_plugins._time import parse_time
     from fastloop_tools.bench.ablation import AblationSettings
+    from fastloop_tools.shared.command_lines import command_line
     from fastloop_tools.trials.measuring_process import Window
 
     if ranks.world_size() > 1:
@@ -146,7 +148,9 @@ def bench(
         loaded = load(recipe, overrides, added, without)
         options = {"--with": names(with_), "--without": names(without), "--variants": variants}
         words = [recipe, *(overrides or ())]
-        complete = measure_ablation(loaded, sets, leave_one_out, settings, environment, timeout, output, words, options)
+        plan = plan_ablation(loaded, sets, leave_one_out)
+        command = command_line("bench", words, options)
+        complete = measure_ablation(plan, settings, environment, timeout, output, command)
     raise typer.Exit(0 if complete else 1)
 
 
@@ -228,24 +232,34 @@ def write_fastest(
     typer.echo(f"{factor(selection)}; written to {target}")
 
 
+def plan_ablation(recipe: Recipe, sets: list[list[str]], leave_one_out: bool) -> Ablation:
+    """The variants of a recipe to measure.
+
+    Args:
+        sets: Sets of plugins to measure; empty: the recipe's plugins are added one by one.
+        leave_one_out: Whether to measure the full set without each plugin, too.
+    """
+    from fastloop_tools.bench.plan import make_ablation
+
+    by_reference = {reference: name for name, reference in recipe.references.items()}
+    named = [[by_reference.get(name, name) for name in listed] for listed in sets]
+    return make_ablation(recipe, named, leave_one_out)
+
+
 def measure_ablation(
-    recipe: Recipe,
-    sets: list[list[str]],
-    leave_one_out: bool,
+    plan: Ablation,
     settings: AblationSettings,
     environment: Mapping[str, str],
     timeout: float | None,
     output: str,
-    words: list[str],
-    options: Mapping[str, Any],
+    command: str,
 ) -> bool:
-    """Measure the plugins of a recipe, and write and show the results. Returns whether all measurements succeeded.
+    """Measure the variants of a recipe, and write and show the results. Returns whether all measurements succeeded.
 
     Args:
-        sets: Sets of plugins to measure; empty: the recipe's plugins are added one by one.
         timeout: Seconds that a measurement may take; None: no limit.
         output: Folder of the results; empty: one in runs/.
-        words, options: The words and options of the command line, for the report.
+        command: The command line that repeats it, for the report.
     """
     import rich
     from rich.markdown import Markdown
@@ -253,18 +267,13 @@ def measure_ablation(
     from fastloop.runtime.files import write
     from fastloop_tools.bench import report
     from fastloop_tools.bench.ablation import Bench
-    from fastloop_tools.bench.plan import make_ablation
-    from fastloop_tools.shared.command_lines import command_line
     from fastloop_tools.shared.tables import dump
     from fastloop_tools.trials.pairs import TrialRunner
 
-    by_reference = {reference: name for name, reference in recipe.references.items()}
-    sets = [[by_reference.get(name, name) for name in listed] for listed in sets]
-    plan = make_ablation(recipe, sets, leave_one_out)
     recipe = plan.recipe
     name = recipe.source.stem if recipe.source else "recipe"
     folder = make_folder(Path(output or f"runs/bench-{name}"))
-    facts = {"name": name, "command": command_line("bench", words, options), **this_place(plan.plugins, recipe)}
+    facts = {"name": name, "command": command, **this_place(plan.plugins, recipe)}
 
     def keep(record: dict[str, Any]) -> None:
         write(folder / "bench.json", dump(record), hidden=True)
@@ -320,9 +329,9 @@ def this_place(plugins: Mapping[str, Plugin], recipe: Recipe) -> dict[str, Any]:
 
     machine = this_machine(recipe.train.device)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": __version__}
-    found = [distribution_of(type(plugin)) for plugin in plugins.values()]  # type: ignore[arg-type]
+    distributions = [distribution_of(type(plugin)) for plugin in plugins.values()]  # type: ignore[arg-type]
     return {
-        "versions": versions | {one.name: one.version for one in found if one is not None},
+        "versions": versions | {one.name: one.version for one in distributions if one is not None},
         "machine": {
             "device": f"{machine.device} ({machine.name})",
             "cores": platform_support.cores(),

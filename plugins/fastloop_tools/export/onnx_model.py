@@ -173,8 +173,8 @@ def compare(model: nn.Module, calls: Calls, file: Path) -> tuple[float, float, l
     shapes = []
     for tensors in calls.variants():
         expected = model(*(tensors[name] for name in calls.axes))
-        found = session.run(None, {name: tensor.numpy() for name, tensor in tensors.items() if name in taken})
-        for ours, theirs in zip(expected, found, strict=True):
+        outputs = session.run(None, {name: tensor.numpy() for name, tensor in tensors.items() if name in taken})
+        for ours, theirs in zip(expected, outputs, strict=True):
             error = (ours.double() - torch.from_numpy(theirs).double()).abs().max().item()
             difference = error if math.isnan(error) else max(difference, error)
             largest = max(largest, ours.double().abs().max().item())

@@ -105,8 +105,8 @@ def use_onnx(model: nn.Module, file: Path) -> None:
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 bound |= bound.pop(name, {})
-        found = session.run(None, {name: bound[name].numpy() for name in taken})
-        tensors = dict(zip(names, map(torch.from_numpy, found), strict=True))
+        outputs = session.run(None, {name: bound[name].numpy() for name in taken})
+        tensors = dict(zip(names, map(torch.from_numpy, outputs), strict=True))
         if names == ["output"]:
             return tensors["output"]
         targets = bound.get("targets")

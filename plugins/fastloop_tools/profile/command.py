@@ -96,12 +96,12 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
         return False
     profile = StepProfile(**observer.result(run)["profile"])
     profile.total_steps = whole_length(run, recipe.train.epochs, recipe.train.max_steps)
-    found, refused = suggest(profile, recipe, never)
+    suggestions, refused = suggest(profile, recipe, never)
     name = recipe.source.stem if recipe.source else "recipe"
-    text = page.markdown(profile, found, refused, name)
+    text = page.markdown(profile, suggestions, refused, name)
     write(folder / "profile.md", text)
-    write(folder / "profile.json", dump(page.record(profile, found, refused)), hidden=True)
+    write(folder / "profile.json", dump(page.record(profile, suggestions, refused)), hidden=True)
     write(folder / "profile.html", render(read([folder]), f"Profile of {name}"))
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}; page: {folder / 'profile.html'}")
-    return bool(found)
+    return bool(suggestions)

@@ -40,7 +40,7 @@ def suggest(
 ) -> tuple[list[Suggestion], dict[str, str]]:
     """The edits worth trying, largest estimate first; and plugins that would be faster but cannot run -> why. Plugins
     that are false in the recipe may be suggested, those of ``never`` not."""
-    found = []
+    edits = []
     refused = {}
     on = dataclasses.replace(
         recipe, plugins={name: options for name, options in recipe.plugins.items() if options is not False}
@@ -62,8 +62,8 @@ def suggest(
             refused[cls.name] = str(error).removeprefix(f"{recipe.where}: ")
             continue
         numerics = "reassociated" if estimate.overrides else cls.numerics
-        found.append(Suggestion(cls.name, estimate, words(on, cls, estimate), new, numerics))
-    return sorted(found, key=lambda suggestion: -suggestion.estimate.seconds), refused
+        edits.append(Suggestion(cls.name, estimate, words(on, cls, estimate), new, numerics))
+    return sorted(edits, key=lambda suggestion: -suggestion.estimate.seconds), refused
 
 
 def speedup(profile: StepProfile, estimate: SpeedupEstimate) -> float:

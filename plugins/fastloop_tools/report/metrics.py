@@ -93,7 +93,7 @@ def read_log(path: Path) -> dict[str, Series]:
     Raises:
         UsageError: The file cannot be read; names the line.
     """
-    found: dict[str, Series] = {}
+    series: dict[str, Series] = {}
     number = 0
     try:
         with path.open("rb") as file:
@@ -104,11 +104,11 @@ def read_log(path: Path) -> dict[str, Series]:
                 whole = data[: data.rfind(b"\n") + 1]
                 for part in filter(None, (whole, data[len(whole) :])):
                     for name, points in _parse(part, path, number).items():
-                        found.setdefault(name, Series()).extend(points)
+                        series.setdefault(name, Series()).extend(points)
                 number += data.count(b"\n")
     except OSError as error:
         raise UsageError(f"cannot be read: {clause(error)}.", code="file-unreadable", place=str(path)) from None
-    return found
+    return series
 
 
 def _parse(data: bytes, path: Path, before: int) -> dict[str, NDArray[np.float64]]:
@@ -141,7 +141,7 @@ def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # lines of one split with the same keys
     for row in rows:
         alike.setdefault((row.get("split"), *row), []).append(row)
-    found: dict[str, list[NDArray[np.float64]]] = {}
+    points_of: dict[str, list[NDArray[np.float64]]] = {}
     for (split, *keys), group in alike.items():
         steps = np.array([int(row["step"]) for row in group])
         for key in dict.fromkeys(keys):  # in the order of the log, as on every page of these runs
@@ -158,8 +158,8 @@ def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
                 where = steps[is_number]
                 values = [*compress(values, is_number)]
             name = f"{split} {key}" if split else key
-            found.setdefault(name, []).append(np.column_stack([where, np.array(values, dtype=np.float64)]))
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+            points_of.setdefault(name, []).append(np.column_stack([where, np.array(values, dtype=np.float64)]))
+    return {name: np.concatenate(parts) for name, parts in points_of.items()}
 
 
 def find_malformed(data: bytes) -> int:

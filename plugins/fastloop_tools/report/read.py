@@ -214,8 +214,8 @@ def read_evaluation(path: Path) -> Evaluation:
     from pydantic import TypeAdapter
 
     try:
-        found = TypeAdapter(Evaluation).validate_python(read_json(path))
-        if {len(found.confusion), *map(len, found.confusion)} - {len(found.classes)}:
+        evaluation = TypeAdapter(Evaluation).validate_python(read_json(path))
+        if {len(evaluation.confusion), *map(len, evaluation.confusion)} - {len(evaluation.classes)}:
             raise ValueError("the classes and their confusions differ in number")
     except MALFORMED:
         raise UsageError(
@@ -224,4 +224,4 @@ def read_evaluation(path: Path) -> Evaluation:
             expected="the results that `fastloop evaluate` writes",
             remedy="Evaluate the run again, or remove the file.",
         ) from None
-    return found
+    return evaluation

@@ -46,10 +46,10 @@ class SampleReader(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any] | None:
-        found = run.hooks.show_samples(run=run, count=self.count)
-        if found is None:
+        samples = run.hooks.show_samples(run=run, count=self.count)
+        if samples is None:
             return None
-        self.samples = list(islice(found, self.count))
+        self.samples = list(islice(samples, self.count))
         return {"train": list(range(run.recipe.train.batch_size))}
 
     @hookimpl

@@ -1,6 +1,6 @@
 """``fastloop sweep``: trains a grid of settings with several seeds, and compares the results.
 
-command                   # the arguments, and the choice between a grid and a search
+command, arguments        # the options, and the choice between a grid and a search
 grid, grid_runs           # a grid of values, seeds and folds, and its training
 folds                     # the plugin that divides the data of a run of ``--folds``
 search, space             # ``--trials``: points that Optuna chooses

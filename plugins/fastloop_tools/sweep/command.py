@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fastloop.cli.arguments import NoCode, RecipeName, With, Without, choice, names
+from fastloop_tools.sweep.arguments import SweepArguments
 
 Values = Annotated[
     list[str] | None,
@@ -89,6 +90,16 @@ def sweep(
     """
     from fastloop.errors import UsageError
 
+    arguments = SweepArguments(
+        recipe=recipe,
+        values=values or [],
+        added=names(with_),
+        left_out=names(without),
+        seeds=seeds,
+        monitor=monitor,
+        mode=mode,
+        nproc=nproc,
+    )
     if trials is not None:
         if folds is not None or resume:
             option = "--resume" if resume else "--folds"
@@ -99,7 +110,7 @@ def sweep(
             )
         from fastloop_tools.sweep.search import search
 
-        search(recipe, values or [], trials, storage, monitor, mode, seeds, with_, without, nproc, heartbeat or 60)
+        search(arguments, trials, storage, heartbeat or 60)
         return
     for option, value in (("--storage", storage), ("--heartbeat", heartbeat)):
         if value is not None:
@@ -111,6 +122,4 @@ def sweep(
             )
     from fastloop_tools.sweep.grid_runs import sweep_grid
 
-    added = names(with_)
-    left_out = names(without)
-    sweep_grid(recipe, values or [], added, left_out, seeds, folds, monitor or "loss", mode, nproc, resume)
+    sweep_grid(arguments, folds, resume)

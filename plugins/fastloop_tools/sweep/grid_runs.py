@@ -12,59 +12,50 @@ from fastloop.errors import UsageError
 from fastloop.runtime.files import read_json_object
 from fastloop_tools.shared.command_lines import command_line
 from fastloop_tools.sweep import grid, space
+from fastloop_tools.sweep.arguments import SweepArguments
 from fastloop_tools.trials.record import Record
 from fastloop_tools.trials.runs import SweepSettings, TrialRun, stop
 
 
-def sweep_grid(
-    recipe: str,
-    values: list[str],
-    added: list[str],
-    left_out: list[str],
-    seeds: int | None,
-    folds: int | None,
-    monitor: str,
-    mode: str,
-    nproc: int,
-    resume: bool,
-) -> None:
-    """Train a grid of values, seeds and folds, and print the results. The arguments are those of the command.
+def sweep_grid(arguments: SweepArguments, folds: int | None, resume: bool) -> None:
+    """Train a grid of values, seeds and folds, and print the results.
 
     Args:
-        values: The overrides: those with several values span the grid.
-        added: The plugins of ``--with``.
-        left_out: The plugins of ``--without``.
+        folds: Folds of the training data; None: the recipe's validation split.
+        resume: Whether to continue the sweep in the output folder.
 
     Raises:
         UsageError: The command line is wrong, or the output folder has other content.
         typer.Exit: With the exit code.
     """
+    monitor = arguments.monitor or "loss"
+    added = arguments.added
     again = command_line(
         "sweep",
-        [recipe, *values],
+        [arguments.recipe, *arguments.values],
         {
             "--with": added,
-            "--without": left_out,
-            "--seeds": seeds,
+            "--without": arguments.left_out,
+            "--seeds": arguments.seeds,
             "--folds": folds,
             "--monitor": monitor,
-            "--mode": mode,
-            "--nproc": nproc,
+            "--mode": arguments.mode,
+            "--nproc": arguments.nproc,
             "--resume": True,
         },
     )
-    refuse_ranges(values)
-    points = grid.parse(values)
+    refuse_ranges(arguments.values)
+    points = grid.parse(arguments.values)
     if folds is not None:
         points = with_folds(points, folds)
         added = [*added, "folds"]
-    settings = SweepSettings(recipe, points.fixed, added, left_out, monitor, nproc)
-    runs = list_runs(points, settings, seeds, folds)
+    settings = SweepSettings(arguments.recipe, points.fixed, added, arguments.left_out, monitor, arguments.nproc)
+    runs = list_runs(points, settings, arguments.seeds, folds)
     for run in runs:  # a value that is wrong ends the sweep before the first run
         settings.load(run.overrides)
     show_messages()
     origin = {"recipe": str(settings.base.source), "base": settings.base.to_dict()}
-    record = Record(settings.folder, origin, runs, monitor, settings.known_mode(mode))
+    record = Record(settings.folder, origin, runs, monitor, settings.known_mode(arguments.mode))
     record.start(resume, again)
     with signals.on_signals(signals.stop_now):
         train_runs(runs, settings, record, again)

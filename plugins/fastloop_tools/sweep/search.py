@@ -11,33 +11,23 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fastloop.cli.arguments import names
 from fastloop.distributed import signals
 
 if TYPE_CHECKING:
     from fastloop import MetricMode
+    from fastloop_tools.sweep.arguments import SweepArguments
     from fastloop_tools.sweep.space import Axis
     from fastloop_tools.sweep.study import TrialRow
     from fastloop_tools.trials.runs import SweepSettings
 
 
-def search(
-    recipe: str,
-    values: list[str],
-    count: int,
-    storage: str | None,
-    monitor: str | None,
-    mode: str,
-    seeds: int | None,
-    with_: list[str] | None,
-    without: list[str] | None,
-    nproc: int,
-    heartbeat: int,
-) -> None:
-    """Search the best values of keys with Optuna: ``fastloop sweep --trials``. The arguments are those of the command.
+def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat: int) -> None:
+    """Search the best values of keys with Optuna: ``fastloop sweep --trials``.
 
     Args:
         count: Trials of the search, over all workers.
+        storage: URL of the database that the workers share; None: a file in the output folder.
+        heartbeat: Seconds between two heartbeats of a trial.
 
     Raises:
         UsageError: The command line is wrong, Optuna is not installed, or the study belongs to another search.
@@ -52,15 +42,17 @@ def search(
     from fastloop_tools.trials.record import Record
     from fastloop_tools.trials.runs import SweepSettings, monitored
 
-    axes, fixed = space.parse(values)
+    seeds = arguments.seeds
+    axes, fixed = space.parse(arguments.values)
     check_axes(axes, seeds)
-    settings = SweepSettings(recipe, fixed, names(with_), names(without), monitor or "", nproc)
+    settings = SweepSettings(
+        arguments.recipe, fixed, arguments.added, arguments.left_out, arguments.monitor or "", arguments.nproc
+    )
     check_values(settings, axes)
-    if not monitor:
-        monitor = monitored(settings.base)[1]
+    monitor = arguments.monitor or monitored(settings.base)[1]
     settings = replace(settings, monitor=monitor)
     show_messages()
-    better = settings.known_mode(mode)
+    better = settings.known_mode(arguments.mode)
     if better is None:
         better = measure_mode(settings, [f"{axis.key}={axis.examples()[0]}" for axis in axes])
     folder = settings.folder

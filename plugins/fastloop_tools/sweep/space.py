@@ -78,14 +78,14 @@ def parse(overrides: Iterable[str]) -> tuple[list[Axis], list[str]]:
 def _parse_range(item: str) -> Axis | None:
     """The axis of ``key=a..b`` or ``key=log(a..b)``; None for another value, such as the path ``../data``."""
     key, _, text = item.partition("=")
-    found = _RANGE.fullmatch(text.strip())
-    if found is None and not text.startswith("log("):
+    match = _RANGE.fullmatch(text.strip())
+    if match is None and not text.startswith("log("):
         return None
-    low, high = (_number(found[2]), _number(found[3])) if found else (None, None)
+    low, high = (_number(match[2]), _number(match[3])) if match else (None, None)
     log = text.startswith("log(")
     if low is None and high is None and not log:
         return None
-    if found is None or low is None or high is None or bool(found[1]) != bool(found[4]):
+    if match is None or low is None or high is None or bool(match[1]) != bool(match[4]):
         raise UsageError(
             "not a range of numbers.",
             code="wrong-format",
@@ -111,7 +111,7 @@ def _parse_range(item: str) -> Axis | None:
         low = float(low)
         high = float(high)
         # as decimals: as floats, 9e-3 / 9e-5 is less than 100
-        log = log or (low > 0 and Decimal(found[3]) >= LOG_RATIO * Decimal(found[2]))
+        log = log or (low > 0 and Decimal(match[3]) >= LOG_RATIO * Decimal(match[2]))
     return Axis(key, text, ends=(low, high), log=log)
 
 

@@ -97,10 +97,10 @@ def check_plugins(plugins: Iterable[Any]) -> None:
         if isinstance(plugin, str | Mapping | Plugin):
             continue
         if isinstance(plugin, type) and issubclass(plugin, Plugin):
-            found = f"the class {plugin.__name__}"
+            given = f"the class {plugin.__name__}"
             remedy = f"Give an object of it: {plugin.__name__}()."
         else:
-            found = f"an object of {type(plugin).__name__}"
+            given = f"an object of {type(plugin).__name__}"
             remedy = (
                 "A callback of transformers is run by a plugin of the package fastloop-migrate: from fastloop_migrate "
                 "import TransformersCallbacks; plugins=[TransformersCallbacks(callback)]."
@@ -108,7 +108,7 @@ def check_plugins(plugins: Iterable[Any]) -> None:
         raise UsageError(
             code="wrong-type",
             place=f"Trainer: plugins[{number}]",
-            found=found,
+            found=given,
             expected="a name, one {name: {option: value}}, or an object of a subclass of fastloop.Plugin",
             remedy=remedy,
         )

@@ -188,9 +188,9 @@ def peak(run: Run) -> int:
 
     status = Path("/proc/self/status")
     if run.device.type == "cpu" and status.exists():
-        found = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
-        if found:
-            return int(found[0].split()[1]) * 1024
+        lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if lines:
+            return int(lines[0].split()[1]) * 1024
     return peak_memory(run.device)
 
 
@@ -258,10 +258,10 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
             meter = ProfileObserver(spec, warnings)
         run, summary = run_recipe(resolved, meter)
         whole = {"seconds": summary["train_seconds"], "steps": summary["steps"]}
-        found = whole if spec.evaluates else meter.result(run)
-        found |= {"total_steps": whole_length(run, **length), "summary": summary}
-        if "profile" in found:
-            found["profile"]["total_steps"] = found["total_steps"]
+        measured = whole if spec.evaluates else meter.result(run)
+        measured |= {"total_steps": whole_length(run, **length), "summary": summary}
+        if "profile" in measured:
+            measured["profile"]["total_steps"] = measured["total_steps"]
     except Exception as error:
         kinds = {UsageError: "usage", FastloopError: "run", Exception: "crash"}
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
@@ -271,7 +271,7 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": text.splitlines()[0], "kind": kind, "problem": problem.to_json()}
     finally:
         logger.removeHandler(warnings)
-    return found | {"warnings": warnings.lines}
+    return measured | {"warnings": warnings.lines}
 
 
 def run_specification(source: Path, target: Path) -> None:

@@ -82,13 +82,13 @@ def products() -> dict[str, int]:
         raise KernelUnavailable(f"torch {torch.__version__} does not export oneDNN's products") from None
     first, second = (torch.arange(tokens * 64).remainder(7).view(tokens, 64).bfloat16() for tokens in (16, 64))
     pairs = second.view(32, 2, 64).transpose(1, 2).contiguous()
-    found = torch.empty(16, 64)
+    result = torch.empty(16, 64)
     sizes = (16, 64, 64, 64, 64, 64)
-    tensors = (first, pairs, found)
+    tensors = (first, pairs, result)
     multiply.argtypes = [ctypes.c_int64] * 6 + [ctypes.c_bool] + [ctypes.c_void_p] * 3 + [ctypes.c_bool]
     multiply(*sizes, False, *(tensor.data_ptr() for tensor in tensors), True)
     release(ctypes.c_bool(True))
-    if not torch.equal(found, first.float() @ second.float()):
+    if not torch.equal(result, first.float() @ second.float()):
         raise KernelUnavailable(f"a product of oneDNN in torch {torch.__version__} is wrong")
     return {
         name: ctypes.cast(function, ctypes.c_void_p).value or 0

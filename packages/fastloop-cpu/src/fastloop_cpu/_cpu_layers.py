@@ -61,10 +61,10 @@ def call(name: str, columns: int, options: dict[str, Any], **tensors: Tensor | N
     sizes |= dict.fromkeys(("bias", "weight", "shift"), columns)
     for key, tensor in given.items():
         expected = (torch.float32 if key in sizes else torch.bfloat16, "cpu", sizes.get(key, rows * columns), True)
-        found = (tensor.dtype, tensor.device.type, tensor.numel(), tensor.is_contiguous())
-        if found != expected or not has_kernel(columns):
+        layout = (tensor.dtype, tensor.device.type, tensor.numel(), tensor.is_contiguous())
+        if layout != expected or not has_kernel(columns):
             raise ValueError(
-                f"cpu-layers: {name}: {key}: found {found}, expected {expected} (dtype, device, numbers, contiguous), "
+                f"cpu-layers: {name}: {key}: found {layout}, expected {expected} (dtype, device, numbers, contiguous), "
                 f"and a multiple of {LANES} columns up to {WIDEST}, not {columns}."
             )
     addresses = {key: tensor.data_ptr() for key, tensor in given.items()}

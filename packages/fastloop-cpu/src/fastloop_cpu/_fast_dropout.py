@@ -103,7 +103,7 @@ class AttentionWithDropout(torch.autograd.Function):
         buffer = query.new_empty(0)
         for piece in pieces(probabilities):
             kept = probabilities[piece].flatten(0, 1)
-            found = output[piece].flatten(0, 1)
+            rows = output[piece].flatten(0, 1)
             scores = buffer.resize_(kept.shape)
             torch.bmm(query[piece].flatten(0, 1), key[piece].flatten(0, 1).transpose(1, 2), out=scores)
             if bias is not None:
@@ -113,7 +113,7 @@ class AttentionWithDropout(torch.autograd.Function):
                 of_sign = torch.iinfo(integers).min
                 kept.view(integers).bitwise_or_(dropped(kept.shape, p, kept.element_size()).bitwise_and_(of_sign))
                 kept = torch.clamp(kept, min=0, out=scores)
-            torch.bmm(kept, value[piece].flatten(0, 1), out=found)
+            torch.bmm(kept, value[piece].flatten(0, 1), out=rows)
         ctx.save_for_backward(query, key, value, probabilities)
         ctx.scale = scale
         ctx.p = p
@@ -236,13 +236,13 @@ def use(model: Any, name: str, drops: bool) -> bool:
         name: Name to register the attention under in transformers.
         drops: Whether to draw the dropout masks here too.
     """
-    found = transformers_model(model)
-    if found is None or not getattr(found, "_supports_sdpa", False):
+    inner = transformers_model(model)
+    if inner is None or not getattr(inner, "_supports_sdpa", False):
         return False
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(name, partial(attention, drops=drops))
     AttentionMaskInterface.register(name, sdpa_mask)
-    found.set_attn_implementation(name)
+    inner.set_attn_implementation(name)
     return True

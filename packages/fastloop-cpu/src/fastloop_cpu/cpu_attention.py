@@ -80,8 +80,8 @@ class CpuAttention(Plugin):
             return
         from fastloop_cpu._cpu_attention import use
 
-        found = transformers_model(model)
-        use(found, f"cpu_{found.config._attn_implementation}")
+        inner = transformers_model(model)
+        use(inner, f"cpu_{inner.config._attn_implementation}")
 
     @staticmethod
     def reason_against(run: Run, model: nn.Module) -> str | None:
@@ -91,16 +91,16 @@ class CpuAttention(Plugin):
         from fastloop_cpu._cpu_attention import HEAD_SIZES, unavailable
         from fastloop_cpu._native import reason_against
 
-        found = transformers_model(model)
-        if found is None or not getattr(found, "_supports_sdpa", False):
+        inner = transformers_model(model)
+        if inner is None or not getattr(inner, "_supports_sdpa", False):
             return f"{type(model).__name__} has no selectable attention"
-        current = found.config._attn_implementation
+        current = inner.config._attn_implementation
         if current not in REPLACED:
             return f"the model's attention is {current!r}"
         reason = reason_against(run, model)
         if reason:
             return reason
-        size = head_size(found.config)
+        size = head_size(inner.config)
         if size not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
             return (

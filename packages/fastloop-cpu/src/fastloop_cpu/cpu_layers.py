@@ -73,7 +73,7 @@ class CpuLayers(Plugin):
         from fastloop_cpu._cpu_layers import SOURCE
         from fastloop_cpu._native import reason_against, unavailable_kernels
 
-        found = transformers_model(model)
-        if found is None or found.config.model_type not in BERT_LIKE:
+        inner = transformers_model(model)
+        if inner is None or inner.config.model_type not in BERT_LIKE:
             return f"{type(model).__name__} is not one of {', '.join(BERT_LIKE)}"
         return reason_against(run, model) or unavailable_kernels(SOURCE)

@@ -75,13 +75,13 @@ class FastDropout(Plugin):
                 )
             )
             return
-        found = [module for module in model.modules() if type(module) is nn.Dropout]
-        for module in found:
+        dropouts = [module for module in model.modules() if type(module) is nn.Dropout]
+        for module in dropouts:
             module.forward = partial(drop, module, module.forward)  # type: ignore[method-assign]
         config: Any = getattr(model, "config", None)
         usual = getattr(config, "_attn_implementation", None) in ("sdpa", "eager", BLOCKED)
         attention = usual and use(model, NAME, drops=True)
-        if not found and not attention:
+        if not dropouts and not attention:
             self.log.warning(
                 Problem(f"{type(model).__name__} has no dropout: there is nothing to replace.", code="no-effect")
             )

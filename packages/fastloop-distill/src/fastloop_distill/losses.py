@@ -59,5 +59,5 @@ def compare(
     if not with_states:
         return soft, None
     layers = zip(student.hidden_states[1:], (output.hidden_states[layer + 1] for layer in pairs), strict=True)
-    found = [distances(*(each.flatten(0, 1).to(dtype) for each in pair), options.states) for pair in layers]
-    return soft, torch.stack(found).mean(0) @ rows.weights(targets, per_text, dtype)
+    of_layers = [distances(*(each.flatten(0, 1).to(dtype) for each in pair), options.states) for pair in layers]
+    return soft, torch.stack(of_layers).mean(0) @ rows.weights(targets, per_text, dtype)

@@ -43,15 +43,15 @@ class CachedGradients:
         states = random_states()
         with torch.no_grad():
             # a process without a share of a micro-step computes one that does not count: it has no samples
-            found = [self.rows(self.vectors(run.model, batch.inputs))[: batch.samples] for batch in batches]
+            vectors = [self.rows(self.vectors(run.model, batch.inputs))[: batch.samples] for batch in batches]
         restore_random_states(states)
         keys = [self.row_keys(batch.inputs)[: batch.samples] for batch in batches]
         scores = [batch.inputs["labels"][: batch.samples] for batch in batches if "labels" in batch.inputs]
-        every = processes.all_gather_object([torch.cat(parts).cpu() for parts in (found, keys, scores) if parts])
+        every = processes.all_gather_object([torch.cat(parts).cpu() for parts in (vectors, keys, scores) if parts])
         leaf, all_keys, *rest = (torch.cat(parts).to(run.device) for parts in zip(*every, strict=True))
         self.value = self.loss(leaf.requires_grad_().unbind(1), rest[0] if rest else None, all_keys)
         (gradient,) = torch.autograd.grad(self.value, leaf)
-        parts = gradient.split([len(rows) for rows, *_ in every])[processes.rank].split([*map(len, found)])
+        parts = gradient.split([len(rows) for rows, *_ in every])[processes.rank].split([*map(len, vectors)])
         # the core weights the loss of a micro-batch by its share of the step's rows, which the factor reverses
         self.waiting = [part * (len(leaf) / max(len(part), 1)) for part in parts]
         try:

@@ -161,9 +161,9 @@ class Embedding(PairTask):
 
         size = self.vector_size()
         if self.dims and max(self.dims) > size:
-            found = f"found {max(self.dims)}, and vectors of the model have {size} numbers"
+            problem = f"found {max(self.dims)}, and vectors of the model have {size} numbers"
             raise RecipeError(
-                f"{found}.",
+                f"{problem}.",
                 code="out-of-range",
                 place=f"{run.recipe.where}: plugins.embedding.dims",
                 expected=f"at most {size}",

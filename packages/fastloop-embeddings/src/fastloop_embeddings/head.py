@@ -143,10 +143,10 @@ def load_dense(modules: SentenceModules, module: ModuleEntry, size: int, where: 
     }
     if module.config.get("bias", True):
         expected["linear.bias"] = shape[:1]
-    found = {name: tuple(value.shape) for name, value in weights.items()}
-    if found != expected:
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    if shapes != expected:
         raise RecipeError(
-            code="wrong-shape", place=f"{where}: {place / WEIGHTS}", found=f"weights {found}", expected=str(expected)
+            code="wrong-shape", place=f"{where}: {place / WEIGHTS}", found=f"weights {shapes}", expected=str(expected)
         )
     for name, parameter in activation.named_parameters():
         parameter.data.copy_(weights[f"activation_function.{name}"])

@@ -61,8 +61,10 @@ class Retrieval(Metric):
         pairs = np.unique(np.stack([query_of, document_of[:: keys.shape[1] - 1]], 1), axis=0)
         parts = torch.from_numpy(pairs[:, 1]).split(np.bincount(pairs[:, 0]).tolist())
         relevant = pad_sequence(parts, batch_first=True, padding_value=-1).to(rows.device)
-        found = search(vectors[:, 0][queries], vectors[:, 1:].flatten(0, 1)[documents], relevant, relevant >= 0, DEPTH)
-        return measure(found, relevant >= 0, (1, DEPTH))
+        ranking = search(
+            vectors[:, 0][queries], vectors[:, 1:].flatten(0, 1)[documents], relevant, relevant >= 0, DEPTH
+        )
+        return measure(ranking, relevant >= 0, (1, DEPTH))
 
 
 class Ranking(Metric):
@@ -85,8 +87,8 @@ class Ranking(Metric):
         gains, order = labels[kept].nan_to_num(0).clamp(min=0).sort(dim=1)
         scores = scores.masked_fill(labels.isnan(), float("-inf"))[kept].gather(1, order)
         if len(gains):
-            found = gains.gather(1, scores.argsort(dim=1, descending=True, stable=True))
-            self.total += torch.stack([*measure(found, gains, (1,)).values()]) * len(gains)
+            ranked = gains.gather(1, scores.argsort(dim=1, descending=True, stable=True))
+            self.total += torch.stack([*measure(ranked, gains, (1,)).values()]) * len(gains)
             self.queries += len(gains)
 
     def compute(self) -> dict[str, Tensor]:
@@ -105,12 +107,12 @@ def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, 
     relevant, order = relevant.sort(dim=1)
     gains = gains.gather(1, order)
     documents = normalize(documents).T
-    found = []
+    parts = []
     for part, own, gain in zip(*(each.split(CHUNK) for each in (queries, relevant, gains)), strict=True):
         best = (normalize(part) @ documents).topk(min(depth, documents.shape[1])).indices
         places = torch.searchsorted(own, best).clamp(max=own.shape[1] - 1)
-        found.append(gain.gather(1, places) * (own.gather(1, places) == best))
-    return torch.cat(found)
+        parts.append(gain.gather(1, places) * (own.gather(1, places) == best))
+    return torch.cat(parts)
 
 
 def measure(found: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[str, Tensor]:

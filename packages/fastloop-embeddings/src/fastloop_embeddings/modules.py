@@ -245,8 +245,8 @@ def check_transformer(config: Mapping[str, Any], expected: Mapping[str, Any], wh
         expected: ``transformer_task``, ``module_output_name`` and ``method_output_name``.
     """
     text = config.get("modality_config", {}).get("text", {})
-    found = {"method": "forward"} | {name: config[name] for name in expected if name in config} | text
-    for key, value in found.items():
+    given = {"method": "forward"} | {name: config[name] for name in expected if name in config} | text
+    for key, value in given.items():
         wanted = {"method": "forward", **expected}.get(key)
         if value != wanted:
             raise RecipeError(
@@ -298,7 +298,7 @@ def read_modules(folder: Path, where: str) -> SentenceModules | None:
             expected="a Transformer in the folder itself, a Pooling, and then any of Dense and Normalize",
         )
     transformer = read_transformer(folder, OF_VECTORS, where)
-    found = SentenceModules(
+    modules_of_folder = SentenceModules(
         folder=folder,
         modules=modules,
         prompts={name: text or "" for name, text in config.get("prompts", {}).items()},
@@ -306,9 +306,9 @@ def read_modules(folder: Path, where: str) -> SentenceModules | None:
         similarity=config.get("similarity_fn_name"),
         lowercase=bool(transformer.get("do_lower_case")),
     )
-    for problem in problems(found):
+    for problem in problems(modules_of_folder):
         raise RecipeError(f"{problem}.", code="unsupported-model", place=where, remedy="Use another base.")
-    return found
+    return modules_of_folder
 
 
 def problems(found: SentenceModules) -> Iterator[str]:

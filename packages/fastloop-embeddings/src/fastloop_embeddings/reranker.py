@@ -98,8 +98,8 @@ class Reranker(PairTask):
                 seed = run.recipe.train.seed if split == "train" else 0  # other runs are evaluated on the same texts
                 lists[split] = draw(rows, self.columns[1:], self.negatives, seed)
             elif (labels := getattr(rows, "labels", None)) is not None and not 0 <= labels.min() <= labels.max() <= 1:
-                found = f"found numbers from {labels.min():g} to {labels.max():g}, and the loss binary needs 0 to 1"
-                raise RecipeError(f"{found}.", code="wrong-label", place=f"{run.recipe.where}: data.label: {split}")
+                problem = f"found numbers from {labels.min():g} to {labels.max():g}, and the loss binary needs 0 to 1"
+                raise RecipeError(f"{problem}.", code="wrong-label", place=f"{run.recipe.where}: data.label: {split}")
         return lists or datasets
 
     @hookimpl

@@ -46,8 +46,8 @@ class PairTask(TextTask):
         self.labels = "required" if scored else "none"
         TextTask.check_recipe(self, recipe)
         if scored and self.data.label_type != "number":
-            found = f"found {self.data.label_type}, expected number: scores are numbers"
-            raise RecipeError(f"{found}.", code="wrong-label", place=f"{data}.label_type")
+            problem = f"found {self.data.label_type}, expected number: scores are numbers"
+            raise RecipeError(f"{problem}.", code="wrong-label", place=f"{data}.label_type")
         self.folder = None if self.data.options.beir is None else recipe.find(self.data.options.beir)
         if self.folder is None:
             return

@@ -457,12 +457,12 @@ class GRPO(TextTask):
             positions = getattr(self.text_model.config, "max_position_embeddings", None)
             batch = trial_batch(batch, LOSS_INPUTS, self.completions_at_once(run), self.max_new_tokens, positions)
             self.add_reference(run, [Batch(batch)])
-        found = self.log_probabilities(model, batch)
+        own = self.log_probabilities(model, batch)
         if "old" not in batch:  # the first update
-            batch["old"] = found.detach()
-        result = policy_loss(found, batch, self.loss_settings())
+            batch["old"] = own.detach()
+        result = policy_loss(own, batch, self.loss_settings())
         if self.token_sums is not None:
-            tokens = torch.full_like(result.loss, len(found)).detach()
+            tokens = torch.full_like(result.loss, len(own)).detach()
             sums = [tokens, result.clipped.sum(), result.divergence.sum(), result.weights.sum()]
             self.token_sums += torch.stack(sums)
         return Output(result.loss)

@@ -29,7 +29,7 @@ def find_callbacks(
     Raises:
         RecipeError: A reference is wrong, names no ``TrainerCallback``, or has arguments that the class does not take.
     """
-    found: list[tuple[type[TrainerCallback], Mapping[str, Any]]] = []
+    callbacks: list[tuple[type[TrainerCallback], Mapping[str, Any]]] = []
     for entry in listed:
         named = {entry: {}} if isinstance(entry, str) else entry
         if len(named) != 1:
@@ -55,8 +55,8 @@ def find_callbacks(
             raise RecipeError(
                 f"{clause(error)}. Arguments of the class: {known}.", code="call-failed", place=where
             ) from None
-        found.append((cls, arguments))
-    return found
+        callbacks.append((cls, arguments))
+    return callbacks
 
 
 def check_arguments(given: Mapping[str, Any], recipe: Recipe, key: str) -> None:

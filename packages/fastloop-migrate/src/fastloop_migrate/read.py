@@ -32,10 +32,10 @@ def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
             expected="a mapping of keys to values",
         )
     if format == "auto":
-        found = next((name for name in FORMATS if not config.keys().isdisjoint(MARKS[name])), None)
-        if found == "trl" and not config.keys().isdisjoint(SCRIPT_MARKS):
-            found = "transformers"
-        if found is None:
+        library = next((name for name in FORMATS if not config.keys().isdisjoint(MARKS[name])), None)
+        if library == "trl" and not config.keys().isdisjoint(SCRIPT_MARKS):
+            library = "transformers"
+        if library is None:
             known = ", ".join(f"{MARKS[name][0]} ({name})" for name in FORMATS)
             raise UsageError(
                 "no key of a known format.",
@@ -43,5 +43,5 @@ def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
                 place=str(file),
                 expected=f"one such as {known}, or give --format",
             )
-        format = found
+        format = library
     return config, format

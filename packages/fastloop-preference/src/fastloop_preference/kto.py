@@ -54,9 +54,9 @@ class KTO(PolicyTask):
         datasets = super().build_datasets(run)
         if self.data.classes not in LABELS:
             where = f"{self.data.where}.label"
-            found = ", ".join(self.data.classes)
+            listed = ", ".join(self.data.classes)
             raise RecipeError(
-                code="wrong-label", place=where, found=f"the labels {found}", expected="true and false, or 1 and 0"
+                code="wrong-label", place=where, found=f"the labels {listed}", expected="true and false, or 1 and 0"
             )
         return datasets
 
@@ -82,16 +82,16 @@ class KTO(PolicyTask):
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
         super().before_step(run, batches)
-        found = [self.distances(run, run.model, batch.inputs)[: batch.samples].sum() for batch in batches]
-        self.divergence = mean_of_step(run, sum(found), batches).clamp(min=0)
+        distances = [self.distances(run, run.model, batch.inputs)[: batch.samples].sum() for batch in batches]
+        self.divergence = mean_of_step(run, sum(distances), batches).clamp(min=0)
         run.log("kl", self.divergence, reduce="main")
 
     @hookimpl
     def before_evaluate(self, run: Run, split: str) -> None:
         data = run.datasets[split]
         collate = run.loaders.collators[split]
-        found = compute_all(run, run.model, data, collate, partial(self.distances, run))
-        self.divergence = found.mean().clamp(min=0)
+        distances = compute_all(run, run.model, data, collate, partial(self.distances, run))
+        self.divergence = distances.mean().clamp(min=0)
 
     @hookimpl
     def compute_loss(self, run: Run, model: Any, batch: Mapping[str, Any]) -> Output:

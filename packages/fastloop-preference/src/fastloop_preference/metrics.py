@@ -28,14 +28,14 @@ def sums(rewards: Tensor) -> Tensor:
     """The sums of both rewards and of correct orders, and the counts of their rows, (2, 3) float32. ``rewards`` are
     (rows, 2), of the chosen completion first, and NaN without such a completion."""
     correct = torch.where(rewards.isnan().any(1), torch.nan, (rewards[:, 0] > rewards[:, 1]).float())
-    found = torch.column_stack([rewards.detach().float(), correct])
-    return torch.stack([found.nansum(0), (~found.isnan()).sum(0)])
+    columns = torch.column_stack([rewards.detach().float(), correct])
+    return torch.stack([columns.nansum(0), (~columns.isnan()).sum(0)])
 
 
 def means(totals: Tensor) -> dict[str, Tensor]:
     """The means of ``sums`` that have a row. ``rewards/accuracies`` is the share of pairs in the right order, and
     ``rewards/margins`` the difference of the other two."""
-    found = {name: total / count for name, total, count in zip(NAMES, *totals, strict=True) if count}
-    if len(found.keys() & {*NAMES[:2]}) == 2:
-        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    return found
+    means = {name: total / count for name, total, count in zip(NAMES, *totals, strict=True) if count}
+    if len(means.keys() & {*NAMES[:2]}) == 2:
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means

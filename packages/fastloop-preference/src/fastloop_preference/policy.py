@@ -113,8 +113,8 @@ class PolicyTask(PreferenceTask):
 
         from fastloop_preference.reference import pack
 
-        found = pack(batch["keys"], self.log_probabilities(model, batch)[:, 0])
-        return torch.stack(found.chunk(self.completions), 1)
+        rows = pack(batch["keys"], self.log_probabilities(model, batch)[:, 0])
+        return torch.stack(rows.chunk(self.completions), 1)
 
     def ratios(self, run: Run, found: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Log-probabilities of completions minus those of the reference, (completions,)."""

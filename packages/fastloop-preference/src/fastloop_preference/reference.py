@@ -76,11 +76,11 @@ def pack(keys: Tensor, values: Tensor) -> Tensor:
 
 def fingerprint(model: nn.Module) -> str:
     """A hash of all weights and buffers."""
-    found = blake2b(digest_size=20)
+    digest = blake2b(digest_size=20)
     for name, value in sorted(model.state_dict().items()):
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def compute_reference(

@@ -156,9 +156,9 @@ class ClassLoss:
 
         assert self.weights is not None
         if targets.is_floating_point() or (targets.numel() and targets.max() >= len(self.weights)):
-            found = targets.dtype if targets.is_floating_point() else f"the class {int(targets.max())}"
+            kind = targets.dtype if targets.is_floating_point() else f"the class {int(targets.max())}"
             raise UsageError(
-                f"has {len(self.weights)} weights, and a batch's targets have {found}.",
+                f"has {len(self.weights)} weights, and a batch's targets have {kind}.",
                 code="wrong-weights",
                 place=self.where,
                 expected="classes from 0",

@@ -201,14 +201,14 @@ def reorder(numbers: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int3
     if list(order) == list(range(len(order))):
         return numbers
     table = np.array(order, dtype=np.int32)
-    found = zeros(len(numbers), np.int32)
-    found[0::2] = numbers[0::2]
+    ordered = zeros(len(numbers), np.int32)
+    ordered[0::2] = numbers[0::2]
     for span in spans(len(numbers) // 2):
         targets = numbers[1::2][span]
         first = targets >= 0
         ids = table[np.where(first, targets, ~targets)]
-        found[1::2][span] = np.where(first, ids, ~ids)
-    return found
+        ordered[1::2][span] = np.where(first, ids, ~ids)
+    return ordered
 
 
 def cut_words(
@@ -267,15 +267,15 @@ def windows(targets: NDArray[np.int32], room: int) -> list[int]:
     """The number of tokens of each row of a sentence: as many whole words as fit into ``room`` tokens."""
     if len(targets) <= room:
         return [len(targets)]
-    found = list[int]()
+    sizes = list[int]()
     begin = 0
     end = 0
     for boundary in [*np.flatnonzero(targets >= 0).tolist(), len(targets)]:
         if boundary - begin > room:
-            found.append(end - begin)
+            sizes.append(end - begin)
             begin = end
         end = boundary
-    return [*found, end - begin]
+    return [*sizes, end - begin]
 
 
 def batch_sentences(
@@ -336,13 +336,13 @@ def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     Returns:
         Logits (words + sentences, tags), and tags (words + sentences,) int64.
     """
-    found = batch["sentences"] >= 0
+    is_word = batch["sentences"] >= 0
     # sentences are in order, so each word moves by the number of sentences before it
-    number = batch["sentences"][found]
+    number = batch["sentences"][is_word]
     places = number + number.new_ones(len(number)).cumsum(0) - 1
     size = len(number) + len(batch["rows"])
-    scores = logits.new_zeros(size, logits.shape[-1]).index_copy(0, places, logits[found])
-    return scores, number.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][found])
+    scores = logits.new_zeros(size, logits.shape[-1]).index_copy(0, places, logits[is_word])
+    return scores, number.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][is_word])
 
 
 class TagRows:

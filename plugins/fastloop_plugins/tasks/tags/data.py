@@ -242,16 +242,16 @@ class TagTextData(TextData):
             RecipeError: A tag is none of ``classes``.
         """
         ids = {name: index for index, name in enumerate(self.classes)}
-        found: dict[str, list[Any]] = {"words": [], "tags": []}
+        columns: dict[str, list[Any]] = {"words": [], "tags": []}
         for number, (words, tags) in enumerate(zip(*block, strict=True), start + 1):
             tag_ids = [ids.get(self._name(part, tag), -1) for tag in tags]
             if -1 in tag_ids:
                 place = tag_ids.index(-1)
                 raise self._unknown(part, number, place, tags[place], role)
             if words:
-                found["words"].append(list(words))
-                found["tags"].append(tag_ids)
-        return found
+                columns["words"].append(list(words))
+                columns["tags"].append(tag_ids)
+        return columns
 
     # -- tags ----------------------------------------------------------------------------------------------------------
 

@@ -77,11 +77,11 @@ def puts_spaces_into_words(tokenizer: Any) -> bool:
 def without_marks(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The characters of each token, and none for the mark of a space. A tokenizer that puts a space before a text, such
     as Llama 2's, counts the first character to both: "7" has the tokens "▁" and "7", both at (0, 1)."""
-    found = list[tuple[int, int]]()
+    spans = list[tuple[int, int]]()
     for token, (start, end) in zip(tokens, offsets, strict=True):
         is_mark = token in MARKS and text[start:end] != token
-        found.append((start, start) if is_mark else (start, end))
-    return found
+        spans.append((start, start) if is_mark else (start, end))
+    return spans
 
 
 class CoveredWords(Exception):

@@ -91,8 +91,8 @@ LOSSES = [
     Mutant(
         "micro-batches count alike whatever their number of samples",
         f"{CORE}/loop.py",
-        "output.loss * (batch.loss_weight / total)",
-        "output.loss / len(batches)",
+        "loss = share_of_loss(output.loss, batch.loss_weight, total)",
+        "loss = output.loss / len(batches)",
     ),
     Mutant(
         "the loss of an evaluation is the mean over batches",

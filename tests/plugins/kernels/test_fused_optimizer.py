@@ -57,14 +57,6 @@ def test_a_weight_may_get_its_first_gradient_late(tiny_run):
         tiny_run([FusedOptimizer()], model=LateLayer(), optimizer={"name": "SGD", "momentum": 0.9, "dampening": 0.1})
 
 
-def test_a_run_goes_on_with_it(tiny_run, tmp_path):
-    whole = tiny_run([FusedOptimizer()])
-    tiny_run([FusedOptimizer()], max_steps=9, save_every=9, output=tmp_path / "cut")
-    rest = tiny_run([FusedOptimizer()], output=tmp_path / "cut", resume=True)
-    assert rest.losses == whole.losses[9:]
-    assert all(torch.equal(rest.weights[name], whole.weights[name]) for name in whole.weights)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "repair"), [("RMSprop", "implementation: foreach"), ("LBFGS", "--without fused-optimizer")]
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from data_helpers import refusal, text_data
 from inference_runs import write_csv
+from interrupted_runs import Case, check_interrupted
 from recipe_runs import assert_same
 from text_helpers import TINY_GPT, make_run
 from text_loops import BERT, DISTILBERT, TRAIN, plain_loop, pretrained, trained
@@ -176,12 +177,8 @@ def test_the_token_cache_gives_the_same_pairs_and_keeps_them_apart_from_single_t
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit():
-    model = {"name": pretrained(TASK, BERT, DATA)}
-    whole = trained(model, DATA)
-    trained(model, DATA, output="cut", max_steps=6)
-    rest = trained(model, DATA, output="cut", resume=Path("cut"))
-    assert rest.state.step == whole.state.step == 10
-    assert_same(rest.unwrap_model().state_dict(), whole.unwrap_model().state_dict())
+    task = {"model": {"name": pretrained(TASK, BERT, DATA)}, "data": DATA, "plugins": [TASK]}
+    check_interrupted(Case(task, train=TRAIN, write=dict), "limit", 6)
 
 
 @pytest.mark.parametrize("config", [BERT, DISTILBERT], ids=["bert", "distilbert"])

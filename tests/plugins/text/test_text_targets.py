@@ -11,9 +11,10 @@ import pytest
 import torch
 from data_helpers import problem_of, text_data
 from inference_runs import write_csv
+from interrupted_runs import Case, check_interrupted
 from recipe_runs import assert_same
 from text_helpers import TINY_GPT, make_run
-from text_loops import BERT, DISTILBERT, plain_loop, pretrained, trained
+from text_loops import BERT, DISTILBERT, TRAIN, plain_loop, pretrained, trained
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torchmetrics.functional import mean_absolute_error, mean_squared_error, pearson_corrcoef, spearman_corrcoef
 from torchmetrics.functional.classification import multilabel_exact_match, multilabel_f1_score
@@ -117,12 +118,8 @@ def test_a_head_for_classes_is_replaced_for_regression():
 
 @pytest.mark.parametrize("section", [NUMBERS, COLUMNS], ids=["number", "classes"])
 def test_a_run_resumes_bit_for_bit(section):
-    whole = trained(SCRATCH, section)
-    trained(SCRATCH, section, output="cut", max_steps=6)
-    rest = trained(SCRATCH, section, output="cut", resume=Path("cut"))
-    assert rest.state.step == whole.state.step == 10
-    assert_same(rest.unwrap_model().state_dict(), whole.unwrap_model().state_dict())
-    assert rest.state.metrics["test"] == whole.state.metrics["test"]
+    task = {"model": SCRATCH, "data": section, "plugins": ["text-classification"]}
+    check_interrupted(Case(task, train=TRAIN, write=write), "limit", 6)
 
 
 @pytest.mark.slow

@@ -104,14 +104,6 @@ def test_the_average_of_bf16_weights_is_that_of_float64(tiny_run, options):
     assert all(rounds_to(result.weights[name], expected[name]) for name in expected)
 
 
-def test_a_resumed_run_has_the_same_average(tiny_run):
-    whole = tiny_run([{"ema": {"decay": 0.9}}], epochs=3)
-    tiny_run([{"ema": {"decay": 0.9}}], epochs=1, output="run")
-    resumed = tiny_run([{"ema": {"decay": 0.9}}], epochs=3, output="run", resume=True)
-    assert all(torch.equal(whole.weights[name], resumed.weights[name]) for name in whole.weights)
-    assert whole.summary["validation"] == resumed.summary["validation"]
-
-
 def test_frozen_weights_and_buffers_are_left_alone(tiny_run):
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
     model[0].requires_grad_(False)

@@ -1,0 +1,35 @@
+"""A run that ends in any way after any step, and is resumed, has the numbers of one without a break.
+
+Other models, optimizers, schedules and data are tested with the same check where their other tests are.
+"""
+
+from __future__ import annotations
+
+import pytest
+from interrupted_runs import ENDS, SAVED_ENDS, Case, check_interrupted
+
+from fastloop.testing import VECTORS
+
+STEPS = {"the first step": 1, "within an epoch": 3, "the end of an epoch": 5, "the step before the last": 9}
+"""Of 10: two epochs of five."""
+QUICK = {("limit", 1), ("Ctrl-C", 3), ("SIGTERM", 5), ("error", 9)}
+CASE = Case(VECTORS, [{"ema": {"decay": 0.9}}], {"micro_batch_size": 4, "evaluate_every": 4, "lr": 1e-2})
+"""Dropout, micro-batches, an evaluation within an epoch, and a plugin with a state."""
+
+
+def marks(end: str, step: int) -> list[pytest.MarkDecorator]:
+    """The slow combinations: every end and every step are in a quick one, but a process of its own is slow."""
+    return [] if (end, step) in QUICK else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("end", "step"),
+    [
+        pytest.param(end, step, marks=marks(end, step), id=f"{end} after {place}")
+        for end in ENDS
+        for place, step in STEPS.items()
+        if end in SAVED_ENDS or step > 2  # before, there is no checkpoint
+    ],
+)
+def test_an_interrupted_run_equals_a_whole_one(end, step):
+    check_interrupted(CASE, end, step)

@@ -25,7 +25,7 @@ from image_helpers import (
     write_recipe,
 )
 from image_libraries import importable, needs_timm, needs_torchvision
-from PIL import Image
+from PIL import ExifTags, Image
 from training_runs import execute
 
 from fastloop import RecipeError
@@ -226,10 +226,12 @@ def test_parts_and_flips_are_those_computed_by_hand():
 
 
 def test_random_parts_have_the_area_and_shape_of_the_recipe():
-    image, random = Image.new("RGB", (400, 300)), torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(0)
     transform, parts = Transform(TransformersProcessor.from_format(InputFormat()), Augment()), []
     for _ in range(500):
-        left, top, right, bottom = transform._random_part(image, Augment(scale=[0.2, 0.6], ratio=[0.5, 2.0]), random)
+        left, top, right, bottom = transform._random_part(
+            (400, 300), Augment(scale=[0.2, 0.6], ratio=[0.5, 2.0]), random
+        )
         assert 0 <= left < right <= 400
         assert 0 <= top < bottom <= 300
         parts.append(((right - left) * (bottom - top) / 120_000, (right - left) / (bottom - top), left, top))
@@ -240,8 +242,50 @@ def test_random_parts_have_the_area_and_shape_of_the_recipe():
     assert 1.7 < ratios.max() < 2.02
     assert (np.log(ratios) > 0).mean() == pytest.approx(0.5, abs=0.15)
     assert lefts.min() == tops.min() == 0
-    never = transform._random_part(Image.new("RGB", (100, 10)), Augment(scale=[1.0, 1.0], ratio=[0.5, 2.0]), random)
+    never = transform._random_part((100, 10), Augment(scale=[1.0, 1.0], ratio=[0.5, 2.0]), random)
     assert never == (40, 0, 60, 10), "no part fits: the largest one at the center"
+
+
+@pytest.mark.parametrize("orientation", [1, 6], ids=["upright", "turned"])
+def test_a_large_jpeg_decoded_at_a_reduced_size_gives_nearly_the_same_inputs(orientation, monkeypatch):
+    """One of 1,600 x 1,200 pixels, for inputs of 64 x 64 pixels."""
+    coarse = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(coarse).resize((1600, 1200), Image.Resampling.BICUBIC).save("photo.jpg", exif=exif)
+    processor = TransformersProcessor.from_format(InputFormat(image_size=64))
+    sizes = []
+    resize = Image.Image.resize
+
+    def recorded(image: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(image.size)
+        return resize(image, *args, **kwargs)
+
+    monkeypatch.setattr(Image.Image, "resize", recorded)
+    for seed in range(5):
+        inputs = []
+        for is_reduced in (False, True):
+            transform = Transform(processor, Augment(scale=[0.3, 1.0], reduced_decoding=is_reduced))
+            random = torch.Generator().manual_seed(seed)
+            inputs.append(transform.read(Path("photo.jpg"), 2**24, random))
+        plain, reduced = inputs
+        assert (plain - reduced).abs().mean() < 0.02  # of a deviation of 1
+        width, height = sizes[-1]
+        assert max(width, height) <= 800
+        assert (width < height) == (orientation == 6)
+
+
+def test_a_file_without_a_reduced_size_gives_the_same_inputs():
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save("large.png")
+    processor = TransformersProcessor.from_format(InputFormat(image_size=32))
+    inputs = []
+    for is_reduced in (False, True):
+        transform = Transform(processor, Augment(reduced_decoding=is_reduced))
+        inputs.append(transform.read(Path("large.png"), 2**24, torch.Generator().manual_seed(0)))
+    assert torch.equal(*inputs)
+    with pytest.raises(ValueError, match="missing"):
+        transform.read(Path("missing.jpg"), 2**24, torch.Generator())
 
 
 @pytest.mark.slow

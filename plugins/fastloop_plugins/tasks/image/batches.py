@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from torch import Generator, Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -74,7 +74,7 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
 
     def check(path: Path) -> TriedImage:
         try:
-            image = read_image(path, most, resized, small=True)
+            image = read_image(path, most, resized, least=(1, 1))
         except ValueError as error:
             return TriedImage(path, problem=str(error))
         return TriedImage(path, is_dark=_is_dark(path, image))
@@ -125,7 +125,9 @@ def check_size(size: tuple[int, int], max_pixels: int, resized: int) -> None:
             )
 
 
-def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small: bool = False) -> Image.Image:
+def read_image(
+    path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, least: tuple[int, int] | None = None
+) -> Image.Image:
     """Decode an image as red, green and blue. Applies the orientation in its EXIF data, and drops transparency.
 
     A grayscale PNG of 16 bits is scaled to 8 bits, as Pillow scales one in color. A GIF gives its first picture.
@@ -133,7 +135,8 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small
     Args:
         max_pixels: Pixels of the image at most, as it is and resized. Checked before either.
         resized: Pixels of the shorter side when it is resized.
-        small: Decode a JPEG at an eighth of its size, which is faster and finds the same damage.
+        least: Width and height that suffice. A JPEG is decoded at the smallest of 1/8, 1/4, 1/2 and 1 of its size that
+            has them, which is faster and finds the same damage. None: at its size.
 
     Raises:
         ValueError: The file cannot be read as an image of 8 bits a channel.
@@ -142,8 +145,8 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small
         Image.MAX_IMAGE_PIXELS = max(max_pixels, Image.MAX_IMAGE_PIXELS or 0)
         with Image.open(path) as image:
             check_size(image.size, max_pixels, resized)
-            if small:
-                image.draft("RGB", (1, 1))
+            if least is not None:
+                image.draft("RGB", least[::-1] if _is_turned(image) else least)
             image.load()
             if image.mode[0] in "IF" and image.format != "PNG":  # a conversion to 8 bits would clip the values
                 raise ValueError(f"its pixels have mode {image.mode}, expected 8 bits a channel: convert it")
@@ -165,6 +168,21 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small
         ) from None
 
 
+def _is_turned(image: Image.Image) -> bool:
+    """Whether the EXIF data swaps width and height."""
+    orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
+    return orientation >= 5
+
+
+def header_size(path: Path) -> tuple[int, int] | None:
+    """Width and height as ``read_image`` returns them, without decoding; None: the file cannot be read."""
+    try:
+        with Image.open(path) as image:
+            return image.size[::-1] if _is_turned(image) else image.size
+    except Exception:  # decoders raise errors of any type; read_image reports them
+        return None
+
+
 class Transform:
     """Makes inputs of the model, (3, height, width) float32, from images: as in evaluation, or with ``augment``, as in
     training. Both have the size, the values and the channels that the processor gives them.
@@ -174,20 +192,73 @@ class Transform:
         self.processor = processor
         self.augment = augment
 
-    def __call__(self, image: Image.Image, random: Generator) -> Tensor:
-        processor = self.processor
-        augment = self.augment
-        if augment is not None and augment.crop:
-            part = image.crop(self._random_part(image, augment, random))
-            inputs = processor.table(part.resize((processor.width, processor.height), processor.resample))
-        else:
-            inputs = processor(image)
-        if augment is not None and torch.rand((), generator=random) < augment.flip:
-            inputs = inputs.flip(2)
-        return inputs
+    def read(self, path: Path, max_pixels: int, random: Generator) -> Tensor:
+        """The input that the image of a file makes.
 
-    def _random_part(self, image: Image.Image, augment: Augment, random: Generator) -> tuple[int, int, int, int]:
-        """A part of a random area and shape: left, top, right, bottom in pixels.
+        Args:
+            max_pixels: ``data.max_pixels``.
+
+        Raises:
+            ValueError: See ``read_image``.
+        """
+        augment = self.augment
+        shorter_side = self.processor.shorter_side
+        size = None
+        if augment is not None and augment.crop and augment.reduced_decoding:
+            size = header_size(path)
+        if augment is None or size is None:
+            return self(read_image(path, max_pixels, shorter_side), random)
+        part = self._random_part(size, augment, random)
+        image = read_image(path, max_pixels, shorter_side, self._sufficient_size(size, part))
+        return self._flip(self._resize_part(image, size, part), augment, random)
+
+    def __call__(self, image: Image.Image, random: Generator) -> Tensor:
+        augment = self.augment
+        if augment is None:
+            return self.processor(image)
+        if augment.crop:
+            inputs = self._resize_part(image, image.size, self._random_part(image.size, augment, random))
+        else:
+            inputs = self.processor(image)
+        return self._flip(inputs, augment, random)
+
+    def _sufficient_size(self, size: tuple[int, int], part: tuple[int, int, int, int]) -> tuple[int, int]:
+        """Width and height of the whole image at which a part has as many pixels as the input.
+
+        If the input has 224 x 224 pixels, a part of 1000 x 500 in an image of 4000 x 3000 has them at 896 x 1344.
+        """
+        left, top, right, bottom = part
+        width = math.ceil(size[0] * self.processor.width / (right - left))
+        height = math.ceil(size[1] * self.processor.height / (bottom - top))
+        return width, height
+
+    def _resize_part(self, image: Image.Image, size: tuple[int, int], part: tuple[int, int, int, int]) -> Tensor:
+        """The input that a part of an image makes.
+
+        Args:
+            size: Width and height of the image in which ``part`` lies. The decoded image may be smaller.
+        """
+        processor = self.processor
+        input_size = (processor.width, processor.height)
+        if image.size == size:
+            return processor.table(image.crop(part).resize(input_size, processor.resample))
+        horizontal = image.width / size[0]
+        vertical = image.height / size[1]
+        left, top, right, bottom = part
+        box = (
+            left * horizontal,
+            top * vertical,
+            min(right * horizontal, image.width),
+            min(bottom * vertical, image.height),
+        )
+        return processor.table(image.resize(input_size, processor.resample, box))
+
+    @staticmethod
+    def _flip(inputs: Tensor, augment: Augment, random: Generator) -> Tensor:
+        return inputs.flip(2) if torch.rand((), generator=random) < augment.flip else inputs
+
+    def _random_part(self, size: tuple[int, int], augment: Augment, random: Generator) -> tuple[int, int, int, int]:
+        """A part of a random area and shape of an image with this width and height: left, top, right, bottom in pixels.
 
         Method: Szegedy et al., "Going Deeper with Convolutions", 2015, as in torchvision's ``RandomResizedCrop``.
         """
@@ -195,7 +266,7 @@ class Transform:
         def uniform(low: float, high: float) -> float:
             return low + (high - low) * float(torch.rand((), generator=random, dtype=torch.float64))
 
-        width, height = image.size
+        width, height = size
         for _ in range(CROP_ATTEMPTS):
             area = width * height * uniform(*augment.scale)
             ratio = math.exp(uniform(*map(math.log, augment.ratio)))
@@ -266,9 +337,7 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
         name = self.files.names[index]
         label = self.files.labels[index]
         random = Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**32)
-        image = self.transform(
-            read_image(self.files.root / name, self.files.max_pixels, self.transform.processor.shorter_side), random
-        )
+        image = self.transform.read(self.files.root / name, self.files.max_pixels, random)
         return (image, label, name) if self.named else (image, label)
 
     def fingerprint(self) -> str:

@@ -96,6 +96,10 @@ class Augment:
         "smallest and largest width of the part, divided by its height", default_factory=lambda: [0.75, 1.3333]
     )
     flip: float = option("probability of a horizontal flip", default=0.5, ge=0, le=1)
+    reduced_decoding: bool = option(
+        "decode a large JPEG at 1/2, 1/4 or 1/8 of its size if the part keeps as many pixels as the input has",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         for key in ("scale", "ratio"):

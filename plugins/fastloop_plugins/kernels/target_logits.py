@@ -8,8 +8,8 @@ the tokens, so no device is read. The loss and its gradients equal those of the 
 that change each logit after the head, such as Gemma 2, are computed, too.
 
 Texts without a prompt have a loss at every token, and padding alone is left out. Under ``compile``, one graph computes
-any number of tokens. `fused-loss` chooses the same tokens and needs less memory. On a CPU it needs less time, too, so
-`auto` selects `fused-loss` there.
+any number of tokens. `fused-loss` chooses the same tokens and needs less memory, so `auto` selects it on a
+CPU.
 """
 
 from __future__ import annotations

@@ -480,7 +480,7 @@ def test_few_of_many_images_are_decoded_before_training(monkeypatch):
 
     write_images(Path("images"))
     found: list[Path] = []
-    monkeypatch.setattr(_image_batches, "read_image", lambda path, *_, small: found.append(path))
+    monkeypatch.setattr(_image_batches, "read_image", lambda path, *_, least: found.append(path))
     splits = make_run().datasets.values()
     assert len(found) == 69
     size = sum(path.stat().st_size for path in found)

@@ -60,9 +60,11 @@ class EarlyStopping(Plugin):
         self.waited += 1
         if self.waited >= self.patience:
             metric = f"{self.monitored.name}{direction(self.monitored.mode)}"
-            run.state.request_stop(
-                f"early-stopping: {metric} did not improve on {self.best} in {self.waited} evaluations"
-            )
+            if self.best is None:
+                reason = f"{metric} was no finite number in {self.waited} evaluations"
+            else:
+                reason = f"{metric} did not improve on {self.best:.6g} in {self.waited} evaluations"
+            run.state.request_stop(f"early-stopping: {reason}")
 
     @hookimpl
     def save_state(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fastloop.testing import expect_problem, tiny_data, tiny_model
         ({"patience": 1, "mode": "min"}, (0.5, 0.4, 0.3, 0.35, 0.1), 4),
         ({"threshold": 0.7}, (0.5, 0.6, 0.7, 0.8, 0.9), 3),
         ({"patience": 2}, (0.5, float("nan"), float("nan"), 0.9, 0.9), 3),
+        ({"patience": 2}, (float("nan"), float("nan"), 0.9, 0.9, 0.9), 2),
         ({"patience": 3}, (0.1, 0.2, 0.3, 0.4, 0.5), 5),
     ],
 )

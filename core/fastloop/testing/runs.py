@@ -387,9 +387,11 @@ def alone(study: Study, names: Collection[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     if "before" in names:  # imports, which the plugin need not undo
         results["before"] = study.train("before", on=study.task != study.without)
+    gc.unfreeze()  # the number of frozen objects is a setting, and modules that a run replaces would change it
     before = snapshot()
     results["ours"] = study.train("ours", still=True)
     results["changed"] = changes(before, snapshot())
+    gc.freeze()
     if "off" in names:
         results["off"] = study.train("off", on=False, still=True)
     if isinstance(results["ours"], Failed):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import fastloop
+from fastloop import errors
 from fastloop.problem import Problem
 
 CHECKOUT = Path(fastloop.__file__).parents[2]
@@ -83,6 +85,16 @@ def count_words(problem: Problem) -> int:
     return len(VALUE.sub("", str(problem)).split())
 
 
+def class_codes() -> dict[str, Problem]:
+    """The codes of errors that are raised without one, as other packages may do, with the meaning of the class."""
+    problems = {}
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.FastloopError):
+            meaning, _, _ = inspect.getdoc(kind).partition(". ")
+            problems[kind.code] = Problem(f"{meaning.removesuffix('.')}.", code=kind.code)
+    return problems
+
+
 def code_list() -> str:
     """Each code with a message: its first one that has some words of its own."""
     first: dict[str, Problem] = {}
@@ -90,6 +102,7 @@ def code_list() -> str:
         code = message.problem.code
         if code not in first or count_words(first[code]) < FEW_WORDS <= count_words(message.problem):
             first[code] = message.problem
+    first = class_codes() | first
     lines = []
     for code in sorted(first):
         text = " ".join(str(first[code]).split())

@@ -117,5 +117,6 @@ def failed_measurement(text: str, result: Mapping[str, Any]) -> FastloopError:
         result: The result of ``run_process``.
     """
     kind = UsageError if result["kind"] == "usage" else FastloopError
-    code = result["problem"]["code"] if "problem" in result else "measurement-failed"
-    return kind(text, code=code)
+    if "problem" in result:
+        return kind(text, code=result["problem"]["code"])
+    return kind(text, code="measurement-failed")

@@ -25,7 +25,7 @@ from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.runtime.host_copies import HostCopy
 from fastloop.scalars import Scalars
-from fastloop.testing import LANGUAGE, TEXTS, expect_problem, write_texts
+from fastloop.testing import LANGUAGE, TEXTS, assert_problem, expect_problem, write_texts
 from fastloop_plugins.data._read_ahead import ReadAheadLoader
 from fastloop_plugins.guards._numbers import loss_and_norm, read
 
@@ -295,7 +295,7 @@ def test_a_problem_with_the_pending_log_point_does_not_hide_the_error_of_a_run(e
 
     with expect_problem("plugin-crashed broken", PluginCrash):
         emulated(TEXTS, objects=(Refuses(), Fails()), log_every=2)
-    assert "the values of step 2 are not logged" in caplog.text
+    assert_problem(caplog, "values-not-logged 2")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from fastloop import Plugin, PluginCrash, UsageError, hookimpl
 from fastloop.distributed.signals import Stopped
-from fastloop.testing import VECTORS, Call, expect_problem, train
+from fastloop.testing import VECTORS, Call, assert_problem, expect_problem, train
 
 
 class Ends(Plugin):
@@ -122,10 +122,10 @@ def test_its_error_fails_a_run_that_succeeded_after_the_other_plugins_teardown(t
         tiny_run([ends, other], output="out")
     assert isinstance(raised.value.__cause__, OSError)
     assert other.fired[-1] == "teardown"
-    assert "plugin 'ends' (test_teardown) failed in teardown: OSError: no space" in caplog.text
+    assert_problem(caplog, "plugin-crashed 'ends' test_teardown OSError")
     assert summary("out")["status"] == "failed"
     assert "no space" in summary("out")["reason"]
-    assert "failed in teardown: OSError: no space" in Path("out/log.txt").read_text(), "the log file is closed last"
+    assert "OSError: no space" in Path("out/log.txt").read_text(), "the log file is closed last"
 
 
 @pytest.mark.slow

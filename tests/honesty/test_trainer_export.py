@@ -195,25 +195,24 @@ def test_a_loss_that_the_models_own_replaces_is_mentioned(caplog):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "expected"),
     [
         (
             ("x", "label"),
-            r"the model's forward does not take a batch with the keys x, label: .* rename 'label' to 'labels'",
+            "wrong-batch 'label' 'labels'",
         ),
-        (("x", "lables"), r"the keys x, lables: .* Did you mean 'labels'\?"),
+        (("x", "lables"), "wrong-batch 'labels'"),
         (
             ("labels",),
-            r"the model's forward does not take a batch with the keys labels: .*missing 1 required positional "
-            r"argument: 'x'",
+            "wrong-batch 1 'x'",
         ),
-        (("x",), r"the model returned no loss for a batch with the keys x\. Put the labels into the batch"),
+        (("x",), "no-loss"),
     ],
 )
-def test_keys_that_the_model_does_not_take_are_named(keys, message):
+def test_keys_that_the_model_does_not_take_are_named(keys, expected):
     def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
         inputs, labels = torch.utils.data.default_collate(samples)
         return {key: inputs if key == "x" else labels for key in keys}
 
-    with pytest.raises(UsageError, match=message):
+    with expect_problem(expected, UsageError):
         fit(Strict(), DataLoader(tiny_data(16), batch_size=4, collate_fn=collate))

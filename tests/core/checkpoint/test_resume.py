@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import CheckpointError, Plugin, checkpoint, hookimpl
-from fastloop.testing import expect_problem, tiny_data, tiny_model
+from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
 
 TIMES = ("samples_per_second", "tokens_per_second", "memory_bytes")
 
@@ -443,7 +443,7 @@ def test_corrupt_newest_checkpoint_is_skipped_with_a_message(train, caplog):
     train("run", [], Dies("in a step", 14), keep_checkpoints=3)
     damage_newest("run")
     resumed = train("run", [], resume=True, keep_checkpoints=3)
-    assert "step-00000012: damaged (state.safetensors is not what was written)" in caplog.text
+    assert_problem(caplog, "damaged-checkpoint step-00000012 state.safetensors")
     assert len(resumed.losses) == 27 - 8
     assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
@@ -684,9 +684,7 @@ def test_a_state_that_a_plugin_does_not_understand_is_refused_by_name(tiny_run):
     with pytest.raises(CheckpointError) as refused:
         tiny_run([Forgets()], epochs=2, output="run", resume=True)
     assert refused.value.exit_code == 2
-    assert "run/checkpoints/step-00000009: plugin 'forgets' cannot load its state: KeyError: 'number'" in str(
-        refused.value
-    )
+    assert_problem(refused.value.problem, "invalid-state run/checkpoints/step-00000009 'forgets' KeyError 'number'")
     assert "test_resume.py, line " in str(refused.value)
 
 

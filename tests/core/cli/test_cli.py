@@ -23,6 +23,7 @@ from fastloop.cli.commands import own, own_command, summary
 from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
 from fastloop.plugins.installed import distribution_name, installed, load
 from fastloop.recipe import load_recipe, shipped_recipes
+from fastloop.testing import assert_problem
 
 
 @pytest.mark.parametrize("option", ["--with", "--without"])
@@ -38,7 +39,7 @@ def test_plan_and_train_refuse_a_recipe_without_a_task(cli, command):
     Path("recipe.yaml").write_text("train: {lr: 1e-3, epochs: 1}\n")
     code, _, err = cli(command, "recipe.yaml")
     assert code == 2
-    assert err.startswith("error: recipe.yaml: no plugin of this recipe builds a model")
+    assert_problem(err, "no-task recipe.yaml")
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -47,7 +48,7 @@ def test_plan_and_train_refuse_an_output_folder_with_other_files(cli, command):
     Path("mine/thesis.txt").write_text("years")
     code, _, err = cli(command, "digits_module", "output=mine")
     assert code == 2
-    assert "output: mine holds other files" in err
+    assert_problem(err, "folder-not-empty output")
 
 
 def test_program_prints_usage_error_to_stderr_and_exits_2():

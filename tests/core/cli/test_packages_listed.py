@@ -14,6 +14,7 @@ import forked
 import pytest
 
 from fastloop.cli.plugins import KEYWORD
+from fastloop.testing import assert_problem
 
 pytest_plugins = ["installing"]
 
@@ -252,7 +253,7 @@ def test_a_command_cannot_take_a_name_of_ours_or_of_another_package(cli, install
     assert cli("hot-pack:warm", "--degrees", "5") == (0, "5.0 degrees\n", "")
     code, out, err = cli("warm")
     assert (code, out) == (2, "")
-    assert err.startswith("error: warm: a command of several packages. Say which: ")
+    assert_problem(err, "ambiguous-name warm")
 
 
 @pytest.mark.parametrize(

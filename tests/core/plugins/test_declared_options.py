@@ -62,7 +62,7 @@ def test_subclass_inherits_and_replaces_options():
         "steam": True,
     }
     assert Warmth(where_to="shed").degrees == 20.0
-    with pytest.raises(RecipeError, match=r"sauna\.degrees: found 3"):
+    with expect_problem("invalid-value sauna.degrees 3", RecipeError):
         Sauna(where_to="shed", degrees=3.0)
 
 
@@ -149,7 +149,7 @@ def test_key_gives_an_option_another_name_in_recipes():
     assert Forecast().option_values() == {"predict": "text"}
     with expect_problem("unknown-option forecast.column", RecipeError):
         Forecast(column="other")
-    with pytest.raises(RecipeError, match=r"forecast\.predict: found 3"):
+    with expect_problem("invalid-value forecast.predict 3", RecipeError):
         Forecast(predict=3)
 
 

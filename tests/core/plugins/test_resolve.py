@@ -132,38 +132,35 @@ def test_without_unknown_plugin_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("code", "value", "said"),
+    ("code", "value", "expected"),
     [
         (
             "import nothing_of_this_name",
             "warm_pack:Warmth",
-            "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'",
+            "import-failed ModuleNotFoundError 'nothing_of_this_name'",
         ),
-        ("1 / 0", "warm_pack:Warmth", "cannot be imported: ZeroDivisionError: division by zero"),
-        (PLUGIN, "warm_pack:Warm", "cannot be imported: AttributeError: "),
-        ("class Warmth: pass", "warm_pack:Warmth", "is not a subclass of fastloop.Plugin."),
+        ("1 / 0", "warm_pack:Warmth", "import-failed ZeroDivisionError"),
+        (PLUGIN, "warm_pack:Warm", "import-failed AttributeError"),
+        ("class Warmth: pass", "warm_pack:Warmth", "not-a-plugin fastloop.Plugin"),
         (
             PLUGIN.replace('"warmth"', '"heat"'),
             "warm_pack:Warmth",
-            "calls itself 'heat'. Its `name` and its entry point must be the same.",
+            "name-differs 'heat'",
         ),
     ],
     ids=["missing import", "error", "missing class", "no plugin", "another name"],
 )
-def test_load_error_names_plugin_and_distribution(install, code, value, said):
+def test_load_error_names_plugin_and_distribution(install, code, value, expected):
     install("warm-pack", code, warmth=value)
-    message = refusal("warmth")
-    assert message.startswith(f"recipe: plugins[0]: plugin 'warmth' ({value} of warm-pack 1.2) ")
-    assert said in message
+    problem = problem_of("warmth")
+    assert str(problem).startswith(f"recipe: plugins[0]: plugin 'warmth' ({value} of warm-pack 1.2) ")
+    assert_problem(problem, expected)
 
 
 def test_same_plugin_name_in_two_distributions(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
     install("hot-pack", PLUGIN, warmth="hot_pack:Warmth")
-    assert refusal("warmth") == (
-        "recipe: plugins[0]: 'warmth' is the name of plugins in several packages. Say which: hot-pack:warmth or "
-        "warm-pack:warmth."
-    )
+    assert_problem(problem_of("warmth"), "ambiguous-name recipe plugins[0] 'warmth' hot-pack:warmth warm-pack:warmth")
     assert type(resolve(recipe("hot-pack:warmth"), CPU).plugins.plugins[0]).__module__ == "hot_pack"
 
 
@@ -245,31 +242,27 @@ def test_two_plugins_in_one_slot_are_refused():
 
 
 def test_duplicate_plugin_is_rejected():
-    assert refusal("ema", make("ema")) == "recipe: plugin 'ema' appears twice. Remove one."
+    assert_problem(problem_of("ema", make("ema")), "listed-twice recipe 'ema'")
 
 
 def test_a_plugin_without_a_name_is_refused():
     class Nameless(Plugin):
         pass
 
-    assert "Nameless has no name. Set `name` in its class." in refusal(Nameless())
+    assert_problem(problem_of(Nameless()), "unnamed-plugin")
 
 
 @pytest.mark.parametrize("reference", ["a", "slot:speed"])
 def test_a_conflict_is_refused_with_its_reason(reference):
-    message = refusal(make("a", slot="speed"), make("b", conflicts={reference: "both move the weights."}))
-    assert message == "recipe: plugins 'b' and 'a' exclude each other: both move the weights. Remove one of them."
+    problem = problem_of(make("a", slot="speed"), make("b", conflicts={reference: "both move the weights."}))
+    assert_problem(problem, "excluded-plugin recipe 'b' 'a'")
 
 
 def test_missing_required_plugin_is_rejected_with_repair():
-    assert refusal(make("a", requires=("ema",))) == (
-        "recipe: plugin 'a' requires 'ema', which the recipe does not list. Add it: --with ema."
-    )
-    message = refusal(make("a", requires=("slot:strategy",)))
-    assert message.startswith(
-        "recipe: plugin 'a' requires a plugin in the slot 'strategy', which the recipe does not list."
-    )
-    assert "--with slot" not in message
+    assert_problem(problem_of(make("a", requires=("ema",))), "missing-plugin recipe 'a' 'ema' --with")
+    problem = problem_of(make("a", requires=("slot:strategy",)))
+    assert_problem(problem, "missing-plugin recipe 'a' 'strategy'")
+    assert "--with slot" not in str(problem)
     assert order(make("a", requires=("b", "slot:x")), make("b", slot="x")) == ["a", "b"]
 
 
@@ -375,10 +368,7 @@ def test_invalid_wrapper_is_rejected():
         def after_fit(self) -> None:
             return None
 
-    assert (
-        refusal(Chain())
-        == "plugin 'chain': before_prepare cannot be a wrapper: it is called on each plugin separately."
-    )
+    assert_problem(problem_of(Chain()), "invalid-hook 'chain' before_prepare")
     assert "not a generator function" in refusal(Silent())
 
 
@@ -508,8 +498,8 @@ def test_an_error_in_a_plugin_names_plugin_hook_and_error():
 
 def test_the_distribution_of_an_installed_plugin_is_named(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
-    assert str(blamed("after_fit", load("warmth")(), run=None)).startswith(
-        "plugin 'warmth' (warm-pack 1.2) failed in after_fit: KeyError"
+    assert_problem(
+        blamed("after_fit", load("warmth")(), run=None).problem, "plugin-crashed 'warmth' 1.2 after_fit KeyError"
     )
 
 
@@ -634,8 +624,5 @@ def test_a_conflict_of_settings_names_the_recipe(tmp_path):
 
 
 def test_a_task_that_is_required_by_name_is_explained():
-    message = refusal(make("a", requires=("module",)), make("my-task", slot="task"))
-    assert message == (
-        "recipe: plugin 'a' requires the task 'module', and the task of this run is 'my-task'. If any task will do, "
-        "its class requires 'slot:task'."
-    )
+    problem = problem_of(make("a", requires=("module",)), make("my-task", slot="task"))
+    assert_problem(problem, "missing-plugin recipe 'a' 'module' 'my-task' 'slot:task'")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop.recipe import find_recipe, load_recipe, make_recipe, shipped_recipes
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 
 BASE = """
 model: {name: small, config: {layers: 2, width: 8}}
@@ -32,10 +32,15 @@ def write(text: str, name: str = "r.yaml") -> str:
     return name
 
 
-def refusal(name: str, *arguments: object, **options: object) -> str:
+def problem_of(name: str, *arguments: object, **options: object) -> Problem:
     with pytest.raises(RecipeError) as refused:
         load_recipe(name, *arguments, **options)  # type: ignore[arg-type]
-    return str(refused.value)
+    return refused.value.problem
+
+
+def refusal(name: str, *arguments: object, **options: object) -> str:
+    """The message of ``problem_of``."""
+    return str(problem_of(name, *arguments, **options))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -79,7 +84,7 @@ def test_unreadable_recipe_error_has_file_and_line(text, expected):
 
 def test_a_file_that_is_not_text_is_refused():
     Path("r.yaml").write_bytes(b"\xff\xfe\x00train")
-    assert refusal("r.yaml").startswith("r.yaml: cannot be read: ")
+    assert_problem(problem_of("r.yaml"), "file-unreadable r.yaml")
 
 
 WRONG = {
@@ -128,14 +133,14 @@ def test_a_key_may_stand_for_another_keys_value():
 def test_a_recipe_reads_nothing_but_itself(text, monkeypatch):
     monkeypatch.setenv("HOME", "/secret")
     name = write(yaml.safe_dump({"data": {"r": "oc.env", "deep": [{"path": text}]}}))
-    message = refusal(name)
-    assert message.startswith("r.yaml: data.deep[0].path: found '${")
-    assert "secret" not in message
-    assert refusal(write("train: {epochs: 1}"), [f"output={text}"]).startswith("output: found '${")
+    problem = problem_of(name)
+    assert_problem(problem, "wrong-format r.yaml data.deep[0].path")
+    assert "secret" not in str(problem)
+    assert_problem(problem_of(write("train: {epochs: 1}"), [f"output={text}"]), "wrong-format output")
 
 
 def test_dangling_interpolations_are_rejected():
-    assert "Interpolation key 'train.nothing' not found" in refusal(write("output: ${train.nothing}"))
+    assert_problem(problem_of(write("output: ${train.nothing}")), "invalid-recipe 'train.nothing'")
     assert "Recursive interpolation" in refusal(write("output: ${output}"))
 
 
@@ -235,10 +240,8 @@ def test_cyclic_extends_is_rejected():
 
 
 def test_invalid_extends_is_rejected():
-    assert (
-        refusal(write("extends: [a.yaml]")) == "r.yaml: extends: found ['a.yaml'], expected one recipe's path or name."
-    )
-    assert refusal(write("extends: nothing.yaml")).startswith("nothing.yaml: no such file")
+    assert_problem(problem_of(write("extends: [a.yaml]")), "wrong-type r.yaml extends 'a.yaml'")
+    assert_problem(problem_of(write("extends: nothing.yaml")), "file-missing nothing.yaml")
 
 
 # -- overrides, --with, --without --------------------------------------------------------------------------------------
@@ -311,13 +314,10 @@ def test_a_file_comes_before_a_shipped_recipe_of_its_name():
 
 
 def test_missing_recipe_is_rejected_with_closest_name():
-    assert (
-        refusal("quikstart")
-        == "quikstart: no such file, and no shipped recipe has this name. Did you mean 'quickstart'?"
-    )
+    assert_problem(problem_of("quikstart"), "file-missing quikstart 'quickstart'")
     Path("folder").mkdir()
     assert refusal("folder").startswith("folder: a folder, and no shipped recipe has this name.")
-    assert refusal("/nowhere/quickstart.yaml").startswith("/nowhere/quickstart.yaml: no such file")
+    assert_problem(problem_of("/nowhere/quickstart.yaml"), "file-missing /nowhere/quickstart.yaml")
 
 
 def test_every_shipped_recipe_loads_and_survives_being_written():
@@ -340,7 +340,7 @@ def test_a_recipe_written_as_yaml_reads_the_same():
 
 
 def test_error_of_python_recipe_says_recipe_instead_of_file():
-    with pytest.raises(RecipeError, match=r"^recipe: train\.lr: found 'x' \(str\)"):
+    with expect_problem("invalid-value recipe train.lr 'x'", RecipeError):
         make_recipe({"train": {"lr": "x"}})
 
 

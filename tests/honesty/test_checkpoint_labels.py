@@ -152,7 +152,7 @@ def test_numeric_labels_are_ids_of_named_classes_with_a_message(caplog):
     run = text_run(TASK, "checkpoint", LABELLED, lr=1e-8, max_steps=1)
     assert executed(run)["accuracy"] == 1.0
     assert run.model.config.id2label == {0: "B", 1: "A"}
-    assert "the labels are numbers, and used as the ids of model.name=checkpoint: 0 = B, 1 = A" in caplog.text
+    assert "model.name=checkpoint: 0 = B, 1 = A" in caplog.text
 
 
 def test_the_head_of_another_task_is_not_a_head_for_texts(caplog):

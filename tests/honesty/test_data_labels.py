@@ -112,9 +112,7 @@ def test_every_split_is_read_by_the_rule_of_train():
 def test_labels_that_count_from_1_are_refused_with_the_option_that_reads_them(write_file, caplog):
     caplog.set_level(logging.INFO, "fastloop")
     path = write_file([1, 2, 3, 2])
-    assert refusal(path).endswith(
-        "holds the labels 1, 2, 3, expected 0 to 2 without gaps. They count from 1: give data.label_offset=1."
-    )
+    assert_problem(problem_of(path), "gaps-in-labels 1, 2, 3, data.label_offset=1.")
     data = text_data(path, label_offset=1)
     assert data.load()["train"].labels.tolist() == [0, 1, 2, 1]
     assert data.classes == ["1", "2", "3"]
@@ -125,9 +123,8 @@ def test_an_offset_that_does_not_fit_is_refused():
     assert_problem(problem_of(csv_file(["0", "1"]), label_offset=1), "gaps-in-labels 0, 1, 2")
     assert_problem(problem_of(csv_file(["neg", "pos"]), label_offset=1), "unknown-option 'neg' 'pos' data.label_offset")
     for option in ({"label_offset": 1}, {"label_map": {0: "neg"}}):
-        assert f"data.{next(iter(option))}: a language model has no labels. Remove it." in refusal(
-            csv_file(["0"]), label=None, **option
-        )
+        problem = problem_of(csv_file(["0"]), label=None, **option)
+        assert_problem(problem, f"unknown-option data.{next(iter(option))}")
     assert_problem(problem_of(csv_file(["0", "1"]), label_offset=-1), "invalid-value data.label_offset -1")
 
 
@@ -160,8 +157,8 @@ def test_labels_mapped_to_null_leave_out_their_rows_with_a_count(write_file, mar
     data = text_data(files, label_map={mark: None})
     assert named_rows(data) == [(f"film {i}", str(labels[i % 3])) for i in (0, 1, 3, 4)]
     assert [text for text, _ in named_rows(data, "test")] == ["film 1"]
-    assert f"data: train: 2 of 6 rows are left out by their label (data.label_map): '{mark}' 2" in caplog.messages
-    assert f"data: test: 1 of 2 rows are left out by their label (data.label_map): '{mark}' 1" in caplog.messages
+    assert re.search(rf"data: train: 2 of 6 .* \(data\.label_map\): '{re.escape(str(mark))}' 2", caplog.text)
+    assert re.search(rf"data: test: 1 of 2 .* \(data\.label_map\): '{re.escape(str(mark))}' 1", caplog.text)
     assert_problem(
         problem_of(files | {"test": write_file([mark, mark], files["test"])}, label_map={mark: None}),
         "empty-split recipe.yaml data.label_map 2 data.splits.test=null",
@@ -188,10 +185,9 @@ def test_names_of_a_dataset_stay_when_rows_are_left_out():
 
 
 def test_marks_of_missing_labels_come_with_the_map_that_leaves_them_out(caplog):
-    assert refusal(csv_file(["0", "1", "-1"])).endswith(
-        "If -1 marks rows without a label, leave them out: data.label_map={-1: null}. Or name it: "
-        "data.label_map={-1: NAME}."
-    )
+    problem = problem_of(csv_file(["0", "1", "-1"]))
+    assert_problem(problem, "gaps-in-labels -1, 0, 1,")
+    assert "data.label_map={-1: null}" in str(problem)
     text_data(csv_file(["yes", "no", "-"] * 6)).load()
     assert_problem(caplog, "doubtful-labels '-' data.label_map={'-'")
     problem = problem_of({"train": csv_file(["yes", "no"]), "test": csv_file(["-", "no"], "test.csv")})
@@ -204,10 +200,11 @@ def test_marks_of_missing_labels_come_with_the_map_that_leaves_them_out(caplog):
 def test_the_log_counts_the_rows_of_each_class(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     text_data(csv_file(["pos", "neg"] * 36 + ["label"]), validation_fraction=0.0).load()
-    assert "data: train 73; rows of each class in train: neg 36, pos 36, label 1" in caplog.messages
+    (line,) = [line for line in caplog.messages if line.startswith("data: train 73; ")]
+    assert line.endswith(": neg 36, pos 36, label 1")
     text_data(csv_file(["pos", "neg"] * 36), validation_fraction=0.5, limit={"train": 20}).load()
     (line,) = [line for line in caplog.messages if line.startswith("data: train 20, validation 36")]
-    counts = line.partition("rows of each class in train: ")[2].replace("neg ", "").replace("pos ", "").split(", ")
+    counts = line.partition("in train: ")[2].replace("neg ", "").replace("pos ", "").split(", ")
     assert sum(map(int, counts)) == 20
 
 
@@ -307,10 +304,7 @@ def test_a_class_with_the_name_of_a_missing_value_warns(name, caplog):
 def test_a_class_for_nearly_every_row_is_refused(labels):
     problem = problem_of(csv_file([*labels, labels[0]]))
     assert_problem(problem, "too-many-labels train.csv 'label' data.label 40 41")
-    remedy = " For regression: data.label_type=number." if labels[0].isdigit() else ""
-    assert str(problem).endswith(
-        f"nearly every row would be a class of its own. Expected a column with few different values.{remedy}"
-    )
+    assert ("data.label_type=number" in str(problem)) == labels[0].isdigit()
     assert len(names(csv_file(labels[:10]))) == 10  # a first trial with a row a class
 
 
@@ -342,7 +336,7 @@ def test_the_empty_key_of_label_map_leaves_out_rows_without_a_label(kind, caplog
     caplog.set_level(logging.INFO, "fastloop")
     found = named_rows(text_data(jsonl_file(UNLABELLED[kind]), label_map={"": None}))
     assert [text for text, _ in found] == ["film 0", "film 2", "film 4"]
-    assert "2 of 5 rows are left out by their label (data.label_map)" in caplog.text
+    assert re.search(r"2 of 5 .* \(data\.label_map\)", caplog.text)
     assert_problem(problem_of(jsonl_file(["neg", "pos"]), label_map={"": None}), "unknown-label data.label_map ''")
 
 

@@ -83,12 +83,8 @@ def test_lists_of_equal_lengths_need_no_tokenizer():
 def test_without_a_tokenizer_the_error_names_the_field_and_the_remedy(workers):
     with pytest.raises(DataError) as caught:
         train(DistilBertForSequenceClassification, DataLoader(token_lists(), batch_size=4, num_workers=workers), "run")
-    assert "the samples of a batch have 'input_ids' of the shapes (3,) and (7,), expected one shape. " in str(
-        caught.value
-    )
-    assert "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let" in str(
-        caught.value
-    )
+    facts = ("'input_ids'", "(3,)", "(7,)", "processing_class=tokenizer", "DataLoader(collate_fn=...)")
+    assert all(fact in str(caught.value) for fact in facts)
 
 
 def test_a_tokenizer_without_a_padding_token_is_named():

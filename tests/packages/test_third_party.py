@@ -21,7 +21,7 @@ from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.testing import expect_problem, find_problems, tiny_data, tiny_model
+from fastloop.testing import assert_problem, expect_problem, find_problems, tiny_data, tiny_model
 from fastloop_tools.bench.selected_recipe import text
 from fastloop_tools.plan.code_files import code_files
 from fastloop_tools.profile.suggestions import candidates
@@ -277,50 +277,50 @@ def test_of_several_plugins_in_a_file_the_class_says_which():
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "expected"),
     [
-        (None, "there is no file p.py that can be read"),
-        ("def broken(:", "p.py, line 1: not valid Python: "),
+        (None, "file-missing p.py"),
+        ("def broken(:", "invalid-python p.py line 1"),
         (
             "class Warm: name = 'warm'\nclass Other: pass",
-            "holds no plugin. It has the classes Warm, Other. Expected a subclass of",
+            "no-plugin",
         ),
-        ("x = 1", 'holds no plugin. Expected a subclass of fastloop.Plugin with `name = "..."`.'),
+        ("x = 1", 'no-plugin fastloop.Plugin "..."'),
     ],
     ids=["missing", "syntax", "other classes", "no class"],
 )
-def test_a_file_that_is_no_plugin_is_refused_when_the_recipe_is_read(code, said):
+def test_a_file_that_is_no_plugin_is_refused_when_the_recipe_is_read(code, expected):
     if code is not None:
         write("p.py", code)
     with pytest.raises(RecipeError) as refused:
         make_recipe({"plugins": ["p.py"]})
-    assert said in str(refused.value)
+    assert_problem(refused.value.problem, expected)
     assert str(refused.value).startswith("recipe: plugins: p.py: ")
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "expected"),
     [
         (
             "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n1 / 0",
-            "ZeroDivisionError: division by zero (.*p.py, line 4)",
+            "import-failed ZeroDivisionError p.py 4",
         ),
-        ("import sys\nclass Warm(int):\n    name = 'warm'\nsys.exit(0)", "SystemExit: 0"),
-        ("class Warm(int):\n    name = 'warm'", "is not a subclass of fastloop.Plugin"),
+        ("import sys\nclass Warm(int):\n    name = 'warm'\nsys.exit(0)", "import-failed SystemExit 0"),
+        ("class Warm(int):\n    name = 'warm'", "not-a-plugin fastloop.Plugin"),
         (
             "from fastloop import Plugin, option\nclass Warm(Plugin):\n    name = 'warm'\n    log: int = option('')",
-            r"Warm\.log: no option can have this name",
+            "import-failed PluginError: Warm.log",
         ),
         (
             "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    def __init__(self): 1 / 0",
-            r"plugins\.p\.py: Warm \(.*p\.py\) cannot be created: ZeroDivisionError: ",
+            "invalid-plugin plugins.p.py p.py ZeroDivisionError",
         ),
     ],
     ids=["error", "exit", "no plugin", "config", "constructor"],
 )
-def test_a_file_that_fails_when_it_runs_is_refused_with_its_place(code, said):
+def test_a_file_that_fails_when_it_runs_is_refused_with_its_place(code, expected):
     write("p.py", code)
-    with pytest.raises(UsageError, match=said):
+    with expect_problem(expected, UsageError):
         resolve(make_recipe({"plugins": ["p.py"]}))
 
 
@@ -369,7 +369,7 @@ def test_objects_of_python_have_the_rights_of_listed_plugins(tiny_run):
     ]
     with expect_problem("excluded-plugin 'cold' 'warmth'", PluginError):
         tiny_run([warmth(), Cold()])
-    with pytest.raises(RecipeError, match=r"^warmth\.degrees: found 'hot'"):
+    with expect_problem("invalid-value warmth.degrees 'hot'", RecipeError):
         warmth(degrees="hot")
 
 
@@ -599,26 +599,26 @@ def test_plugin_can_be_listed_only_where_allowed(install):
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "expected"),
     [
         (
             {"numerics": "reassociated"},
-            r"plugin 'watcher' is declared read_only: its numerics must be bitwise, not reassociated",
+            "invalid-declaration 'watcher' read_only",
         ),
         (
             {"build_model": hookimpl(lambda self: None)},
-            "build_model changes the run, but the plugin is declared read_only",
+            "invalid-hook build_model read_only",
         ),
-        ({"before_prepare": hookimpl(lambda self: None)}, "before_prepare changes the run"),
-        ({"configure": hookimpl(lambda self: None)}, "configure changes the run"),
+        ({"before_prepare": hookimpl(lambda self: None)}, "invalid-hook before_prepare"),
+        ({"configure": hookimpl(lambda self: None)}, "invalid-hook"),
         (
             {"after_fit": hookimpl(wrapper=True)(lambda self: (yield))},
-            "after_fit is a wrapper, but the plugin is declared read_only",
+            "invalid-hook after_fit read_only",
         ),
     ],
 )
-def test_plugin_that_changes_run_cannot_be_observer(members, said):
-    with pytest.raises(PluginError, match=said):
+def test_plugin_that_changes_run_cannot_be_observer(members, expected):
+    with expect_problem(expected, PluginError):
         hooks_of(type("Liar", (Watcher,), members)())
 
 
@@ -758,23 +758,23 @@ def test_a_task_comes_from_a_package(kinds):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "said"),
+    ("optimizer", "expected"),
     [
-        ("kind_pack:Sing", r"^recipe: train\.optimizer: kind_pack has no 'Sing'\. Did you mean 'Sign'\?"),
+        ("kind_pack:Sing", "unknown-name recipe train.optimizer kind_pack 'Sing' 'Sign'"),
         (
             "kind_pack:net",
-            r"^recipe: train\.optimizer\.lr: no such argument\. The signature: kind_pack:net\(bias=True\)",
+            "unknown-argument recipe train.optimizer.lr kind_pack:net(bias=True",
         ),
-        ("kind_pack:number", r"^recipe: train\.optimizer: kind_pack:number is no subclass of torch\.optim\.Optimizer"),
-        ("kindpack:Sign", r"^recipe: train\.optimizer: no package 'kindpack' is installed"),
-        ("AdmW", r"^recipe: train\.optimizer: torch\.optim has no 'AdmW'\. Did you mean 'AdamW'\?"),
-        ("nothing.py:Sign", r"^recipe: train\.optimizer: no such file: nothing\.py"),
+        ("kind_pack:number", "wrong-type recipe train.optimizer kind_pack:number torch.optim.Optimizer"),
+        ("kindpack:Sign", "not-installed recipe train.optimizer 'kindpack'"),
+        ("AdmW", "unknown-optimizer recipe train.optimizer torch.optim 'AdmW' 'AdamW'"),
+        ("nothing.py:Sign", "file-missing recipe train.optimizer nothing.py"),
     ],
 )
-def test_invalid_optimizer_is_rejected_with_its_key(kinds, optimizer, said):
+def test_invalid_optimizer_is_rejected_with_its_key(kinds, optimizer, expected):
     kinds["train"]["optimizer"] = optimizer
     recipe = make_recipe(kinds)
-    with pytest.raises(RecipeError, match=said):
+    with expect_problem(expected, RecipeError):
         build(resolve(recipe))
     assert not Path("out").exists()
 

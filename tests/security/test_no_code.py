@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from fastloop import no_code
+from fastloop.testing import assert_problem
 
 pytest_plugins = ["installing"]
 
@@ -276,7 +277,7 @@ def test_no_resolver_runs(text, cli, pwned, monkeypatch):
     finally:
         OmegaConf.clear_resolver("touch")
     assert (code, out) == (2, "")
-    assert "r.yaml: output: found " in err
+    assert_problem(err, "wrong-format r.yaml output")
     assert "yellow-bird" not in err
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from fastloop import RecipeError
 from fastloop.runtime import files
+from fastloop.testing import expect_problem
 
 # every option of a command that names a file to write, without work that would come before the check
 OPTIONS = {
@@ -55,7 +56,8 @@ def test_devices_pipes_sockets_and_folders_are_refused(command, places, cli):
     for place, what in (places | outside).items():
         code, out, err = cli(*command, place)
         assert (code, out) == (2, "")
-        assert err.startswith(f"error: {command[-1]} {place}: found {what}")
+        assert err.startswith(f"error: {command[-1]} {place}: ")
+        assert what in err
         assert err.count("\n") == 1
     assert kinds() == before
     assert Path("/dev/full").is_char_device()
@@ -101,7 +103,7 @@ def test_a_write_replaces_no_device(place, places):
     if place not in places:
         pytest.skip("only root makes devices")
     before = kinds()
-    with pytest.raises(OSError, match="found a folder, device or pipe"):
+    with pytest.raises(OSError, match="device or pipe"):
         files.write(Path(place), "text")
     assert kinds() == before
 
@@ -123,5 +125,5 @@ def test_an_output_folder_with_a_name_of_255_bytes(tiny_run):
     folder = Path("x" * 255)
     tiny_run(["log"], epochs=1, output=folder)
     assert tiny_run(["log"], epochs=2, output=folder, resume=True).summary["epochs"] == 2
-    with pytest.raises(RecipeError, match=r"cannot be written: .*File name too long"):
+    with expect_problem("folder-not-writable File name too long", RecipeError):
         tiny_run(["log"], epochs=1, output=folder)

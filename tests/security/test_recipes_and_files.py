@@ -32,7 +32,7 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe, secrets
 from fastloop.run import Run
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 
 TINY = {
     "model_type": "distilbert",
@@ -68,41 +68,49 @@ HOSTILE: dict[str, tuple[str, int, str]] = {
     "a call": (
         "train: {epochs: 1}\nmodel: !!python/object/apply:os.system ['touch pwned']\n",
         2,
-        "!!python/object/apply:os.system",
+        "yaml-tag !!python/object/apply:os.system",
     ),
-    "an object": ("model:\n  name: !!python/object:fastloop.run.Run {}\n", 2, "!!python/object:fastloop.run.Run"),
+    "an object": (
+        "model:\n  name: !!python/object:fastloop.run.Run {}\n",
+        2,
+        "yaml-tag !!python/object:fastloop.run.Run",
+    ),
     "a path object, which OmegaConf would make": (
         "model:\n\n  a: !!python/object/apply:pathlib.Path [x]\n",
         3,
-        "pathlib.Path",
+        "yaml-tag pathlib.Path",
     ),
-    "a function by name": ("train: {epochs: 1}\nplugins:\n- !!python/name:os.system\n", 3, "!!python/name:os.system"),
-    "a tag of one's own": ("data: {a: !env HOME}\n", 1, "!env"),
-    "a key twice": ("train:\n  lr: 0.1\n  epochs: 1\n  lr: 0.2\n", 4, "'lr' appears twice, first in line 2"),
+    "a function by name": (
+        "train: {epochs: 1}\nplugins:\n- !!python/name:os.system\n",
+        3,
+        "yaml-tag !!python/name:os.system",
+    ),
+    "a tag of one's own": ("data: {a: !env HOME}\n", 1, "yaml-tag !env"),
+    "a key twice": ("train:\n  lr: 0.1\n  epochs: 1\n  lr: 0.2\n", 4, "repeated-key 'lr' line 2"),
     "a section twice": (
         "train: {lr: 0.1}\nmodel: {}\n\ntrain: {lr: 0.2}\n",
         4,
-        "'train' appears twice, first in line 1",
+        "repeated-key 'train' line 1",
     ),
-    "a number as a key twice": ("data:\n  arguments: {1: a, 2: b,\n    1: c}\n", 3, "'1' appears twice"),
-    "aliases in aliases": ("a: &a [x, x, x, x, x, x, x, x, x]\n" + BOMB, 5, "10,000 values"),
-    "an alias of itself": ("train: {}\nmodel: &m {again: *m}\n", 2, "recursive"),
+    "a number as a key twice": ("data:\n  arguments: {1: a, 2: b,\n    1: c}\n", 3, "repeated-key '1'"),
+    "aliases in aliases": ("a: &a [x, x, x, x, x, x, x, x, x]\n" + BOMB, 5, "too-large 10,000"),
+    "an alias of itself": ("train: {}\nmodel: &m {again: *m}\n", 2, "recursive-alias"),
     "a hundred thousand lists": (
         "data:\n  a: " + "[" * 100_000 + "]" * 100_000,
         2,
-        "nest",
+        "too-deep",
     ),  # or the parser's own limit
-    "ten thousand mappings": ("data: " + "{a: " * 10_000 + "1" + "}" * 10_000, 1, "deeper than 32"),
+    "ten thousand mappings": ("data: " + "{a: " * 10_000 + "1" + "}" * 10_000, 1, "too-deep 32"),
 }
 
 
-@pytest.mark.parametrize(("text", "line", "said"), HOSTILE.values(), ids=HOSTILE.keys())
-def test_recipe_with_yaml_tags_is_rejected_with_its_line(text, line, said):
+@pytest.mark.parametrize(("text", "line", "expected"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_recipe_with_yaml_tags_is_rejected_with_its_line(text, line, expected):
     """a recipe with objects, repeated keys, bombs: refused, with file and line"""
     with pytest.raises(RecipeError) as refused:
         load_recipe(write(text))
     assert str(refused.value).startswith(f"r.yaml, line {line}: ")
-    assert said in str(refused.value)
+    assert_problem(refused.value.problem, expected)
     assert not Path("pwned").exists()
     write("train: {epochs: 1}", "good.yaml")
     write("extends: r.yaml\n", "child.yaml")
@@ -246,7 +254,7 @@ def test_a_pickle_in_the_place_of_a_checkpoints_file(name, form, payload, tiny_r
         tiny_run([], max_steps=4, output=tmp_path / "run", resume=True)
     if name != checkpoint.MANIFEST:
         seal(folder)
-        with pytest.raises(CheckpointError, match="cannot be read"):
+        with expect_problem("damaged-checkpoint", CheckpointError):
             tiny_run([], max_steps=4, output=tmp_path / "run", resume=True)
 
 
@@ -395,7 +403,7 @@ def test_code_that_comes_with_a_model_runs_only_when_the_recipe_says_so(model_fo
     assert not (tmp_path / "ran").exists()
     with caplog.at_level(logging.WARNING, logger="fastloop"):
         make = text_run({"name": "model", "trust_remote_code": True})
-    assert "model.trust_remote_code: runs the Python code that ships with model" in caplog.text
+    assert_problem(caplog, "runs-remote-code model.trust_remote_code")
     assert (tmp_path / "ran").exists()
     assert type(make.unwrap_model()).__name__ == "Model"
 
@@ -668,7 +676,7 @@ def test_saved_recipe_needs_secrets_again_on_resume(monkeypatch, capfd):
     assert command(monkeypatch, "train", name, "--resume") == 0
     capfd.readouterr()
     assert command(monkeypatch, "train", "run/recipe.yaml") == 2
-    assert "data.arguments.api_key: found (hidden)" in capfd.readouterr().err
+    assert_problem(capfd.readouterr().err, "hidden-secret data.arguments.api_key")
 
 
 def test_invalid_secret_option_is_not_printed(monkeypatch, capfd):

@@ -26,6 +26,7 @@ from torch import nn
 from fastloop.cli import main
 from fastloop.cli.numerics import largest_difference
 from fastloop.recipe import load_recipe
+from fastloop.testing import assert_problem
 from fastloop_tools.bench import ablation
 from fastloop_tools.bench.ablation import check_numerics, variant_results
 from fastloop_tools.bench.plan import make_ablation
@@ -361,32 +362,31 @@ def test_custom_variants_override_recipe(recipe, bench):
 def test_bench_reports_failing_plugin_as_row_and_continues(recipe, bench):
     code, out, record = bench(recipe("fails", "honest"), "--variants", "fails;honest", *SHORT)
     assert code == 1
-    assert (
-        variants(record)["+ fails"]["error"] == "plugin 'fails' (planted 1.0) failed in after_step: ValueError: no more"
-    )
+    error = variants(record)["+ fails"]["error"]
+    assert all(name in error for name in ("plugin 'fails' (planted 1.0)", "after_step: ValueError: no more"))
     assert variants(record)["+ fails"]["measurements"] == []
     assert variants(record)["honest"]["before"] == "baseline"
     assert variants(record)["honest"]["results"]["over_before"]["pairs"] == 2
-    assert "failed: plugin 'fails'" in out
+    assert "plugin 'fails'" in out
     assert [row["verdict"] for row in record["numerics"]] == ["failed", "holds"]
 
 
 @pytest.mark.parametrize(
-    ("plugins", "arguments", "said"),
+    ("plugins", "arguments", "expected"),
     [
-        ((), (), "lists no plugin to measure"),
-        (("honest", {"honest": {}}), (), "listed twice"),
-        (("asks",), (), "plugin 'asks' requires 'honest'"),
-        (({"honest": {"lr": 1}},), (), "plugins.honest.lr: no such option"),
-        (("honest",), ("--variants", "honset"), "Did you mean 'honest'?"),
-        (("honest",), ("data.module=nowhere.py:data",), "no such file: nowhere.py"),
+        ((), (), "nothing-to-measure"),
+        (("honest", {"honest": {}}), (), "listed-twice"),
+        (("asks",), (), "missing-plugin 'asks' 'honest'"),
+        (({"honest": {"lr": 1}},), (), "unknown-option plugins.honest.lr"),
+        (("honest",), ("--variants", "honset"), "unknown-plugin 'honest'"),
+        (("honest",), ("data.module=nowhere.py:data",), "file-missing nowhere.py"),
     ],
     ids=["no plugin", "twice", "requires", "option", "ablation", "data"],
 )
-def test_bench_rejects_invalid_recipe_before_measuring(recipe, bench, plugins, arguments, said):
+def test_bench_rejects_invalid_recipe_before_measuring(recipe, bench, plugins, arguments, expected):
     code, out, record = bench(recipe(*plugins), *SHORT, *arguments)
     assert code == 2
-    assert said in out
+    assert_problem(out, expected)
     assert record == {}
     assert not Path("ablation").exists()
 
@@ -394,7 +394,7 @@ def test_bench_rejects_invalid_recipe_before_measuring(recipe, bench, plugins, a
 def test_bench_stops_if_baseline_fails(recipe, bench):
     code, out, _ = bench(recipe("honest"), "data.module=net.py:nothing", *SHORT)
     assert code == 2
-    assert "the baseline cannot be measured" in out
+    assert_problem(out, "unknown-name")
     assert "net.py has no 'nothing'" in out
 
 

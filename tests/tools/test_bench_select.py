@@ -17,6 +17,7 @@ import yaml
 from fastloop.cli import main
 from fastloop.errors import UsageError
 from fastloop.recipe import Recipe, load_recipe, make_recipe
+from fastloop.testing import assert_problem
 from fastloop_plugins._time import parse_time
 from fastloop_tools.bench.selected_recipe import text
 from fastloop_tools.bench.selection import EditSelection, decide
@@ -264,25 +265,25 @@ def test_a_budget_too_short_for_one_edit_is_refused_after_the_first_measurement(
     code, out = command("bench", recipe(), *SELECT, "--budget", "0.01s", *SHORT)
     assert code == 2
     assert "as given: " in out
-    assert "Give at least --budget " in out
+    assert_problem(out, "budget-too-small --budget")
     assert not Path("tiny.fast.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
-        (["--budget", "soon"], "--budget soon: expected a time such as 90s, 10m or 1h."),
-        (["--accept", "bitwize"], "--accept: there is no numerics class 'bitwize'. Did you mean 'bitwise'?"),
-        (["--select", "tiny.yaml"], "--select tiny.yaml: this is the recipe itself."),
-        (["--select", "tiny.json"], "--select tiny.json: expected a .yaml file"),
-        (["--variants", "ema"], "--select: --variants belongs to the ablation"),
-        (["--with", "nosuch"], "nosuch"),
+        (["--budget", "soon"], "wrong-format --budget soon 90s 10m 1h"),
+        (["--accept", "bitwize"], "unknown-choice --accept 'bitwize' 'bitwise'"),
+        (["--select", "tiny.yaml"], "file-in-use --select tiny.yaml"),
+        (["--select", "tiny.json"], "unknown-format --select tiny.json"),
+        (["--variants", "ema"], "exclusive-options --select --variants"),
+        (["--with", "nosuch"], "unknown-plugin"),
     ],
 )
-def test_what_cannot_be_is_refused(recipe, command, arguments, said):
+def test_what_cannot_be_is_refused(recipe, command, arguments, expected):
     code, out = command("bench", recipe(), *SELECT, *arguments)
     assert code == 2
-    assert said in out
+    assert_problem(out, expected)
 
 
 def test_parse_time_accepts_units():

@@ -17,6 +17,7 @@ from text_helpers import TINY, TINY_GPT
 
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe
+from fastloop.testing import assert_problem
 from fastloop_tools.shared.matrix_picture import draw
 
 CODE = """
@@ -265,7 +266,7 @@ def test_a_module(tmp_path, cli, monkeypatch):
     assert [row["name"] for row in found["classes"]] == ["0", "1", "2"]
     code, _, err = cli("evaluate", str(tmp_path / "run"), "--file", str(home / "code.py"))
     assert code == 2
-    assert "the task 'module' reads no files" in err
+    assert_problem(err, "unsupported-task 'module'")
     code, _, err = cli("evaluate", str(tmp_path / "run"), "data.arguments={splits: [train]}")
     assert code == 2
     assert "there is no split 'test'. There are: train" in err
@@ -337,7 +338,7 @@ def test_tied_weights_of_a_module(tied, tmp_path, cli):
     assert results(cli, folder, tied.parent / "recipe.yaml", "--split", "validation")["metrics"] == near(expected)
     save_file(weights | {"head.weight": weights["head.weight"] + 1}, folder / "model.safetensors")
     error = refused(cli, folder, tied.parent / "recipe.yaml", "--split", "validation")
-    assert "tied to one of another value: words.weight" in error
+    assert_problem(error, "weights-differ words.weight")
 
 
 def test_weights_of_other_layers_are_named(tied, cli):
@@ -367,15 +368,15 @@ def refused(cli: Any, *arguments: Any) -> str:
 
 
 def test_targets_that_are_refused(trained, cli):
-    assert "nowhere: no such folder" in refused(cli, "nowhere")
+    assert_problem(refused(cli, "nowhere"), "not-a-run nowhere")
     copy = copied(trained)
     shutil.rmtree(copy / "run" / "model")
-    assert "this run has exported no model" in refused(cli, copy / "run")
+    assert_problem(refused(cli, copy / "run"), "no-exported-model")
     Path("empty").mkdir()
     assert "neither a run folder" in refused(cli, "empty")
     shutil.copytree(trained / "run" / "model", "model")
     assert "Name the recipe" in refused(cli, "model")
-    assert "found 2 recipes" in refused(cli, "model", "a", "b")
+    assert_problem(refused(cli, "model", "a", "b"), "several-recipes 2")
     assert "weights are not those of Net" in refused(cli, "model", other_model(trained))
 
 
@@ -395,13 +396,13 @@ def test_files_that_are_refused(trained, cli):
     rows = texts(6)
     other = write_csv(Path("other.csv"), [row | {"label": row["label"].replace("fine", "odd")} for row in rows])
     error = refused(cli, trained / "run", "--file", other)
-    assert "line 3: column 'label' (data.label) holds 'odd', which is no class of the model" in error
+    assert_problem(error, "unknown-label line 3: 'label' data.label 'odd'")
     assert "'bad', 'fine', 'good'" in error
     beyond = write_csv(Path("beyond.csv"), [row | {"label": 3} for row in rows])
-    assert "holds '3', which is no class" in refused(cli, trained / "run", "--file", beyond)
+    assert_problem(refused(cli, trained / "run", "--file", beyond), "unknown-label '3'")
     unlabelled = write_csv(Path("unlabelled.csv"), [{"text": row["text"]} for row in rows])
     assert "there is no column 'label'" in refused(cli, trained / "run", "--file", unlabelled)
-    assert "no such file" in refused(cli, trained / "run", "--file", "nowhere.csv")
+    assert_problem(refused(cli, trained / "run", "--file", "nowhere.csv"), "file-missing")
     assert "there is no split 'dev'" in refused(cli, trained / "run", "--split", "dev")
 
 

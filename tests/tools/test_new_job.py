@@ -152,26 +152,26 @@ def test_names_of_recipes_are_quoted(new):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "expected"),
     [
-        (["recipe.yaml"], "fastloop new job: expected at least one of --slurm, --kubernetes, --skypilot."),
+        (["recipe.yaml"], "missing-value --slurm --kubernetes --skypilot"),
         (
             ["recipe.yaml", "--slurm", "--name", "My Run"],
-            "--name: found 'My Run', expected at most 40 lower-case letters, digits and hyphens",
+            "wrong-format --name 40",
         ),
         (
             ["recipe.yaml", "--slurm", "--time", "soon"],
-            "--time: found 'soon', expected hours, minutes and seconds, such as 04:00:00",
+            "wrong-format --time 'soon' 04:00:00",
         ),
-        (["recipe.yaml", "--kubernetes", "--image", "a b"], "--image and --gpu: expected no spaces."),
-        (["other.yaml", "--slurm"], "other.yaml: no such file, and no shipped recipe has this name."),
+        (["recipe.yaml", "--kubernetes", "--image", "a b"], "wrong-format --image --gpu"),
+        (["other.yaml", "--slurm"], "file-missing other.yaml"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_new_job_rejects_invalid_arguments_and_writes_nothing(new, arguments, message):
+def test_new_job_rejects_invalid_arguments_and_writes_nothing(new, arguments, expected):
     code, _, err = new(*arguments)
     assert code == 2
-    assert message in err
+    assert_problem(err, expected)
     assert not Path("job").exists()
 
 

@@ -178,7 +178,7 @@ def test_a_file_is_read_in_chunks(trained, cli):
     Path("rows.csv").write_text("\n".join([*rows, "a text, and one cell too many,bad"]))
     code, _, err = cli("predict", str(trained / "run"), "rows.csv", "--chunk", "10", "--out", "out.csv")
     assert code == 2
-    assert "rows.csv, line 42: found 3 cells, expected 2 (text, label)" in err
+    assert_problem(err, "invalid-row rows.csv line 42 3 2")
     assert sorted(path.name for path in Path("out.csv.parts").glob("0*")) == ["00000000", "00000001", "00000002"]
     assert not Path("out.csv").exists()
 
@@ -257,10 +257,10 @@ def test_a_module_predicts_a_split(tmp_path, cli):
     ]
     code, _, err = cli("predict", str(run), "a text")
     assert code == 2
-    assert "the task 'module' reads no files or texts to predict. Predict a split" in err
+    assert_problem(err, "unsupported-task 'module'")
     code, _, err = cli("predict", str(run), "--split", "dev")
     assert code == 2
-    assert "cannot predict the split 'dev': there are: train, validation, test" in err
+    assert_problem(err, "iterable-dataset 'dev'")
 
 
 def test_a_regression_gives_its_output(tmp_path, cli):
@@ -415,21 +415,21 @@ def test_what_is_refused(trained, language_model, cli):
         return error
 
     run = trained / "run"
-    assert "found nothing to predict" in refused(run)
-    assert "nowhere.csv: no such file" in refused(run, "nowhere.csv")
-    assert "FILE: .: a folder, expected a file." in refused(run, ".")
-    assert "expected one of: .csv, .jsonl, .parquet, .npy" in refused(run, "a text", "--out", "out.xml")
-    assert "expected a file in an existing folder" in refused(run, "a text", "--out", "nowhere/out.csv")
+    assert_problem(refused(run), "nothing-to-predict")
+    assert_problem(refused(run, "nowhere.csv"), "file-missing nowhere.csv")
+    assert_problem(refused(run, "."), "not-a-file FILE")
+    assert_problem(refused(run, "a text", "--out", "out.xml"), "unknown-format")
+    assert_problem(refused(run, "a text", "--out", "nowhere/out.csv"), "folder-missing")
     for name, content in (("other.csv", "words,label\na,b\n"), ("other.jsonl", '{"words": "a"}\n')):
         Path(name).write_text(content)
-        assert "there is no column 'text', which data.text names. Its columns: words" in refused(run, name)
-    assert "found an empty text to predict" in refused(run, "")
+        assert_problem(refused(run, name), "unknown-column 'text' data.text")
+    assert_problem(refused(run, ""), "nothing-to-predict")
     Path("texts.csv").write_text("text\na good film\n")
     assert "--out texts.csv: this is the file to predict" in refused(run, "texts.csv", "--out", "texts.csv")
     assert Path("texts.csv").read_text() == "text\na good film\n"
-    assert "continues texts, and a split has blocks" in refused(language_model, "--split", "test")
-    assert "max_new_tokens: found 99, expected fewer than the model's 32" in refused(
-        language_model, "a", "plugins.causal-lm.max_new_tokens=99"
+    assert_problem(refused(language_model, "--split", "test"), "nothing-to-predict")
+    assert_problem(
+        refused(language_model, "a", "plugins.causal-lm.max_new_tokens=99"), "out-of-range max_new_tokens 99 32"
     )
 
 

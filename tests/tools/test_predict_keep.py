@@ -165,7 +165,7 @@ def test_input_without_columns_is_refused(run, cli):
     path = write(Path("rows.csv"), ROWS)
     assert "have no columns" in refused(cli, run, "a film", "--keep", "text")
     assert "have no columns" in refused(cli, run, "-", "--keep", "text")
-    assert ".npy holds one column" in refused(cli, run, path, "--keep", "id", "--out", "out.npy")
+    assert_problem(refused(cli, run, path, "--keep", "id", "--out", "out.npy"), "exclusive-options")
 
 
 def test_columns_of_a_splits_file_are_kept(run, cli):

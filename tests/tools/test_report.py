@@ -20,7 +20,7 @@ import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, tick_labels, ticks
 from fastloop_tools.report.metrics import MOST, Series, read_log
 from fastloop_tools.report.page import MANY, Bar, final_metrics, scale
@@ -215,25 +215,25 @@ def test_report_shows_killed_run(folders, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "expected"),
     [
         (
             lambda: Path("plain/metrics.jsonl").write_text('{"step": 1}\n{"loss"\n'),
-            "plain/metrics.jsonl, line 2: expected one JSON object",
+            "wrong-format plain/metrics.jsonl line 2 JSON",
         ),
-        (lambda: Path("plain/summary.json").write_text("{"), "plain/summary.json: cannot be read"),
-        (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml, line 1: not valid YAML"),
-        (lambda: shutil.rmtree("plain"), "plain: no such folder"),
+        (lambda: Path("plain/summary.json").write_text("{"), "file-unreadable plain/summary.json"),
+        (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "invalid-yaml plain/recipe.yaml line 1 YAML"),
+        (lambda: shutil.rmtree("plain"), "not-a-run plain"),
         (
             lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()],
-            "plain: contains no run, sweep, ablation or profile",
+            "not-a-run plain",
         ),
     ],
 )
-def test_report_rejects_unreadable_file_by_name(folders, monkeypatch, capsys, harm, said):
+def test_report_rejects_unreadable_file_by_name(folders, monkeypatch, capsys, harm, expected):
     harm()
     assert report(monkeypatch, "plain", "averaged") == 2
-    assert said in capsys.readouterr().err
+    assert_problem(capsys.readouterr().err, expected)
     assert not Path("report.html").exists()
 
 
@@ -320,7 +320,7 @@ def test_environments_differ_in_known_facts_only():
 
 def test_report_rejects_unwritable_output(folders, monkeypatch, capsys):
     assert report(monkeypatch, "plain", "--output", "no/such/report.html") == 2
-    assert "expected a file in an existing folder" in capsys.readouterr().err
+    assert_problem(capsys.readouterr().err, "folder-missing")
     with pytest.raises(UsageError):
         read([Path("nowhere")])
 
@@ -459,7 +459,7 @@ def test_a_broken_sweep_is_named(monkeypatch, capsys, harm):
     record = sweep({("1",): [1.0]})
     Path("sweep/sweep.json").write_text(json.dumps(record | harm))
     assert report(monkeypatch, "sweep") == 2
-    assert "sweep/sweep.json: expected the results that fastloop writes" in capsys.readouterr().err
+    assert_problem(capsys.readouterr().err, "wrong-format sweep/sweep.json")
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------

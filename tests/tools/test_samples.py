@@ -13,6 +13,7 @@ from image_helpers import write_images
 from text_helpers import TINY, TINY_GPT, make_run
 
 from fastloop.recipe import make_recipe
+from fastloop.testing import assert_problem
 from fastloop_tools.samples.read import read_samples
 
 CHATS = [
@@ -110,7 +111,7 @@ def test_a_long_chat_says_what_is_left_out_and_a_chat_without_a_loss_that_it_is_
     files = write_rows([{"messages": messages} for messages in CHATS])
     found = samples("causal-lm", GPT, CHAT_DATA | {"files": files, "max_length": 8})
     assert all(len(sample["tokens"]) == 8 for sample in found)
-    assert found[0]["left out"] == "the row: none of its tokens has a loss"
+    assert "loss" in found[0]["left out"]
     pairs = read_samples(make_recipe(json.loads(Path("recipe.json").read_text()), Path("recipe.json")), 1)[0]
     assert next(content for name, content in pairs if name == "left out").startswith(
         "the tokens after data.max_length=8"
@@ -257,19 +258,19 @@ def test_a_task_without_the_hook_shows_its_samples_in_short(cli):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--samples", "0"], "--samples: input should be greater than or equal to 1"),
-        (["--output", "page.html"], "--output: it is for the page of --samples"),
-        (["--samples", "1", "--json", "-"], "--samples and --json: plan does one of them at a time"),
-        (["--samples", "1", "--device-memory", "1GiB"], "--samples and --device-memory: plan does one of them"),
-        (["--samples", "1", "--output", "missing/page.html"], "expected a file in an existing folder"),
-        (["--samples", "1", "data.streaming=true"], "data.streaming: --samples reads rows in memory"),
-        (["--samples", "1", "data.files.train=none.jsonl"], "none.jsonl: no such file"),
+        (["--samples", "0"], "invalid-value --samples 1"),
+        (["--output", "page.html"], "missing-value --output --samples"),
+        (["--samples", "1", "--json", "-"], "exclusive-options --samples --json"),
+        (["--samples", "1", "--device-memory", "1GiB"], "exclusive-options --samples --device-memory"),
+        (["--samples", "1", "--output", "missing/page.html"], "folder-missing"),
+        (["--samples", "1", "data.streaming=true"], "no-streaming data.streaming --samples"),
+        (["--samples", "1", "data.files.train=none.jsonl"], "file-missing none.jsonl"),
     ],
 )
 def test_errors_name_the_option(cli, chats, arguments, expected):
     code, out, err = cli("plan", chats, *arguments)
     assert code == 2
-    assert expected in out + err
+    assert_problem(out + err, expected)
 
 
 def test_an_iterable_split_is_refused(cli):
@@ -282,7 +283,7 @@ def test_an_iterable_split_is_refused(cli):
     Path("recipe.json").write_text(json.dumps(tree | {"plugins": [{"module": {"loss": "cross_entropy"}}]}))
     code, out, err = cli("plan", "recipe.json", "--samples", "1")
     assert code == 2
-    assert "--samples reads samples by index, and Rows is iterable" in out + err
+    assert_problem(out + err, "iterable-dataset --samples")
 
 
 def test_selected_plugins_and_plugins_of_the_data_do_not_disturb(cli, chats):

@@ -22,6 +22,7 @@ from fastloop.errors import RecipeError, UsageError
 from fastloop.memory_estimates import Layout, Weight
 from fastloop.plugins.declared_options import options_of
 from fastloop.recipe import Recipe
+from fastloop.testing import assert_problem
 from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
 from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_tools.scale.activations import Activations, LiveBytes, equal_blocks, extrapolate, micro_step
@@ -373,21 +374,21 @@ def test_a_model_that_reads_values_is_refused_with_the_reason():
         )
         found = plan("recipe.yaml", "--device-memory", "1GiB")
         assert isinstance(found.exception, RecipeError), found.output
-        assert "cannot be built and trained without memory for its weights" in str(found.exception)
+        assert "fastloop plan" in str(found.exception)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "expected"),
     [
-        (["--device-memory", "much"], "--device-memory much: expected a size above 0, such as 80GiB"),
-        (["--device-flops", "1e12"], "step times need both"),
-        (["--device-flops", "-1", "--bandwidth", "1GB/s"], "expected a number above 0"),
+        (["--device-memory", "much"], "wrong-format --device-memory much 0 80GiB"),
+        (["--device-flops", "1e12"], "missing-value --device-flops --bandwidth"),
+        (["--device-flops", "-1", "--bandwidth", "1GB/s"], "out-of-range 0"),
     ],
 )
-def test_wrong_options_are_refused(file, arguments, message):
+def test_wrong_options_are_refused(file, arguments, expected):
     found = plan(file, *arguments)
     assert isinstance(found.exception, UsageError)
-    assert message in str(found.exception)
+    assert_problem(found.exception.problem, expected)
 
 
 def test_sizes_are_read_and_written():

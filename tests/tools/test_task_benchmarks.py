@@ -17,6 +17,7 @@ from training_runs import execute
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
+from fastloop.testing import assert_problem
 
 with_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="the extra lm-eval is not installed")
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -151,20 +152,20 @@ def test_code_of_task_files_runs_only_with_the_option(cli, run, changed):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "expected"),
     [
-        (("--task-folder", "tasks"), "--task-folder tasks: expected the names of its tasks, too: --tasks A,B"),
-        (("--tasks", "a", "--task-folder", "none"), "--task-folder none: no such folder."),
-        (("--tasks", "a", "--worst", "3"), "--tasks: found --worst beside it"),
-        (("--tasks", "a"), "found BertForSequenceClassification, expected a language model."),
+        (("--task-folder", "tasks"), "missing-value --task-folder tasks --tasks A,B"),
+        (("--tasks", "a", "--task-folder", "none"), "file-missing --task-folder none"),
+        (("--tasks", "a", "--worst", "3"), "exclusive-options --tasks --worst"),
+        (("--tasks", "a"), "unsupported-model BertForSequenceClassification"),
     ],
 )
-def test_a_wrong_command_line_is_refused_before_the_model_loads(cli, arguments, message):
+def test_a_wrong_command_line_is_refused_before_the_model_loads(cli, arguments, expected):
     Path("model").mkdir()
     Path("model/config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
     code, _, err = cli("evaluate", "model", *arguments)
     assert code == 2
-    assert message in err
+    assert_problem(err, expected)
 
 
 def test_a_missing_lm_eval_is_named_with_its_extra(cli, monkeypatch):

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from torch.utils.data import DataLoader
 
 from fastloop import CheckpointError, PluginError, Trainer, UsageError
-from fastloop.testing import ProcessResult, expect_problem, tiny_data, tiny_model
+from fastloop.testing import ProcessResult, assert_problem, expect_problem, tiny_data, tiny_model
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 LOADER = {"batch_size": 8, "shuffle": False}
@@ -268,7 +268,7 @@ def test_an_object_is_refused_when_plugins_add_parameters_and_a_function_is_not(
 
 def test_an_argument_that_a_plugin_sets_is_mentioned(caplog):
     train(momentum, plugins=["fused-optimizer"], max_steps=1)
-    assert "optimizer: plugins set its arguments fused=True, which has no effect" in caplog.text
+    assert_problem(caplog, "option-without-effect optimizer fused=True")
 
 
 def with_strategy(strategy: Any, as_object: bool) -> Any:

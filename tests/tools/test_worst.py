@@ -19,6 +19,7 @@ import yaml
 from inference_runs import CLASSES, texts, train, write_csv, write_recipe
 from text_helpers import TINY_GPT
 
+from fastloop.testing import assert_problem
 from fastloop_tools.inference.worst import score
 from fastloop_tools.report.page import MOST_CLASSES
 from fastloop_tools.report.read import read_evaluation
@@ -162,7 +163,7 @@ def test_results_that_cannot_be_stored_are_a_warning(run, cli):
     code, out, _ = cli("evaluate", str(run))
     assert code == 0
     assert "test accuracy" in out
-    assert "cannot be written" in out
+    assert_problem(out, "file-not-writable")
 
 
 def test_the_report_shows_matrix_classes_and_worst_samples(run, cli):
@@ -263,7 +264,7 @@ def test_a_broken_result_is_named(run, cli, harm):
     (run / "evaluation" / "test.json").write_text(json.dumps(stored(run) | harm))
     code, _, err = cli("report", str(run))
     assert code == 2
-    assert "evaluation/test.json: expected the results that `fastloop evaluate` writes" in err
+    assert_problem(err, "wrong-format evaluation/test.json")
     (run / "evaluation" / "test.json").write_text("{")
     assert cli("report", str(run))[0] == 2
 

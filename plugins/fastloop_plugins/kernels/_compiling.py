@@ -52,10 +52,11 @@ def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool, hooks_
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:  # errors of the model itself have other types and propagate
-            plugin.failure = " ".join(str(error).split("\n\n")[0].split())[:300]
+            first_paragraph = " ".join(str(error).split("\n\n")[0].split())
+            plugin.failure = first_paragraph[:300].rstrip(" .")
             if plugin.on_failure == "error":
                 raise PluginError(
-                    f"{type(module).__name__} cannot be compiled: {plugin.failure}",
+                    f"{type(module).__name__} cannot be compiled: {plugin.failure}.",
                     code="compilation-failed",
                     place="plugin 'compile'",
                 ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import UsageError
-from fastloop.problem import clause
+from fastloop.problem import clause, typed_clause
 from fastloop.recipe import safe_yaml
 from fastloop_tools.report.metrics import Series, read_log
 from fastloop_tools.shared.json_files import MALFORMED, read_json
@@ -157,9 +157,9 @@ def _check(part: Found, path: Path) -> None:
             parse_runs(sweep["runs"])
         render(part, "")
     except (*MALFORMED, TemplateError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UsageError(
-            f"expected the results that fastloop writes ({reason}). Repeat the command, or remove the file.",
+            f"expected the results that fastloop writes ({typed_clause(error)}). Repeat the command, or "
+            "remove the file.",
             code="wrong-format",
             place=str(path),
         ) from None

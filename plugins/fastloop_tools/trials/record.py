@@ -12,6 +12,7 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.metric_modes import MetricMode
+from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop_tools.shared.json_files import MALFORMED, read_json
@@ -75,10 +76,8 @@ class Record:
         try:
             finished = [run for run in parse_runs(earlier["runs"]) if run.status == "finished"]
         except MALFORMED as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UsageError(
-                code="wrong-format", place=str(self.file), expected=f"the runs that `fastloop sweep` writes: {reason}"
-            ) from None
+            expected = f"the runs that `fastloop sweep` writes: {clause(error)}"
+            raise UsageError(code="wrong-format", place=str(self.file), expected=expected) from None
         if any(earlier.get(key) != value for key, value in self.origin.items()):
             raise UsageError(
                 "the recipe or its overrides have changed since this sweep began.",

@@ -491,7 +491,7 @@ class Decorated(Plugin):
 
 def test_an_error_in_a_plugin_names_plugin_hook_and_error():
     crash = blamed("before_epoch", make("other"), Broken(), run=None)
-    assert str(crash) == f"plugin 'broken' ({__name__}) failed in before_epoch: ValueError: broken"
+    assert_problem(crash.problem, f"plugin-crashed 'broken' ({__name__}) before_epoch: ValueError: broken")
     assert isinstance(crash.__cause__, ValueError)
     assert crash.exit_code == 1
 
@@ -579,7 +579,7 @@ def test_build_or_load_error_names_the_plugin(tiny_run, hook, error):
     plain = type("Plain", (Plugin,), {"name": "early", "save_state": hookimpl(saves)})
     broken = type("Broken", (plain,), {hook: hookimpl(fails)})
     tiny_run([plain()], epochs=1, output="run")
-    with pytest.raises(PluginCrash, match=rf"plugin 'early' .* failed in {hook}: {error.__name__}: on purpose"):
+    with expect_problem(f"plugin-crashed 'early' {hook}: {error.__name__}: on purpose", PluginCrash):
         tiny_run([broken()], epochs=1, output="run", resume=True)
 
 

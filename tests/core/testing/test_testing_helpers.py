@@ -170,7 +170,7 @@ def test_function_or_result_that_cannot_be_pickled_is_an_error_that_names_it(tmp
     with expect_problem("not-picklable", UsageError):
         start(1, lambda: None, folder=tmp_path)
     (ended,) = start(1, returns_a_generator, folder=tmp_path)
-    assert "returns_a_generator returned a generator that pickle cannot write" in ended.output
+    assert all(name in ended.output for name in ("returns_a_generator", "generator", "pickle"))
 
 
 def dropout_rates(task: Mapping[str, Any]) -> list[float]:

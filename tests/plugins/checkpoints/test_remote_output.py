@@ -145,8 +145,8 @@ def test_a_damaged_checkpoint_at_the_url_is_not_used(tiny_run, caplog):
     Path("far/run/checkpoints/escaped").write_text("x")
     shutil.rmtree("run")
     result = tiny_run([remote()], output="run", resume=True, save_every=4)
-    assert "step-00000018: damaged (state.json is not what was written)" in caplog.text
-    assert "step-00000017: damaged (manifest.json lists '../../escaped')" in caplog.text
+    assert_problem(caplog, "damaged-checkpoint step-00000018 state.json")
+    assert_problem(caplog, "damaged-checkpoint step-00000017 manifest.json '../../escaped'")
     assert len(result.losses) == 2, "it resumed at step 16"
     assert not list(Path("run").rglob("escaped"))
 
@@ -268,7 +268,7 @@ def test_wrong_urls_are_refused(tiny_run, cli, monkeypatch):
     write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}, remote("gs://bucket/runs")])
     code, _, err = cli("plan", "recipe.yaml")
     assert code == 2
-    assert "remote-output.url: found 'gs://bucket/runs': Please install gcsfs" in err
+    assert_problem(err, "wrong-url remote-output.url 'gs://bucket/runs'")
 
 
 def test_s3_names_the_command_that_installs_its_package(cli, monkeypatch):

@@ -10,6 +10,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from fastloop import Plugin, UsageError, hookimpl
+from fastloop.testing import expect_problem
 from fastloop_plugins.guards._metric_problems import find_shape_problem
 
 
@@ -41,26 +42,24 @@ class Shapes(Fails):
     [(torch.zeros(2, 3), "(2, 3) float32"), (torch.zeros(0), "(0,) float32"), ([1.0], "a value of type list")],
 )
 def test_a_value_that_is_not_one_number_is_described(value, described):
-    assert find_shape_problem("r.yaml", "m", "test", value) == (
-        f"r.yaml: the metric 'm' gives {described} for test, expected one number. Average over classes, such as "
-        "average: macro, or choose another metric."
-    )
+    problem = find_shape_problem("r.yaml", "m", "test", value)
+    assert problem is not None
+    assert all(fact in problem for fact in ("r.yaml: ", "'m'", described, " test", "average: macro"))
     assert find_shape_problem("r.yaml", "m", "test", torch.zeros(1)) is None
     assert find_shape_problem("r.yaml", "m", "test", 0.5) is None
 
 
 @pytest.mark.parametrize(
-    ("metric", "message"),
+    ("metric", "expected"),
     [
         (
             Fails,
-            r"the metric 'my_bad' cannot measure a batch of validation: predictions \(\d, 3\) float32, targets "
-            r"\(\d,\) int64\. ValueError: no compute( \(.*\))?\. Choose a metric",
+            "metric-failed 'my_bad' 3 float32 int64 ValueError",
         ),
-        (Shapes, r"the metric 'my_bad' gives \(32,\) float32 for validation, expected one number\. Average over"),
+        (Shapes, "metric-failed 'my_bad' 32 float32"),
     ],
 )
-def test_a_metric_that_fails_in_an_evaluation_is_named(tiny_run, metric, message):
+def test_a_metric_that_fails_in_an_evaluation_is_named(tiny_run, metric, expected):
     class Metrics(Plugin):
         name = "metrics"
 
@@ -68,5 +67,5 @@ def test_a_metric_that_fails_in_an_evaluation_is_named(tiny_run, metric, message
         def build_metrics(self) -> MetricCollection:
             return MetricCollection({"good": MulticlassAccuracy(3), "bad": metric()}, prefix="my_")
 
-    with pytest.raises(UsageError, match=message):
+    with expect_problem(expected, UsageError):
         tiny_run([Metrics()], epochs=1)

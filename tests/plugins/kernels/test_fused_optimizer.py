@@ -106,11 +106,9 @@ def test_8_bits_promise_less_and_need_an_extra(tiny_run):
     plugin = FusedOptimizer(implementation="8bit")
     assert plugin.numerics == "reduced-precision"
     needs = [need.missing(plugin, Machine("mps", "", ("fp32",))) for need in plugin.requirements]
-    assert needs[0] == "needs a device of type cuda or xpu or cpu; this run is on mps."
+    assert all(name in needs[0] for name in ("cuda", "xpu", "cpu", "mps"))
     if importlib.util.find_spec("bitsandbytes") is None:
-        with pytest.raises(
-            PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\..*'fastloop-train\[optim8bit\]'"
-        ):
+        with expect_problem("requirement-missing bitsandbytes>=0.50 'fastloop-train[optim8bit]'", PluginError):
             tiny_run([plugin])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
-from fastloop.testing import tiny_data
+from fastloop.testing import expect_problem, tiny_data
 from fastloop_plugins import _foreign_load as foreign_load
 from fastloop_plugins._foreign_load import ForeignLoad
 from fastloop_plugins.kernels.channels_last import ChannelsLast
@@ -93,7 +93,7 @@ def test_programs_of_others_are_load_and_the_runs_own_processes_are_not():
 def test_tf32_needs_cuda(tiny_run):
     if torch.cuda.is_available():
         pytest.skip("there is CUDA")
-    with pytest.raises(PluginError, match="'amp' needs a device of type cuda"):
+    with expect_problem("requirement-missing 'amp'", PluginError):
         tiny_run([Amp(dtype="fp32", fp32_matmul="high")])
 
 

@@ -123,9 +123,7 @@ def test_a_run_resumes_evaluates_predicts_and_exports_a_checkpoint(cli):
 
 @pytest.mark.parametrize("value", [0, -64])
 def test_a_multiple_below_one_is_refused(value):
-    with pytest.raises(
-        RecipeError, match=rf"recipe.yaml: model.pad_vocab_to: found {value} .*greater than or equal to 1.*multiple"
-    ):
+    with expect_problem(f"invalid-value recipe.yaml: model.pad_vocab_to: {value} 1", RecipeError):
         made("tied", value)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastloop import Plugin, PluginCrash, PluginError, hookimpl
+from fastloop.testing import expect_problem
 
 pytest.importorskip("tensorboard")
 
@@ -67,8 +68,8 @@ def test_a_missing_extra_is_an_error_that_names_the_install_command(tiny_run, mo
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(
-        PluginError, match=r"'tensorboard' needs tensorboard>=2\.18, .*pip install 'fastloop-train\[tensorboard\]'"
+    with expect_problem(
+        "requirement-missing 'tensorboard' tensorboard>=2.18 'fastloop-train[tensorboard]'", PluginError
     ):
         tiny_run(["tensorboard"])
 

@@ -85,7 +85,7 @@ def test_the_model_saved_is_fp32(tiny_run):
 
 @pytest.mark.skipif(this_machine().device != "cpu", reason="about machines without an accelerator")
 def test_a_dtype_that_the_device_lacks_is_refused_with_those_it_has():
-    with pytest.raises(PluginError, match=r"plugin 'amp' needs fp16, .*It has: fp32.*`--without amp`"):
+    with expect_problem("requirement-missing 'amp' fp16 fp32 --without", PluginError):
         Trainer(
             nn.Linear(8, 3),
             tiny_data(),
@@ -111,9 +111,7 @@ class AddsByIndex(nn.Module):
 
 
 def test_a_model_that_fails_under_autocast_only_is_refused_in_the_first_step(tiny_run):
-    with pytest.raises(
-        PluginError, match=r"plugins.amp: AddsByIndex computes in fp32 and fails in bf16: RuntimeError: .* Remove amp."
-    ):
+    with expect_problem("unsupported-precision plugins.amp AddsByIndex fp32 bf16 RuntimeError", PluginError):
         tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndex(broken=False))
     with pytest.raises(Exception, match="it never computes") as raised:
         tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndex(broken=True))
@@ -131,10 +129,7 @@ class AddsByIndexLater(AddsByIndex):
 
 
 def test_a_model_that_fails_under_autocast_in_eval_mode_is_refused_in_the_first_evaluation(tiny_run):
-    with pytest.raises(
-        PluginError,
-        match=r"plugins.amp: AddsByIndexLater computes in fp32 and fails in bf16: RuntimeError: .* Remove amp.",
-    ):
+    with expect_problem("unsupported-precision plugins.amp AddsByIndexLater fp32 bf16 RuntimeError", PluginError):
         tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndexLater())
     assert tiny_run([], model=AddsByIndexLater()).summary["status"] == "completed"
 

@@ -115,27 +115,27 @@ def test_a_column_of_a_json_list_may_be_missing_in_some_rows():
 
 
 @pytest.mark.parametrize(
-    ("end", "message"),
+    ("end", "place", "expected"),
     [
-        ("", "line 3: not valid JSON: Expecting ',' delimiter."),
-        (",", "line 3: not valid JSON: Expecting value."),
-        ("] []", "line 3: not valid JSON: Extra data."),
-        (', {"text" 1}]', "line 3: not valid JSON: Expecting ':' delimiter."),
-        (', {"text": "1}]', "line 3: not valid JSON: Unterminated string starting."),
-        (', {"text": "1", "text": "2"}]', "line 3: the key 'text' is repeated in one object. Remove one of them."),
-        (", 12345]", "row 3: found 12345 (int), expected a mapping of columns."),
-        (', {"text": ' + "1" * 5000 + "}]", "line 3: cannot be read as JSON: Exceeds the limit (4300 digits)"),
-        (', {"text": ' + "[" * 99_999, "line 3: cannot be read as JSON: maximum recursion depth"),
-        (', {"text": "' + "a" * 2**21 + '"}]', "line 3: longer than 1 MiB, expected rows below that"),
-        ('\n\n{"text": 1}]', "line 5: not valid JSON: Expecting ',' delimiter."),
+        ("", "line 3", "invalid-row JSON Expecting ','"),
+        (",", "line 3", "invalid-row JSON Expecting"),
+        ("] []", "line 3", "invalid-row JSON Extra data"),
+        (', {"text" 1}]', "line 3", "invalid-row JSON Expecting ':'"),
+        (', {"text": "1}]', "line 3", "invalid-row JSON Unterminated string"),
+        (', {"text": "1", "text": "2"}]', "line 3", "invalid-row 'text'"),
+        (", 12345]", "row 3", "invalid-row 12345 (int)"),
+        (', {"text": ' + "1" * 5000 + "}]", "line 3", "invalid-row JSON 4300 digits"),
+        (', {"text": ' + "[" * 99_999, "line 3", "invalid-row JSON recursion depth"),
+        (', {"text": "' + "a" * 2**21 + '"}]', "line 3", "too-large 1 MiB"),
+        ('\n\n{"text": 1}]', "line 5", "invalid-row JSON Expecting ','"),
     ],
 )
-def test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it(end, message):
+def test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it(end, place, expected):
     Path("a.json").write_text('[\n{"text": "a"},\n{"text": "b"}' + end)
     found = list[Any]()
-    with pytest.raises(RecipeError) as caught:
+    with expect_problem(expected, RecipeError) as caught:
         found.extend(FileLayout(Read(max_row_mib=1), {"text": "text"}).rows("a.json"))
-    assert str(caught.value).startswith(f"a.json, {message}")
+    assert caught.value.problem.place == f"a.json, {place}"
     assert found == [("a.json, row 1", ("a",)), ("a.json, row 2", ("b",))]
 
 

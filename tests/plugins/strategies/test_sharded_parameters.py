@@ -55,7 +55,7 @@ def test_an_optimizer_that_cannot_step_shards_is_refused(name):
     optimizer = getattr(torch.optim, name)(model.parameters())
     with expect_problem(f"unsupported-optimizer r.yaml train.optimizer AdamW {name}", PluginError):
         FSDP().prepare(run=run_of(), model=model, optimizer=optimizer)
-    with pytest.raises(PluginError, match=f"{name} cannot step"):
+    with expect_problem(f"unsupported-optimizer {name}", PluginError):
         try_step(Optimizers({"one": optimizer}, "r.yaml"), "r.yaml")
 
 

@@ -16,7 +16,7 @@ from training_runs import execute
 from fastloop import Plugin, hookimpl
 from fastloop.errors import RecipeError
 from fastloop.metric_modes import metric_modes
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.checkpoints.checkpoint_best import CheckpointBest
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
@@ -239,7 +239,7 @@ def test_a_character_that_training_lacks_is_unknown_and_a_warning_counts_it(capl
     Path("other.txt").write_text("one zwei")
     data = {"files": {"train": "train.txt", "validation": "other.txt"}, **SHORT}
     make_run("causal-lm", {"config": TINY_GPT, "tokenizer": {"kind": "char"}}, data)
-    assert "validation: 1 characters are not in the training texts" in caplog.text
+    assert_problem(caplog, "unknown-characters validation 1")
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])

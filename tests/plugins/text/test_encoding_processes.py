@@ -17,6 +17,7 @@ import pytest
 from text_helpers import TINY, make_run
 
 from fastloop import RecipeError
+from fastloop.testing import expect_problem
 from fastloop_plugins.text import encoding_processes, split_encoder
 from fastloop_plugins.text.encoding_processes import encode_in_processes
 
@@ -86,7 +87,7 @@ def test_an_error_names_its_row_and_comes_from_this_process(monkeypatch):
     monkeypatch.setattr(encoding_processes, "AT_ONCE", 7)
     monkeypatch.setattr(split_encoder, "count_processes", lambda rows, characters: 2)
     data = {"files": {"train": "train.jsonl"}, "messages": "messages", "chat_template": "chat.jinja", "max_length": 32}
-    with pytest.raises(RecipeError, match=r"train\.jsonl, line 34"):
+    with expect_problem("invalid-row train.jsonl, line 34", RecipeError):
         make_run("causal-lm", {"config": GPT2, "tokenizer": {"kind": "byte"}}, data)
 
 

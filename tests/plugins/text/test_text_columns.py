@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_helpers import refusal, text_data
+from data_helpers import problem_of, refusal, text_data
 from inference_runs import write_csv
 from interrupted_runs import Case, check_interrupted
 from recipe_runs import assert_same
@@ -19,7 +19,7 @@ from training_runs import execute
 from transformers import AutoTokenizer, pipeline
 
 from fastloop.errors import RecipeError
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 
 TASK = "text-classification"
 PAIR = ["premise", "hypothesis"]
@@ -202,26 +202,26 @@ def test_evaluate_reads_pairs_and_predict_refuses_a_single_text(cli):
     assert metrics == pytest.approx(json.loads((run / "summary.json").read_text())["test"])
     code, _, err = cli("predict", str(run), "a good film")
     assert code == 2
-    assert "data.text: found ['premise', 'hypothesis'], and a text given by itself has one column" in err
+    assert_problem(err, "missing-column data.text 'premise' 'hypothesis'")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "expected"),
     [
-        ([], "data.text: found [], expected a column, or a list of different columns."),
-        (["premise", "premise"], "expected a column, or a list of different columns."),
-        (["premise", "hypotesis"], "there is no column 'hypotesis', which data.text names."),
-        (["premise", "number"], "(data.text) holds 1 (int), expected text."),
+        ([], "wrong-type data.text"),
+        (["premise", "premise"], "wrong-type"),
+        (["premise", "hypotesis"], "unknown-column 'hypotesis' data.text"),
+        (["premise", "number"], "invalid-row data.text 1"),
     ],
 )
-def test_wrong_columns_are_refused(text, message):
+def test_wrong_columns_are_refused(text, expected):
     Path("train.jsonl").write_text("".join(json.dumps(row | {"number": 1}) + "\n" for row in rows(8)))
-    assert message in refusal("train.jsonl", text=text)
+    assert_problem(problem_of("train.jsonl", text=text), expected)
 
 
 def test_a_text_file_and_a_language_model_have_one_column():
     Path("train.txt").write_text("one\ntwo\n")
-    assert "has one column. Use another format." in refusal("train.txt", text=PAIR)
+    assert_problem(problem_of("train.txt", text=PAIR), "unknown-format")
     with expect_problem("wrong-type data.text", RecipeError):
         make_run("causal-lm", {"config": TINY_GPT}, {"files": {"train": "train.csv"}, "text": PAIR})
 

@@ -441,5 +441,5 @@ def test_a_missing_extra_names_the_command(tuned, monkeypatch):
     with expect_problem("requirement-missing bitsandbytes>=0.50 'fastloop-train[qlora]'", PluginError):
         built(tuned())
     needs = [need.missing(LoRA(quantize="nf4"), Machine("mps", "", ("fp32",))) for need in LoRA.requirements]
-    assert needs[1] == "needs a device of type cpu or cuda or xpu; this run is on mps."
+    assert all(name in needs[1] for name in ("cpu", "cuda", "xpu", "mps"))
     assert [need.missing(LoRA(), Machine("mps", "", ("fp32",))) for need in LoRA.requirements] == [None, None, None]

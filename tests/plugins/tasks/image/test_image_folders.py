@@ -158,4 +158,4 @@ def test_12_bits_are_reported_where_unreadable_images_are_skipped(caplog):
     write_png(Path("images/train/red/01.png"), np.full((8, 8, 1), 4000, np.uint16))
     Path("images/train/red/02.png").write_text("no image")
     make_run(plugins=["skip-unreadable"])
-    assert "images/train/red/01.png: its values are at most 4095" in caplog.text
+    assert_problem(caplog, "dark-images images/train/red/01.png 4095")

@@ -324,7 +324,7 @@ def test_changed_inputs_are_exported(cli):
     assert pixels.shape == (1, 3, 48, 48)
     code, out, err = cli("evaluate", "out", "data.image_size=32", "--json", "metrics.json")
     assert code == 0, err
-    assert "data.image_size: the model was trained with " in " ".join(out.split())
+    assert "data.image_size: " in " ".join(out.split())
     assert json.loads(Path("metrics.json").read_text())["metrics"] == summary["test"]
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from training_runs import execute
 
 from fastloop.errors import RecipeError
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat import tokens as _tokens
@@ -155,8 +155,8 @@ def test_long_rows_are_counted_and_rows_without_an_answer_are_dropped(caplog):
     write(chat("a", "b"), chat("long " * 60, "b"), chat("only a question"), chat("a", "long " * 60))
     with caplog.at_level(logging.INFO, "fastloop"):
         run = make_run("causal-lm", MODEL, CHATS)
-    assert "train: 2 of 4 rows are cut at 64 tokens (data.max_length)" in caplog.text
-    assert "train: 2 of 4 rows have no token with a loss, and are dropped" in caplog.text
+    assert_problem(caplog, "texts-cut train 2 4 64 data.max_length")
+    assert_problem(caplog, "rows-left-out train 2 4")
     assert len(run.datasets["train"]) == 2
     write(chat("only a question"))
     with expect_problem("invalid-split 64", RecipeError):

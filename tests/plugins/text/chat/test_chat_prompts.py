@@ -13,6 +13,7 @@ from test_chat_rows import IM, answer, memory, text_of, user
 from text_helpers import TINY, make_run, rows
 from tokenizers.processors import TemplateProcessing
 
+from fastloop.testing import assert_problem
 from fastloop_plugins.text.chat.prompts import CutPrompts, PromptCollator, chat_chunks, counted_prompts, cut_tokens
 from fastloop_plugins.text.chat.rows import Chat
 from fastloop_plugins.text.chat.template import ChatRenderer
@@ -77,7 +78,7 @@ def test_cut_and_empty_prompts_are_counted(caplog):
     prompts = [text_of(run, chunk[index]["input_ids"]) for chunk in chunks for index in range(len(chunk))]
     assert (len(prompts), "Be brief." in prompts[0], "first" in prompts[0]) == (4, True, False)
     assert "data: predict: 1 of 4 prompts have more than 50 tokens" in caplog.text
-    assert "data: predict: 2 of 4 messages to answer are empty" in caplog.text
+    assert_problem(caplog, "empty-texts data predict 2 4")
     caplog.clear()
     list(chat_chunks(task.data, task.text_model.tokenizer, ["Hi"], 0, 2, room=50))
     assert "data: predict" not in caplog.text
@@ -96,13 +97,13 @@ def test_texts_to_continue_and_to_classify_are_counted(caplog):
     )
     assert sum(map(len, counted_prompts(chunks, 20))) == 4
     assert "data: predict: 1 of 4 prompts have more than 20 tokens" in caplog.text
-    assert "data: predict: 1 of 4 texts are empty" in caplog.text
+    assert_problem(caplog, "empty-texts data predict 1 4")
     caplog.clear()
     Path("b.csv").write_text("text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows()))
     section = {"files": {"train": "b.csv"}, "label": "label", "max_length": 16}
     task = make_run("text-classification", {"config": TINY, "tokenizer": {"kind": "word"}}, section).plugins.plugins[0]
     assert sum(len(texts) for texts, _ in text_chunks(task.data, ["a film", " ", ""], 0, 2)) == 3
-    assert "data: predict: 2 of 3 texts are empty" in caplog.text
+    assert_problem(caplog, "empty-texts data predict 2 3")
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

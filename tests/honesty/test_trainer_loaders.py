@@ -170,62 +170,60 @@ class Sharded(Stream):
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "batch sampler": (
         lambda: DataLoader(tiny_data(SIZE), batch_sampler=Batches(range(SIZE), 4, False)),
-        r"^train_loader: the batch sampler Batches is not kept: .* Give DataLoader\(sampler=\.\.\., "
-        r"batch_size=\.\.\.\)",
+        "own-sampler train_loader: Batches",
     ),
     "no batches": (
         lambda: DataLoader(tiny_data(SIZE), batch_size=None),
-        "^train_loader has batch_size=None: its dataset makes batches itself",
+        "wrong-dataset train_loader batch_size=None",
     ),
     "distributed": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=DistributedSampler(range(SIZE), 2, 0)),
-        "^train_loader: DistributedSampler shares samples between processes, which fastloop does itself. Leave "
-        "sampler= out",
+        "own-sampler train_loader: DistributedSampler sampler= shuffle=True",
     ),
     "own loader": (
         lambda: Own(tiny_data(SIZE), 4),
-        "^train_loader: Own has an __iter__ of its own, which fastloop would not call",
+        "wrong-dataset train_loader: Own __iter__ torch.utils.data.DataLoader",
     ),
-    "not a loader": (Looks, "^train_loader is a Looks. Expected a torch.utils.data.DataLoader, or a dataset"),
+    "not a loader": (Looks, "wrong-type train_loader Looks torch.utils.data.DataLoader"),
     "init of a stream": (
         lambda: DataLoader(Stream(), 4, num_workers=2, worker_init_fn=print),
-        "^train_loader: worker_init_fn with Stream, which is iterable: .* Remove it",
+        "wrong-dataset train_loader: worker_init_fn Stream",
     ),
     "dropping what shards itself": (
         lambda: DataLoader(Sharded(), 4, drop_last=True),
-        "^the train split: drop_last=True for Sharded, which shards itself: .* Set drop_last=False",
+        "no-drop-last drop_last=True Sharded drop_last=False",
     ),
     "nothing left": (
         lambda: DataLoader(tiny_data(3), 4, drop_last=True),
-        "^the train split: drop_last=True leaves no batch of its 3 samples",
+        "no-batch drop_last=True 3",
     ),
     "endless": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=Endless()),
-        r"^the train split's sampler \(Endless\) has no length",
+        "no-length (Endless) __len__",
     ),
     "longer than it says": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=Liar()),
-        r"^the train split's sampler \(Liar\) gave more than 8 samples in epoch 0, and its length is 8",
+        "random-order (Liar) 8",
     ),
     "no numbers": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=Named()),
-        r"sampler \(Named\) gave 'a', expected indices of samples",
+        "wrong-index (Named) 'a'",
     ),
     "never the same": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=Erratic()),
-        r"sampler \(Erratic\) gives another order each time, so a run could not resume in it\. Draw from torch",
+        "random-order (Erratic) torch",
     ),
     "not to be copied": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=Locked()),
-        r"sampler \(Locked\) cannot be copied, .* must not hold open files",
+        "not-copyable (Locked) TypeError:",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_loader_is_rejected_by_name_before_writing(case, tmp_path):
-    make, message = REFUSED[case]
-    with pytest.raises(UsageError, match=message):
+    make, expected = REFUSED[case]
+    with expect_problem(expected, UsageError):
         train(make())
     assert not list(tmp_path.iterdir())
 

@@ -150,7 +150,8 @@ def test_encoder_decoders_that_ignore_padding_are_not_reported(caplog):
 def test_xlnet_is_padded_on_the_left_and_each_text_has_the_logits_that_it_has_alone(caplog, padding):
     caplog.set_level(logging.INFO, "fastloop")
     run = made(CLASSIFY, XLNET, padding=padding)
-    assert reports(caplog) == ["XLNetForSequenceClassification needs texts that are padded on the left"]
+    (report,) = reports(caplog)
+    assert all(word in report for word in ("XLNetForSequenceClassification", "left"))
     assert run.plugins.plugins[0].text_model.tokenizer.padding_side == "left"
     for batch in run.train_loader.batches():
         assert (batch.inputs["attention_mask"][:, -1] == 1).all()

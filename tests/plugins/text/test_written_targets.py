@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from training_runs import execute
 from transformers import PreTrainedTokenizerFast
 
+from fastloop.testing import find_problems
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.tasks._seq2seq_parts import PairSequences, encode_rows, reference_texts
 from fastloop_plugins.text.batches import padded
@@ -236,5 +237,5 @@ def test_answers_with_unknown_tokens_are_counted(streaming, caplog):
     with caplog.at_level(logging.WARNING, "fastloop"):
         make_run("causal-lm", {"config": model, "tokenizer": "tokenizer"}, data)
     count = sum("}" in row["completion"] for row in rows)
-    (line,) = [record.getMessage() for record in caplog.records if "unknown token" in record.getMessage()]
-    assert re.findall(r"(\d+) of 30 rows", line) == [str(count)] * 2
+    (problem,) = find_problems(caplog, "unknown-tokens")
+    assert re.findall(r"(\d+) of 30 ", str(problem)) == [str(count)] * 2

@@ -289,7 +289,7 @@ def test_a_form_is_found_by_its_columns_and_read_alike_everywhere(form, caplog):
     with caplog.at_level(logging.INFO, "fastloop"):
         run = memory(*rows)
     named = given if isinstance(given, str) else "[" + ",".join(given) + "]"
-    assert f"rows.jsonl holds conversations: data.messages={named}" in caplog.text
+    assert f": data.messages={named}" in caplog.text
     assert run.recipe.data["messages"] == given, "the run's recipe names it, so that predict needs no training file"
     found = samples_of(run.datasets["train"])
     assert (len(found), trained(run, 1).endswith("No.<|im_end|>\n")) == (80, True)

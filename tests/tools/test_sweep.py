@@ -337,6 +337,15 @@ def test_a_run_that_keeps_its_best_weights_counts_by_their_value():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plugin", ["checkpoint-best", "early-stopping"])
+def test_the_metric_is_the_one_that_the_recipe_monitors(plugin):
+    options = ["--with", plugin, f"plugins.{plugin}.monitor=accuracy", "--without", "progress"]
+    done = fastloop("sweep", "recipe.yaml", "train.lr=3e-2,1", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (record()["monitor"], record()["better"]) == ("validation accuracy", "higher")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
     command = [

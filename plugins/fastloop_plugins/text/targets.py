@@ -85,6 +85,14 @@ def read_number(value: Any, untyped: bool = True) -> float | None:
     return float(value)
 
 
+def propose_point(value: Any) -> str:
+    """What to do about a text that is a number once its commas are points, such as ``5,46``; empty for other values."""
+    text = value.strip().replace(",", ".") if isinstance(value, str) else ""
+    if text == value or not NUMBER.fullmatch(text):
+        return ""
+    return f" It has a decimal comma: write the numbers of the file with a point, such as {text}."
+
+
 def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[np.float64]:
     """The numbers of a column, which the option ``key`` names, (rows,).
 
@@ -101,9 +109,13 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
             where = f"{part.row(row + 1)}: column {name!r} ({key})"
-            remedy = f" {leave_out_unlabelled(part, name)}" if is_unlabelled(value) else ""
+            remedy = propose_point(value) if part.untyped else ""
+            if is_unlabelled(value):
+                remedy = f" {leave_out_unlabelled(part, name)}"
             raise RecipeError(
-                f"{where} holds {show(value)}, expected a finite number{advice}.", code="wrong-label", remedy=remedy
+                f"{where} holds {show(value)}, expected a finite number{'' if remedy else advice}.",
+                code="wrong-label",
+                remedy=remedy,
             )
         found[row] = number
     return found

@@ -64,8 +64,8 @@ def sweep(
         str | None,
         typer.Option(
             metavar="METRIC",
-            help="The metric of the validation split to compare [default: loss; with --trials: that of a plugin of "
-            "the recipe that monitors one].",
+            help="The metric of the validation split to compare [default: that of checkpoint-best or early-stopping in "
+            "the recipe; else loss].",
         ),
     ] = None,
     mode: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import typer
 
@@ -14,7 +15,7 @@ from fastloop_tools.shared.command_lines import command_line
 from fastloop_tools.sweep import grid, space
 from fastloop_tools.sweep.arguments import SweepArguments
 from fastloop_tools.trials.record import Record
-from fastloop_tools.trials.runs import SweepSettings, TrialRun, stop
+from fastloop_tools.trials.runs import SweepSettings, TrialRun, monitored, stop
 
 
 def sweep_grid(arguments: SweepArguments, folds: int | None, resume: bool) -> None:
@@ -28,13 +29,22 @@ def sweep_grid(arguments: SweepArguments, folds: int | None, resume: bool) -> No
         UsageError: The command line is wrong, or the output folder has other content.
         typer.Exit: With the exit code.
     """
-    monitor = arguments.monitor or "loss"
+    refuse_ranges(arguments.values)
+    points = grid.parse(arguments.values)
     added = arguments.added
+    if folds is not None:
+        points = with_folds(points, folds)
+        added = [*added, "folds"]
+    settings = SweepSettings(
+        arguments.recipe, points.fixed, added, arguments.left_out, arguments.monitor or "", arguments.nproc
+    )
+    monitor = arguments.monitor or monitored(settings.base)[1]
+    settings = replace(settings, monitor=monitor)
     again = command_line(
         "sweep",
         [arguments.recipe, *arguments.values],
         {
-            "--with": added,
+            "--with": arguments.added,
             "--without": arguments.left_out,
             "--seeds": arguments.seeds,
             "--folds": folds,
@@ -44,12 +54,6 @@ def sweep_grid(arguments: SweepArguments, folds: int | None, resume: bool) -> No
             "--resume": True,
         },
     )
-    refuse_ranges(arguments.values)
-    points = grid.parse(arguments.values)
-    if folds is not None:
-        points = with_folds(points, folds)
-        added = [*added, "folds"]
-    settings = SweepSettings(arguments.recipe, points.fixed, added, arguments.left_out, monitor, arguments.nproc)
     runs = list_runs(points, settings, arguments.seeds, folds)
     for run in runs:  # a value that is wrong ends the sweep before the first run
         settings.load(run.overrides)

@@ -258,6 +258,17 @@ def test_a_number_that_is_none_is_refused_or_skipped(value):
     assert section.load()["train"].labels.tolist() == [0.5, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("value", "with_a_point"), [("5,46", "5.46"), (" -0,5 ", "-0.5"), ("1.234,56", None), ("much", None)]
+)
+def test_a_decimal_comma_is_named(value, with_a_point):
+    Path("prices.csv").write_text(f"text;score\na film;{value}\n")
+    problem = problem_of("prices.csv", label="score", label_type="number")
+    assert_problem(problem, "wrong-label prices.csv 1 'score' data.label")
+    assert ("comma" in problem.remedy) == (with_a_point is not None)
+    assert with_a_point is None or problem.remedy.endswith(f"{with_a_point}.")
+
+
 def test_a_class_that_training_lacks_is_refused():
     Path("validation.jsonl").write_text(json.dumps({"text": "a film", "tags": ["rude"]}) + "\n")
     problem = problem_of({"train": "train.jsonl", "validation": "validation.jsonl"}, label="tags", label_type="classes")

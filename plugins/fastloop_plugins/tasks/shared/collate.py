@@ -184,8 +184,8 @@ class TargetRule:
 
 
 class TargetCounter:
-    """Sets the ``samples`` of a batch to those that the collator kept, and its ``loss_weight`` to the number of
-    targets.
+    """Sets the ``samples`` of a batch to those that the collator kept, its ``loss_weight`` to the number of targets,
+    and its ``tokens``.
 
     It keeps the values that the collator has set, except the ``loss_weight`` for ``ClassLoss``.
 
@@ -239,9 +239,11 @@ class TargetCounter:
         if self.count is not None and isinstance(targets, Tensor):
             counted = self.count(targets)
         weight = kept if counted is None else counted
-        if result is not batch and weight == kept == len(samples):
+        tokens = batch.tokens or count_tokens(batch.inputs)
+        if result is not batch and weight == kept == len(samples) and not tokens:
             return result  # plugins that wrap the collator read the plain inputs
         batch.samples = kept
+        batch.tokens = tokens
         if self.class_loss is not None or batch.loss_weight < 0:
             batch.loss_weight = weight
         return batch
@@ -285,6 +287,18 @@ def count_samples(values: Any, targets: Any, drawn: int) -> int:
         return drawn
     positions_come_first = all(len(shape) > 1 and shape[1] == drawn for shape in shapes)
     return length if agrees and not positions_come_first else drawn
+
+
+def count_tokens(inputs: Any) -> int:
+    """The number of tokens that the attention mask of a batch keeps, or of all without one. 0 for batches that are no
+    mapping with ``input_ids``."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(ids, Tensor):
+        return 0
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return int(mask.count_nonzero())
+    return ids.numel()
 
 
 def _is_pair(inputs: Any) -> bool:

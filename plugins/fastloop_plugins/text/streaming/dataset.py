@@ -33,7 +33,7 @@ from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.batches import Sequences
 from fastloop_plugins.text.columns import join_columns, token_types
 from fastloop_plugins.text.labels import is_unlabelled
-from fastloop_plugins.text.targets import read_number
+from fastloop_plugins.text.targets import propose_point, read_number
 from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
@@ -186,7 +186,9 @@ class LabelReader:
             label: float = self.table[value]
             return label
         if (number := read_number(value, self.untyped)) is None:
-            remedy = f" {drop_line(self.column, 'empty: true')}" if is_unlabelled(value) else ""
+            remedy = propose_point(value) if self.untyped else ""
+            if is_unlabelled(value):
+                remedy = f" {drop_line(self.column, 'empty: true')}"
             raise DataError(
                 f"{where}, expected a finite number (data.label_type=number).", code="wrong-label", remedy=remedy
             )

@@ -208,6 +208,29 @@ def test_one_target_for_each_sample_needs_no_batch():
     assert TargetCounter(default_collate, functional.cross_entropy)(rows).loss_weight == 3
 
 
+@pytest.mark.parametrize(
+    ("mask", "tokens"), [([[1, 1, 1], [1, 0, 0]], 4), (None, 6)], ids=["with a mask", "without a mask"]
+)
+def test_tokens_without_padding_are_counted(mask, tokens):
+    from torch.utils.data import default_collate
+
+    from fastloop_plugins.tasks.shared.collate import TargetCounter
+
+    rows = [{"input_ids": torch.arange(3), "labels": 0} for _ in range(2)]
+    if mask is not None:
+        rows = [row | {"attention_mask": torch.tensor(kept)} for row, kept in zip(rows, mask, strict=True)]
+    batch = TargetCounter(default_collate, None)(rows)
+    assert (batch.samples, batch.loss_weight, batch.tokens) == (2, 2, tokens)
+
+
+def test_a_run_of_a_model_of_transformers_has_its_tokens_per_second(tmp_path):
+    model = MODELS["tags"]()
+    settings = {"batch_size": 4, "epochs": 1, "device": "cpu", "output": str(tmp_path / "run")}
+    summary = Trainer(model, samples(3), plugins=[{"log": False}, {"progress": False}], **settings).fit()
+    tokens = sum(int(row["attention_mask"].sum()) if "attention_mask" in row else len(row["input_ids"]) for row in samples(3))
+    assert summary["tokens_per_second"] * summary["train_seconds"] == pytest.approx(tokens, rel=1e-3)
+
+
 def test_class_weights_replace_the_weight_of_a_collator():
     from fastloop_plugins.tasks.shared.collate import TargetCounter
     from fastloop_plugins.tasks.shared.losses import ClassLoss

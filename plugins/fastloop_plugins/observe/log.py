@@ -8,7 +8,7 @@ A log point has the step, the epoch from 1 and, over the steps since the last on
 ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients before
 clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. An evaluation is an object
 with its ``split``. Rows of ``run.log_rows``, such as samples of generated texts, are in ``rows/NAME.jsonl``, with their
-step.
+step. ``log.txt`` begins with the lines about data and model, which are logged before there is a run folder.
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
+
+
+class _EarlyRecords(logging.Handler):
+    """Keeps the records that are logged before there is a run folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
 
 
 class _LogFile(logging.FileHandler):
@@ -69,6 +80,7 @@ class Log(Plugin):
         self.row_offsets: dict[str, int] = {}  # the same for each file of rows
         self.lost = False
         self.metrics: IO[bytes] | None = None
+        self.early: _EarlyRecords | None = None
         self.handler: logging.Handler | None = None
         self.versions: dict[str, str] = {}
 
@@ -76,8 +88,15 @@ class Log(Plugin):
     def auto_enable(cls, recipe: Recipe) -> str:
         return "every run keeps its log"
 
+    @hookimpl(tryfirst=True)
+    def check_recipe(self) -> None:
+        self.take_early_records()  # of a build that was given up
+        self.early = _EarlyRecords()
+        logger.addHandler(self.early)
+
     @hookimpl
     def before_fit(self, run: Run) -> None:
+        early = self.take_early_records()
         if not run.is_main:
             return
         # Read now: at the end of a run that failed, there may be no memory for it.
@@ -93,6 +112,8 @@ class Log(Plugin):
                 opened.truncate(min(self.row_offsets.get(file.stem, 0), file.stat().st_size))
         self.handler = _LogFile(run.folder / "log.txt")
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        for record in early:
+            self.handler.handle(record)
         logger.addHandler(self.handler)
 
     @hookimpl
@@ -140,6 +161,7 @@ class Log(Plugin):
 
     @hookimpl(trylast=True)
     def teardown(self) -> None:  # last, to record the errors of other plugins' teardown
+        self.take_early_records()
         if self.metrics is not None:
             with contextlib.suppress(OSError):
                 self.metrics.close()
@@ -148,6 +170,15 @@ class Log(Plugin):
             logger.removeHandler(self.handler)
             self.handler.close()
             self.handler = None
+
+    def take_early_records(self) -> list[logging.LogRecord]:
+        """The records since ``check_recipe``. Keeps no more."""
+        if self.early is None:
+            return []
+        logger.removeHandler(self.early)
+        records = self.early.records
+        self.early = None
+        return records
 
     def sync(self) -> None:
         """Flush ``metrics.jsonl`` to disk. A later checkpoint or summary tries again if this fails."""

@@ -86,7 +86,7 @@ def read_number(value: Any, untyped: bool = True) -> float | None:
 
 
 def propose_point(value: Any) -> str:
-    """What to do about a text that is a number once its commas are points, such as ``5,46``; empty for other values."""
+    """The remedy for a text that is a number once its comma is a point, such as ``5,46``; empty for other values."""
     text = value.strip().replace(",", ".") if isinstance(value, str) else ""
     if text == value or not NUMBER.fullmatch(text):
         return ""

@@ -91,6 +91,40 @@ def test_what_is_logged_goes_to_log_txt_with_its_time(tiny_run):
     assert not file_handlers(), "the run's handler is taken off at its end"
 
 
+class Describes(Plugin):
+    """Logs a line while the run is built, and may then refuse it."""
+
+    name = "describes"
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.refuses = refuses
+
+    @hookimpl
+    def before_prepare(self) -> None:
+        self.log.info("6 rows")
+
+    @hookimpl
+    def check_run(self) -> None:
+        if self.refuses:
+            raise PluginError("refused.")
+
+
+def test_lines_of_the_build_come_first_and_once(tiny_run):
+    logging.getLogger("fastloop").setLevel(logging.INFO)
+    folder = tiny_run(["log", Describes()]).trainer.run.folder
+    text = (folder / "log.txt").read_text().splitlines()
+    assert text[0].endswith("INFO describes: 6 rows")
+    assert sum("6 rows" in line for line in text) == 1
+
+
+def test_a_build_that_is_refused_leaves_no_handler(tiny_run):
+    before = list(logging.getLogger("fastloop").handlers)
+    with pytest.raises(PluginError):
+        tiny_run(["log", Describes(refuses=True)])
+    assert logging.getLogger("fastloop").handlers == before
+
+
 def test_a_record_after_the_end_does_not_open_the_file_again(tmp_path):
     """The thread that logs a signal may hold the handler while ``teardown`` closes it."""
     handler = _LogFile(tmp_path / "log.txt")

@@ -264,7 +264,7 @@ def test_a_number_that_is_none_is_refused_or_skipped(value):
 def test_a_decimal_comma_is_named(value, with_a_point):
     Path("prices.csv").write_text(f"text;score\na film;{value}\n")
     problem = problem_of("prices.csv", label="score", label_type="number")
-    assert_problem(problem, "wrong-label prices.csv 1 'score' data.label")
+    assert_problem(problem, "wrong-label prices.csv 'score' data.label")
     assert ("comma" in problem.remedy) == (with_a_point is not None)
     assert with_a_point is None or problem.remedy.endswith(f"{with_a_point}.")
 

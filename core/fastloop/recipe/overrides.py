@@ -69,12 +69,13 @@ def apply_overrides(
                 _check_plugin(override, tree["plugins"], where)
             config = _merge_override(config, override, where)
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    except MissingMandatoryValue as error:
+    except MissingMandatoryValue:
+        missing = ", ".join(sorted(OmegaConf.missing_keys(config)))
         raise RecipeError(
             "found '???', which stands for a value to fill in.",
             code="missing-value",
-            place=f"{where}: {error.full_key}",
-            remedy="Set it.",
+            place=f"{where}: {missing}",
+            remedy="Set each of them.",
         ) from None
     except (OmegaConfBaseException, RecursionError) as error:
         raise RecipeError(f"{clause(error)}.", code="invalid-recipe", place=where) from None

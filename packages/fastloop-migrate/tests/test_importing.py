@@ -699,5 +699,5 @@ def test_what_a_file_does_not_name_is_written_as_a_value_to_fill_in():
     written = yaml.safe_load(Path("recipe.yaml").read_text())
     assert (written["model"]["name"], written["data"]["files"]) == ("???", "???")
     assert Path("recipe.yaml").read_text().count("# fill this in") == 2
-    with pytest.raises(RecipeError, match=r"^recipe.yaml: model.name: found '\?\?\?'"):
+    with pytest.raises(RecipeError, match=r"^recipe.yaml: data.files, model.name: found '\?\?\?'"):
         load_recipe("recipe.yaml")

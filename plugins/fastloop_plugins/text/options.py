@@ -52,7 +52,7 @@ class DataOptions(StreamingOptions):
         "Label as in the data -> name or number of its class, or null: leave out its rows; others stay.", default=None
     )
     drop: list[dict[str, Any]] | None = option(
-        "Rows to leave out of every split: {column: NAME}, with equals, shorter_than or longer_than in it.",
+        "Rows to leave out of all splits: {column: NAME}, with equals, shorter_than, longer_than, empty or first_role.",
         default=None,
     )
     deduplicate: bool = option(

@@ -103,6 +103,10 @@ WRONG = {
     ),
     "options as a word": ("plugins: [{amp: bf16}]", "wrong-type r.yaml: plugins.amp: 'bf16' false"),
     "a value to fill in": ("model: {name: '???'}", "missing-value r.yaml: model.name: '???'"),
+    "all values to fill in": (
+        "model: {name: '???'}\ndata: {files: '???', label: '???'}\nplugins: [{ema: {decay: '???'}}]",
+        "missing-value r.yaml: data.files data.label model.name plugins.ema.decay: '???'",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MISSING = "???"
 """Stands for a value of the recipe that the user fills in, as in OmegaConf. fastloop refuses it by its key."""
+NO_DATA = "the file names no data: set data.files, or data.name instead, and the columns"
 FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 """Suffixes of files that a recipe reads."""
 INSTRUCTIONS = {
@@ -33,7 +34,7 @@ def convert_data(result: Conversion, given: Mapping[str, Any], format: str, trai
     if format == "axolotl":
         convert_axolotl(result, trainer)
     else:
-        convert_trl(result, given, trainer)
+        convert_trl(result, given, format, trainer)
     convert_chat_template(result)
     if result.plugins.get("packing") is not None:
         counts = "with packing, TRL counts rows of max_length tokens"
@@ -60,7 +61,7 @@ def convert_chat_template(result: Conversion) -> None:
         result.note("chat_template", f"{name}: save it as a Jinja file, and set data.chat_template to the file")
 
 
-def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> None:
+def convert_trl(result: Conversion, given: Mapping[str, Any], format: str, trainer: str) -> None:
     """The keys of TRL. ``TrainingArguments`` name no data."""
     name = result.take("dataset_name")
     files = {} if name else script_files(result)
@@ -93,7 +94,13 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> N
             result.note("data", "set the columns: data.text and data.label, or those of another task")
     else:
         result.put("data.files", MISSING)
-        result.note("data", "the file names no data: set data.files, or data.name instead, and the columns")
+        if format == "transformers":
+            columns = "data.text and data.label to classify texts, or those of another task"
+        elif trainer == "sft":
+            columns = "data.messages for conversations, or data.prompt and data.completion"
+        else:
+            columns = "those of the pairs, such as data.chosen and data.rejected"
+        result.note("data", f"{NO_DATA}: {columns}")
     if "model_name_or_path" not in given:
         result.put("model.name", MISSING)
         result.note("model", "the file names no model: set model.name")
@@ -126,7 +133,7 @@ def convert_axolotl(result: Conversion, trainer: str) -> None:
     tests = all_local_files(result.take("test_datasets", []), result.folder)
     if not datasets:
         result.put("data.files", MISSING)
-        result.note("datasets", "the file names no data: set data.files, or data.name instead, and the columns")
+        result.note("datasets", NO_DATA)
         return
     if files:
         splits: dict[str, Any] = {"train": files if len(files) > 1 else files[0]}

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastloop.cli.numerics import switch_dropout_off
+    from fastloop.cli.numerics import DropoutRates, switch_dropout_off
     from fastloop.errors import did_you_mean
     from fastloop.metric_modes import metric_modes
     from fastloop.problem import clause, typed_clause
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PLACES = {
     "BERT_LIKE": "fastloop_plugins.models.wrapped",
+    "DropoutRates": "fastloop.cli.numerics",
     "ForeignLoad": "fastloop_plugins._foreign_load",
     "clause": "fastloop.problem",
     "computing_dtype": "fastloop_plugins.data._varlen",
@@ -46,6 +47,7 @@ PLACES = {
 
 __all__ = [
     "BERT_LIKE",
+    "DropoutRates",
     "ForeignLoad",
     "clause",
     "computing_dtype",

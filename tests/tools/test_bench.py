@@ -502,16 +502,25 @@ def test_dropout_is_off_in_modules_and_in_attributes():
             self.config = type("Config", (), {})()
             self.config.attn_pdrop = 0.1
             self.config.hidden_size = 4.0
+            self.part = nn.Linear(4, 4)
+            self.part.config = type("PartConfig", (), {})()
+            self.part.config.dropout_rate = 0.2
             self.inner = nn.Sequential(nn.Dropout(0.5), nn.MultiheadAttention(4, 2, dropout=0.3))
 
     model = Attention()
     rates = ["Attention.attention_dropout", "Config.attn_pdrop", "Dropout.p", "MultiheadAttention.dropout"]
-    assert sorted(switch_dropout_off(model)) == rates
-    assert switch_dropout_off(model) == []
+    rates.append("PartConfig.dropout_rate")
+    switched = switch_dropout_off(model)
+    assert sorted(switched.names) == rates
+    assert switch_dropout_off(model).names == []
     assert model.attention_dropout == model.config.attn_pdrop == model.inner[0].p == model.inner[1].dropout == 0.0
     assert model.config.hidden_size == 4.0
+    assert model.part.config.dropout_rate == 0.0
     sample = torch.ones(3, 4)
     assert model.inner[0](sample).equal(sample)
+    switched.restore_configurations()
+    assert (model.config.attn_pdrop, model.part.config.dropout_rate) == (0.1, 0.2)
+    assert model.attention_dropout == model.inner[0].p == 0.0
 
 
 # -- quality -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,25 +54,59 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return largest
 
 
-def switch_dropout_off(model: nn.Module) -> list[str]:
+@dataclass(frozen=True)
+class ConfiguredRate:
+    """A dropout rate above 0 of a configuration of transformers: the configuration, its attribute and the rate."""
+
+    config: Any
+    attribute: str
+    rate: float
+
+
+@dataclass
+class DropoutRates:
+    """The dropout rates above 0 that ``switch_dropout_off`` has set to 0.
+
+    Attributes:
+        names: Their attributes, each once, such as ``Dropout.p`` and ``GPT2Config.attn_pdrop``.
+        configured: The rates of configurations. A part of a model may have a configuration of its own.
+    """
+
+    names: list[str] = field(default_factory=list, init=False)
+    configured: list[ConfiguredRate] = field(default_factory=list, init=False)
+
+    def restore_configurations(self) -> None:
+        """Set the rates of configurations again, for an export: the modules keep 0."""
+        for configured in self.configured:
+            setattr(configured.config, configured.attribute, configured.rate)
+
+    def _add(self, name: str) -> None:
+        if name not in self.names:
+            self.names.append(name)
+
+
+def switch_dropout_off(model: nn.Module) -> DropoutRates:
     """Set every dropout rate to 0: in torch's modules, and in the configurations and attributes of transformers'
     models.
 
     Returns:
-        The attributes that were above 0, each once, such as ``Dropout.p`` and ``GPT2Config.attn_pdrop``.
+        The rates that were above 0. Before an export, a task calls their ``restore_configurations``.
     """
     from torch import nn
 
-    changed: dict[str, None] = {}
+    rates = DropoutRates()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             if module.p > 0:
-                changed[f"{type(module).__name__}.p"] = None
+                rates._add(f"{type(module).__name__}.p")
             module.p = 0.0
         for holder in (module, getattr(module, "config", None)):
-            for name, value in list(getattr(holder, "__dict__", {}).items()):
-                if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                    if value > 0:
-                        changed[f"{type(holder).__name__}.{name}"] = None
-                    setattr(holder, name, 0.0)
-    return list(changed)
+            for attribute, rate in list(getattr(holder, "__dict__", {}).items()):
+                if not isinstance(rate, float) or not ("dropout" in attribute or attribute.endswith("pdrop")):
+                    continue
+                if rate > 0:
+                    rates._add(f"{type(holder).__name__}.{attribute}")
+                    if holder is not module:
+                        rates.configured.append(ConfiguredRate(holder, attribute, rate))
+                setattr(holder, attribute, 0.0)
+    return rates

@@ -520,6 +520,30 @@ DPO_OF_TRL = {
             5e-5,
         ),
         ({"base_model": "a", "reward_model": True}, (), {"reward-model": {}}, 5e-5),
+        (
+            DPO_OF_TRL | {"disable_dropout": False},
+            (),
+            {"dpo": {"loss": "sigmoid", "beta": 0.2, "disable_dropout": False}},
+            5e-7,
+        ),
+        (
+            {"model_name_or_path": "a", "disable_dropout": False},
+            ("--trainer", "orpo"),
+            {"dpo": {"loss": "orpo", "disable_dropout": False}},
+            1e-6,
+        ),
+        (
+            {"model_name_or_path": "a", "desirable_weight": 0.5, "disable_dropout": True},
+            (),
+            {"kto": {"desirable_weight": 0.5, "disable_dropout": True}},
+            1e-6,
+        ),
+        (
+            {"model_name_or_path": "a", "disable_dropout": False},
+            ("--trainer", "reward"),
+            {"reward-model": {"disable_dropout": False}},
+            1e-4,
+        ),
     ],
 )
 def test_preference_tuning_becomes_a_recipe_of_the_package(config, arguments, task, lr):

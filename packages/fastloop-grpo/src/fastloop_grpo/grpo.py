@@ -32,7 +32,7 @@ from fastloop_plugins.text import (
     split,
     template_text,
 )
-from fastloop_plugins.toolkit import switch_dropout_off
+from fastloop_plugins.toolkit import DropoutRates, switch_dropout_off
 
 from fastloop_grpo import prompts
 from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model
@@ -120,7 +120,7 @@ class GRPO(TextTask):
         self.splits: list[prompts.Prompts] = []
         self.ends: tuple[int, ...] = ()
         self.reference: ReferenceModel | None = None
-        self.saved_config: dict[str, Any] = {}  # of the model, before dropout was switched off
+        self.dropout = DropoutRates()  # of the model, before it was switched off
         self.rows: list[dict[str, Any]] = []  # to log after the step
         self.token_sums: Any = None  # over the tokens of a step: their number, clipped ones, divergences, weights
 
@@ -291,20 +291,16 @@ class GRPO(TextTask):
             return
         if not hasattr(model, "config"):  # what stands in for a model, where only data are shown
             return
-        self.saved_config = dict(vars(model.config))
-        changed = switch_dropout_off(model)  # the ratio of an update compares two forward passes
-        if changed:
-            self.log.info("dropout is off, so that ratios compare weights alone: %s", ", ".join(changed))
+        self.dropout = switch_dropout_off(model)  # the ratio of an update compares two forward passes
+        if self.dropout.names:
+            self.log.info("dropout is off, so that ratios compare weights alone: %s", ", ".join(self.dropout.names))
         chunk_log_probabilities(run, model)
         if self.beta:
             self.reference = ReferenceModel(run, model)
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
-        config = run.unwrap_model().config
-        for name, value in self.saved_config.items():
-            if isinstance(value, float) and getattr(config, name) == 0:  # a rate of dropout
-                setattr(config, name, value)
+        self.dropout.restore_configurations()
         return super().export_model(run, folder)
 
     def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -107,7 +107,6 @@ AS_DEFAULT = {
     "max_prompt_length": "data.max_length counts prompt and completion; a longer row is cut at its end",
     "max_completion_length": "data.max_length counts prompt and completion; a longer row is cut at its end",
     "truncation_mode": "a row longer than data.max_length is cut at its end",
-    "disable_dropout": "set the dropout of the model to 0: model.overrides",
     "padding_free": "list the plugin packing",
     "generate_during_eval": "evaluations compute losses and rewards, and generate no texts",
 }
@@ -296,6 +295,9 @@ def convert_tuning(result: Conversion, trainer: str, format: str, file: Path) ->
     center = result.take_number("center_rewards_coefficient")
     if center is not None:
         options["center"] = center
+    disable_dropout = result.take("disable_dropout")
+    if disable_dropout is not None:
+        options["disable_dropout"] = disable_dropout
     result.take("reward_model")
     result.plugins = {kind.plugin: options, **result.plugins}
     for key in (*REFUSED, *QUIET):

@@ -29,7 +29,6 @@ class PolicyTask(PreferenceTask):
     """Trains a language model by the log-probabilities of completions."""
 
     auto_class = "AutoModelForCausalLM"
-    runs_after = ("lora",)  # which may replace the head
     runs_before = ("packing", "activation-checkpointing", "slot:strategy")  # which need the head as it will be
     completions = 2  # of a row
     reads_prompts = False  # whether the loss needs the log-probabilities of prompts, too
@@ -93,6 +92,7 @@ class PolicyTask(PreferenceTask):
 
     @hookimpl
     def before_prepare(self, run: Run, model: Any) -> None:
+        super().before_prepare(run, model)
         chunk_log_probabilities(run, model)
 
     @hookimpl

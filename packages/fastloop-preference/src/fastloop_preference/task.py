@@ -6,17 +6,20 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import Output, Problem, RecipeError, hookimpl
+from fastloop import Output, Problem, RecipeError, hookimpl, option
 from fastloop_plugins.text import Ragged, TextTask, template_text
+from fastloop_plugins.toolkit import switch_dropout_off
 
 from fastloop_preference import rows
 from fastloop_preference.rows import COMPLETIONS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
 
     from fastloop import Batch, MetricMode, Run
     from fastloop_plugins.text import Split
+    from fastloop_plugins.toolkit import DropoutRates
     from torch import Tensor
 
 logger = logging.getLogger("fastloop")
@@ -30,6 +33,7 @@ class PreferenceTask(TextTask):
     """
 
     unused_modules = ()
+    runs_after = ("lora",)  # which adds dropout and may replace the head
     keep: ClassVar[str] = "begun"
     # the reward of one completion says nothing without that of the other
     adds_metrics: Mapping[str, MetricMode | None] = {
@@ -41,6 +45,9 @@ class PreferenceTask(TextTask):
     template: str | None = None
     totals: Any = 0.0  # of rewards since the last log point
     repeated: Collection[int] = ()  # the ids of the step's batches that repeat rows
+    dropout: DropoutRates | None = None  # of the model, before it was switched off
+
+    disable_dropout: bool = option("Train without dropout, of adapters, too.", default=True)
 
     read_conversation = staticmethod(rows.read_value)
     encode = staticmethod(rows.encode)
@@ -95,6 +102,20 @@ class PreferenceTask(TextTask):
         if self.template is not None:  # cached tokens did not need it
             self.text_model.tokenizer.chat_template = self.template
         return datasets
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: Any) -> None:
+        if not self.disable_dropout or run.recipe.inference is not None:
+            return
+        self.dropout = switch_dropout_off(model)
+        if self.dropout.names:
+            self.log.info("dropout is off (disable_dropout): %s", ", ".join(self.dropout.names))
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        if self.dropout is not None:
+            self.dropout.restore_configurations()
+        return super().export_model(run, folder)
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, Any]]]:

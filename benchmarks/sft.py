@@ -9,7 +9,7 @@ the answers. A step has 14 conversations, or as many packed tokens. Each arm tra
 autocast with fused AdamW, all weights or adapters of rank 16 at every linear layer of the blocks.
 
 * fastloop: the recipe lists `auto`, which selects the plugins. `cpu-affinity` is left out, so that all arms have the
-  threads of ``OMP_NUM_THREADS``. The arms "all logits" turn `fused-loss` off.
+  threads of ``OMP_NUM_THREADS``. The arms "all logits" turn `target-logits` off.
 * trl: ``SFTTrainer`` with ``packing``, which joins conversations into rows of 512 tokens. Without it, TRL was a third
   as fast when this was written.
 
@@ -85,7 +85,7 @@ class Arm:
     Attributes:
         peer: Whether TRL trains, instead of fastloop.
         adapters: Whether adapters are trained, instead of all weights.
-        all_logits: Whether fastloop computes the logits of all tokens, without `fused-loss`.
+        all_logits: Whether fastloop computes the logits of all tokens, without `target-logits`.
     """
 
     peer: bool = False
@@ -210,7 +210,7 @@ def train_fastloop(arm: Arm, model: Path, folder: Path, seed: int) -> tuple[Step
 
     plugins: list[Any] = ["auto", {"cpu-affinity": False}, {"progress": False}]
     if arm.all_logits:
-        plugins.append({"fused-loss": False})
+        plugins.append({"target-logits": False})
     if arm.adapters:
         plugins.append({"lora": {"r": RANK, "alpha": 2 * RANK, "dropout": 0.0, "target_modules": "all-linear"}})
     recipe = make_recipe(

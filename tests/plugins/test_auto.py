@@ -127,18 +127,19 @@ def test_workers_read_on_cuda_unless_token_ids_are_in_memory(plugins, data, work
     ("data", "plugins", "is_chosen"),
     [
         ({"files": {"train": "a.jsonl"}, "messages": "messages"}, [], True),
-        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, ["target-logits"], False),
-        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, ["compile"], False),
+        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, ["fused-loss"], False),
+        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, ["tensor-parallel"], False),
+        ({"files": {"train": "a.jsonl"}, "messages": "messages", "padding": "max_length"}, [], False),
         ({"files": {"train": "a.jsonl"}, "prompt": "question", "completion": "answer"}, [], True),
-        ({"files": {"train": "a.txt"}}, [], True),
+        ({"files": {"train": "a.txt"}}, [], False),
         ({"files": {"train": "a.csv"}, "label": "label"}, [], False),
     ],
-    ids=["messages", "target-logits", "compiled", "completions", "blocks", "classes"],
+    ids=["messages", "fused-loss", "divided head", "padded to the maximum", "completions", "blocks", "classes"],
 )
-def test_the_head_is_computed_in_chunks_of_tokens_on_a_cpu(data, plugins, is_chosen):
+def test_only_tokens_with_a_loss_pass_the_head_on_a_cpu(data, plugins, is_chosen):
     recipe = make_recipe({"model": {"name": "a-model"}, "data": data, "plugins": [*plugins, "auto"]})
-    assert ("fused-loss" in resolve(recipe, CPU, any_machine=True).recipe.selected) is is_chosen
-    assert "fused-loss" not in resolve(recipe, H100, any_machine=True).recipe.selected
+    assert ("target-logits" in resolve(recipe, CPU, any_machine=True).recipe.selected) is is_chosen
+    assert "target-logits" not in resolve(recipe, H100, any_machine=True).recipe.selected
 
 
 def test_without_a_kernel_for_rows_a_gpu_pads():

@@ -8,8 +8,9 @@ the tokens, so no device is read. The loss and its gradients equal those of the 
 that change each logit after the head, such as Gemma 2, are computed, too.
 
 Texts without a prompt have a loss at every token, and padding alone is left out. Under ``compile``, one graph computes
-any number of tokens. `fused-loss` chooses the same tokens and needs less memory, so `auto` selects it on a
-CPU.
+any number of tokens. `fused-loss` chooses the same tokens, and needs less memory and more time.
+
+`auto` selects it for conversations and completions on a CPU.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, hookimpl
-from fastloop_plugins._task_traits import require_trait
+from fastloop import Plugin, PluginError, Recommendation, hookimpl
+from fastloop_plugins._task_traits import recipe_traits, require_trait
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 
 class TargetLogits(Plugin):
@@ -41,6 +43,14 @@ class TargetLogits(Plugin):
     runs_after = ("lora", "packing", "torchao-fp8", "liger")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     for_inference = True
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """For conversations and completions on a CPU, where it was measured (docs/benchmarks.md, Fine-tuning of a chat
+        model). Blocks of plain texts have a loss at every token."""
+        if machine.device != "cpu" or not recipe_traits(recipe) >= {"next-token-loss", "padded"}:
+            return None
+        return Recommendation(why="only tokens with a loss pass the head")
 
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:

@@ -285,6 +285,7 @@ def test_the_export_of_other_adapters_has_the_loss_of_the_run(place, cli, option
         ({"init_lora_weights": "pissa", "merge": False}, RecipeError),
         ({"init_lora_weights": "orthogonal", "r": 3}, RecipeError),
         ({"layers_to_transform": [0, 7]}, PluginError),
+        ({"layers_to_transform": [0], "target_modules": "all-linear"}, RecipeError),
     ],
 )
 def test_values_that_peft_cannot_use_are_refused(place, options, error):

@@ -66,3 +66,15 @@ def check_initial_values(lora: LoRAOptions, where: str) -> None:
             place=f"{where}.init_lora_weights",
             remedy="Leave one of them out.",
         )
+
+
+def check_chosen_layers(lora: LoRAOptions, where: str) -> None:
+    """Raise an error for ``layers_to_transform`` without a list of names: peft needs one to choose layers by index."""
+    if lora.layers_to_transform is not None and isinstance(lora.target_modules, str):
+        raise RecipeError(
+            f"found {lora.layers_to_transform} beside target_modules: {lora.target_modules}, and indices of layers "
+            "need a list of names.",
+            code="conflicting-values",
+            place=f"{where}.layers_to_transform",
+            remedy="List the names of the layers, such as target_modules: [q_proj, v_proj].",
+        )

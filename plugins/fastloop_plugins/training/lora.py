@@ -45,7 +45,7 @@ from fastloop_plugins.training._lora_model import (
     new_adapter,
 )  # fmt: skip
 from fastloop_plugins.training._lora_modules import running_statistics
-from fastloop_plugins.training._lora_options import LoRAOptions, check_initial_values
+from fastloop_plugins.training._lora_options import LoRAOptions, check_chosen_layers, check_initial_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,6 +106,7 @@ class LoRA(LoRAOptions):
                 remedy="Or set merge: true.",
             )
         check_initial_values(self, where)
+        check_chosen_layers(self, where)
         adapter_to_continue(self, recipe)
 
     @hookimpl

@@ -217,10 +217,8 @@ class GRPO(TextTask):
 
     def row_values(self, row: int) -> list[Any]:
         """The prompt with this number among all splits, and the values of its further columns."""
-        for dataset in self.splits:
-            if row < dataset.first + len(dataset):
-                return dataset.values(row - dataset.first)
-        raise IndexError(row)
+        dataset, index = prompts.find_prompt(self.splits, row)
+        return dataset.values(index)
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, Any]]]:
@@ -470,11 +468,8 @@ class GRPO(TextTask):
         this one."""
         count = self.eval_generations or self.num_generations
         rows = batch["rows"].tolist()
-        row = rows[0]
-        for dataset in self.splits:
-            if dataset.first <= rows[0] < dataset.first + len(dataset):
-                row -= dataset.first
-        rollout = self.roll_out(run, [batch], count, f"evaluate {row} {len(rows)}")
+        _, first = prompts.find_prompt(self.splits, rows[0])
+        rollout = self.roll_out(run, [batch], count, f"evaluate {first} {len(rows)}")
         _, values = rollout.group_values()
         values = values.to(run.device)
         return Output(-values[:, 0].nan_to_num().mean(), values, values)

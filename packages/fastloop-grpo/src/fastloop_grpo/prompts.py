@@ -106,3 +106,14 @@ class Prompts(Sequences):
         content = bytes(self.ids[start : self.ends[index]].astype(np.uint8))
         values: list[Any] = json.loads(content)
         return values
+
+
+def find_prompt(splits: Sequence[Prompts], row: int) -> tuple[Prompts, int]:
+    """The split of a prompt and its number in there, of its number among the prompts of all splits.
+
+    With splits of 10 and 4 prompts, prompt 12 is number 2 of the second.
+    """
+    for split in splits:
+        if split.first <= row < split.first + len(split):
+            return split, row - split.first
+    raise IndexError(f"prompt {row} belongs to no split")

@@ -203,11 +203,11 @@ def share_of_loss(loss: Tensor, weight: float, total: float) -> Tensor:
         weight: The ``loss_weight`` of the micro-batch.
         total: That of the step, divided by the number of processes, which average their gradients.
     """
-    if total == 0:
+    if not total:
         return loss * weight
     if weight == total:
         return loss
-    if weight == 0:
+    if not weight:
         return loss.nan_to_num() * 0.0  # part of the graph: other processes reduce the gradients of this pass, too
     return loss * (weight / total)
 

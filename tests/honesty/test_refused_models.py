@@ -152,7 +152,7 @@ def test_a_language_model_that_reads_the_end_of_a_row_is_refused_with_micro_batc
     """ProphetNet's logits depend on the number of tokens behind them. Blocks of equal length are no problem, so a
     warning is enough."""
     with expect_problem(
-        "unsupported-model train.micro_batch_size 2 ProphetNetForCausalLM data.padding=max_length", RecipeError
+        "padding-dependent train.micro_batch_size 2 ProphetNetForCausalLM data.padding=max_length", RecipeError
     ):
         text_run(LM, {"config": PROPHETNET} | BPE, {"max_length": 20}, micro_batch_size=2)
     assert execute(text_run(LM, {"config": PROPHETNET} | BPE, {"max_length": 20}, max_steps=1))["status"] == "completed"

@@ -118,7 +118,7 @@ def test_a_step_that_does_not_fit_is_done_again_in_halves():
     )
     same("run", "plain")
     found = summary("run")
-    assert found["auto-micro-batch"]["train"]["micro_batch"] in (4, 8, 16)
+    assert found["auto-micro-batch"]["train"]["micro_batch"] in (2, 4, 8, 16)  # how often, the process's memory decides
     assert {key: found[key] for key in ("status", "steps", "samples")} == {
         "status": "completed",
         "steps": 4,

@@ -239,7 +239,7 @@ class TargetCounter:
         if self.count is not None and isinstance(targets, Tensor):
             counted = self.count(targets)
         weight = kept if counted is None else counted
-        tokens = batch.tokens or count_tokens(batch.inputs)
+        tokens = batch.tokens or count_tokens(values)
         if result is not batch and weight == kept == len(samples) and not tokens:
             return result  # plugins that wrap the collator read the plain inputs
         batch.samples = kept
@@ -290,9 +290,11 @@ def count_samples(values: Any, targets: Any, drawn: int) -> int:
 
 
 def count_tokens(inputs: Any) -> int:
-    """The number of tokens that the attention mask of a batch keeps, or of all without one. 0 for batches that are no
+    """The number of tokens that the attention mask of a batch keeps, or of all without one. 0 for inputs that are no
     mapping with ``input_ids``."""
-    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(inputs, dict | Mapping):
+        return 0
+    ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor):
         return 0
     mask = inputs.get("attention_mask")
@@ -307,11 +309,11 @@ def _is_pair(inputs: Any) -> bool:
 
 def values_and_targets(inputs: Any) -> tuple[Any, Any]:
     """The values that the model reads, and the targets of the loss; None: there are none."""
-    if _is_pair(inputs):
-        return inputs[0], inputs[1]
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs, dict | Mapping):  # first dict: its check calls no Python function
         values = {name: value for name, value in inputs.items() if name != "labels"}
         return values, inputs.get("labels")
+    if _is_pair(inputs):
+        return inputs[0], inputs[1]
     return inputs, None
 
 

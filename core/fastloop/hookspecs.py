@@ -120,7 +120,7 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
 @hookspec
 def configure(recipe: Recipe, settings: Settings) -> Mapping[str, Any] | None:
     """Settings by name, such as ``{"mixed_precision": "bf16"}`` or ``{"optimizer": {"fused": True}}``. ``Settings``
-    lists them.  Two plugins must not set the same one, or the same key of a mapping."""
+    lists them. Two plugins must not set the same one, or the same key of a mapping."""
 
 
 @hookspec
@@ -168,7 +168,7 @@ def build_optimizer(run: Run, model: nn.Module) -> Optimizer | Mapping[str, Opti
 @first
 def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | Mapping[str, LRScheduler] | None:
     """First. The loop steps it once per step, not by a metric, and not after a skipped update. Without one, the
-    learning rate is constant.  A dict of an optimizer's name -> scheduler schedules each by its steps."""
+    learning rate is constant. A dict of an optimizer's name -> scheduler schedules each by its steps."""
 
 
 @hookspec
@@ -207,7 +207,7 @@ def before_step(run: Run, batches: list[Batch]) -> None:
 @first
 def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
     """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns the
-    loss.  A plugin may call both several times. Every process must make the same calls, and at least one of
+    loss. A plugin may call both several times. Every process must make the same calls, and at least one of
     ``apply_gradients``. Return the step's loss: 0-dim, detached, the mean over all processes. None leaves the whole
     step to the core. If it raises, ``recover`` may repeat the step: restore temporary changes of the weights in a
     ``finally`` block."""
@@ -336,5 +336,5 @@ def recover(run: Run, error: Exception, split: str | None) -> bool | None:
 def teardown(run: Run) -> None:
     """The run is over: close files, end threads, restore settings. Fires once on every process, also when the run could
     not be built (see ``Run``) or ``on_error`` has disabled the plugin. Call no collective operation: other processes
-    may be gone.  An error does not stop the other plugins' teardown or replace the run's own error, but fails a run
+    may be gone. An error does not stop the other plugins' teardown or replace the run's own error, but fails a run
     that succeeded."""

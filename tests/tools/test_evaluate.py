@@ -117,6 +117,12 @@ def test_training_data_is_not_read(tmp_path, cli):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_a_limit_evaluates_that_many_samples(trained, cli, split):
+    found = results(cli, trained / "run", "--split", split, f"data.limit.{split}=7")
+    assert sum(row["samples"] for row in found["classes"]) == 7
+
+
 def test_cached_labels_are_those_of_the_model(trained, tmp_path, cli):
     # with its own tokenizer, so that the cache holds the labels, too
     pretrained = {"name": str(trained / "run" / "model")}

@@ -1,4 +1,4 @@
-"""Checkpoints: the format, the run folder, saving and resuming.
+"""Checkpoints: the format, the run folder, saving and resuming. ``fastloop.schedule`` decides when a run saves.
 
 store                     # the files of a checkpoint: written, verified, and removed when newer ones follow
 form                      # the form of a state that was read

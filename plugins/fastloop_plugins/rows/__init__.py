@@ -12,8 +12,8 @@ From a file to rows::
     table, column             # the rows of one source in memory, or in a temporary file
     unreadable                # the rows of a source that cannot be read
     drop                      # rows that are left out
-splits, split_rows        # splits that are held out, and the rows of a split
-roles                     # roles of messages
+    splits, split_rows        # splits that are held out, and the rows of a split
+    roles                     # roles of messages
     index, order              # row groups of a stream, and the order of its rows
     content_hashes            # whether a file has changed, for caches
 """

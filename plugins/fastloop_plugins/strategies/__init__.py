@@ -8,5 +8,7 @@ _tensor_group, _tensor_plan         # layers that processes divide
 _context_attention                  # sequences that processes divide
 _memory_ddp, _memory_fsdp, _memory_zero, _memory_tensor, _memory_context   # estimates for `fastloop plan`
 _launcher, _timeout                 # settings that several strategies have
-_sharded_parameters, _gradients, _module_order, _meta_init   # parts of sharded models
+_sharded_parameters                 # checks of parameters and optimizers whose weights processes divide
+_gradients                          # which parameters got a gradient in a step
+_module_order, _meta_init           # the order in which blocks are gathered, and models without memory for weights
 """

@@ -14,7 +14,7 @@ tokens, known_tokens                # token ids and their cache, and those of ea
 split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads
 batches, padding_check              # padded batches
 streaming, chunks                   # texts that memory cannot hold
-chat                                # conversations
+chat                                # data, tokens and models of causal-lm: conversations, completions and texts
 model, masks, reference, second_model   # the model, its forward passes, and models beside it
 next_token_loss, chunked_loss, chosen_tokens, head_trial   # losses of language models
 generation, generated_samples, forbidden_targets, written_targets   # texts that a model writes

@@ -5,7 +5,8 @@
 
 After every ``update_every``-th step, the average moves by ``1 - decay`` towards the weights. With ``warmup``, the decay
 is at most ``(1 + n) / (10 + n)`` after ``n`` updates, so the average quickly leaves the initial weights. The average of
-weights in bf16 or fp16 is kept in float32, because a small update would be rounded away.
+weights in bf16 or fp16 is kept in float32, because a small update would be rounded away. Parameters that are frozen
+when training begins have no average.
 
 With ``mean``, the average is the plain mean of the weights at all updates: stochastic weight averaging (Izmailov et
 al., 2018, https://arxiv.org/abs/1803.05407). Begin after most of the training, and update once an epoch:
@@ -55,29 +56,43 @@ class EMA(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.average: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # those that have an average
+        self.low_precision: list[str] = []  # names of the weights in bf16 or fp16
+        self.groups: list[list[str]] = []  # names of the others, by device mesh
         self.updates = 0
         self.final = False
 
     @hookimpl
+    def check_run(self, run: Run) -> None:
+        if self.batch_norm_batches and run.train_loader.sampler is None:
+            raise PluginError(
+                f"{type(run.train_loader.dataset).__name__} is iterable, and its samples cannot be read again.",
+                code="conflicting-values",
+                place=f"{run.recipe.where}: plugins.ema.batch_norm_batches",
+                remedy="Set it to 0.",
+            )
+
+    @hookimpl
     def before_fit(self, run: Run) -> None:
-        self.weights = {
-            name: weight
-            for name, weight in run.unwrap_model().named_parameters()
-            if weight.requires_grad and weight.is_floating_point()
-        }
         import torch
 
         from fastloop.distributed.tensors import shard_like
 
-        self.small = [name for name, weight in self.weights.items() if weight.dtype in (torch.bfloat16, torch.float16)]
-        groups: dict[Any, list[str]] = {}  # torch cannot average weights of several meshes in one call
-        for name, weight in self.weights.items():
-            if name not in self.small:
-                groups.setdefault(getattr(weight, "device_mesh", None), []).append(name)
-        self.groups = list(groups.values())
+        self.weights = {}
+        self.low_precision = []
+        names_by_mesh: dict[Any, list[str]] = {}  # torch cannot average weights of several meshes in one call
+        for name, weight in run.unwrap_model().named_parameters():
+            if not weight.requires_grad or not weight.is_floating_point():
+                continue
+            self.weights[name] = weight
+            if weight.dtype in (torch.bfloat16, torch.float16):
+                self.low_precision.append(name)
+            else:
+                names_by_mesh.setdefault(getattr(weight, "device_mesh", None), []).append(name)
+        self.groups = list(names_by_mesh.values())
         loaded = self.average
         self.average = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        for name in self.small:
+        for name in self.low_precision:
             self.average[name] = self.average[name].float()
         for name, tensor in loaded.items():
             self.average[name].copy_(shard_like(tensor, self.average[name]))
@@ -90,22 +105,22 @@ class EMA(Plugin):
         import torch
 
         self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
-        if self.mean or (self.start and self.updates == 1):
-            decay = 1 - 1 / self.updates
+        decay = self.current_decay()
         with torch.no_grad():
             for names in self.groups:
-                averages, weights = ([tensors[name] for name in names] for tensors in (self.average, self.weights))
+                averages = [self.average[name] for name in names]
+                weights = [self.weights[name] for name in names]
                 torch._foreach_lerp_(averages, weights, 1 - decay)
-            for name in self.small:
+            for name in self.low_precision:
                 self.average[name].lerp_(self.weights[name].float(), 1 - decay)
 
-    @hookimpl
-    def check_run(self, run: Run) -> None:
-        if self.batch_norm_batches and run.train_loader.sampler is None:
-            problem = f"{type(run.train_loader.dataset).__name__} is iterable, and its samples cannot be read again"
-            where = f"{run.recipe.where}: plugins.ema.batch_norm_batches"
-            raise PluginError(f"{problem}.", code="conflicting-values", place=where, remedy="Set it to 0.")
+    def current_decay(self) -> float:
+        """The share of the old average that the current update keeps. ``updates`` counts it already."""
+        if self.mean or (self.start and self.updates == 1):
+            return 1 - 1 / self.updates  # the first update replaces the average
+        if self.warmup:
+            return min(self.decay, (1 + self.updates) / (10 + self.updates))
+        return self.decay
 
     @hookimpl
     def after_fit(self, run: Run) -> None:
@@ -150,7 +165,7 @@ class EMA(Plugin):
     @contextmanager
     def swapped(self, run: Run) -> Generator[None, None, None]:
         """Use the averages as the model's weights inside this context."""
-        averages = {name: self.average[name] for name in self.small}  # a weight cannot hold them without rounding
+        averages = {name: self.average[name] for name in self.low_precision}  # their weights would round them
         self.exchange()
         trained = run.state.model_weights
         run.state.model_weights = AVERAGED
@@ -163,14 +178,14 @@ class EMA(Plugin):
 
     def exchange(self) -> None:
         """Swap the model's weights with the averages, in place: compiled and wrapped models keep their tensors.
-        ``average`` then holds the weights; those of ``small`` are new tensors."""
+        ``average`` then holds the weights; those of ``low_precision`` are new tensors."""
         import torch
 
         with torch.no_grad():
             for name, weight in self.weights.items():
                 kept = weight.clone()
                 weight.copy_(self.average[name])
-                if name in self.small:
+                if name in self.low_precision:
                     self.average[name] = kept
                 else:
                     self.average[name].copy_(kept)

@@ -22,7 +22,7 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RECIPE] [KEY=VALUE]...",
-        help="The recipe of an exported model, and overrides. A run has its own recipe.",
+        help="The recipe of an exported model, and overrides, such as data.limit.test=1000. A run has its own recipe.",
     ),
 ]
 
@@ -91,7 +91,8 @@ def evaluate(
         )
     if tasks:
         others = {"--file": file, "--worst": worst, "--nproc": nproc, "--with": with_, "--without": without}
-        if given := [name for name, value in others.items() if value]:
+        given = [name for name, value in others.items() if value]
+        if given:
             raise UsageError(
                 f"found {', '.join(given)} beside it, which has no effect on tasks.",
                 code="exclusive-options",
@@ -110,18 +111,16 @@ def evaluate(
     if split is None:
         split = "test" if file is not None else default_split(target, arguments or ())
     recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
-    command = ["evaluate", target, *(arguments or ()), "--split", split]
-    command += [
-        *(["--file", str(file)] if file else []),
-        *(["--json", json_file] if json_file else []),
-        "--worst",
-        str(worst),
-    ]
     plugins: list[str] = []
-    for key, listed in (("--with", names(with_)), ("--without", names(without))):
-        plugins += [key, ",".join(listed)] if listed else []
-    command += plugins
+    for option, listed in (("--with", names(with_)), ("--without", names(without))):
+        if listed:
+            plugins += [option, ",".join(listed)]
     if nproc is not None:
+        command = ["evaluate", target, *(arguments or ()), "--split", split, "--worst", str(worst), *plugins]
+        if file is not None:
+            command += ["--file", str(file)]
+        if json_file:
+            command += ["--json", json_file]
         assert recipe.inference is not None
         assert recipe.inference.model is not None
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, recipe.inference.model))
@@ -158,7 +157,7 @@ def evaluate(
 
 
 def log_to_stderr(json_file: str) -> None:
-    """Let log messages not mix with JSON on stdout."""
+    """If the results go to stdout, print log messages to stderr."""
     if json_file == "-":
         import rich
 
@@ -171,7 +170,9 @@ def report(record: dict[str, Any], json_file: str) -> None:
 
     target = record["model"]
     show(record, json_file)
-    saved = save(Path(target), record, record["arguments"]) if (Path(target) / "recipe.yaml").is_file() else None
+    if not (Path(target) / "recipe.yaml").is_file():
+        return
+    saved = save(Path(target), record, record["arguments"])
     if saved and json_file != "-":
         typer.echo(f"written to {saved}; page: fastloop report {target}")
 
@@ -199,10 +200,10 @@ def show(record: dict[str, Any], json_file: str) -> None:
         rich.print(table)
     columns = ("precision", "recall", "f1")
     for key, title in (("entities", "entity"), ("classes", "class")):
-        rows = [
-            [row["name"], *(f"{row[column]:.4f}" for column in columns), str(row["samples"])]
-            for row in record.get(key) or ()
-        ]
+        rows = []
+        for row in record.get(key) or ():
+            values = [f"{row[column]:.4f}" for column in columns]
+            rows.append([row["name"], *values, str(row["samples"])])
         if rows:
             show_table([title, *columns, "samples"], rows)
     if "worst" in record:
@@ -231,6 +232,14 @@ def show_worst(rows: list[dict[str, Any]]) -> None:
         return
     cells = []
     for row in rows:
-        target, prediction = (f"{row[f'{key}_probability']:.4f}" for key in ("target", "prediction"))
-        cells.append([str(row["index"]), row["target"], target, row["prediction"], prediction, row["input"] or ""])
+        cells.append(
+            [
+                str(row["index"]),
+                row["target"],
+                f"{row['target_probability']:.4f}",
+                row["prediction"],
+                f"{row['prediction_probability']:.4f}",
+                row["input"] or "",
+            ]
+        )
     show_table(["sample", "target", "probability", "prediction", "probability", "input"], cells, wraps=-1)

@@ -88,7 +88,7 @@ def load(
         )
     if not named and (run is None or model != run / "model"):
         raise UsageError(
-            "an exported model.",
+            "this exported model has no recipe of its own.",
             code="no-recipe",
             place=str(target),
             remedy=f"Name the recipe that gives its task and data: {target} RECIPE.",
@@ -157,7 +157,8 @@ def open_inference(
 
     show_messages()
     with reduced_gc():
-        startup.start_again(resolved := select(recipe))
+        resolved = select(recipe)
+        startup.start_again(resolved)
     task: Any = next((plugin for plugin in resolved.plugins if plugin.slot == "task"), None)
     section = getattr(task, "sections", {}).get("data")
     if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
@@ -167,7 +168,8 @@ def open_inference(
             place=f"--file {file}",
             remedy="Use `--split NAME`.",
         )
-    if names := [name for name in resolved.plugins.names() if name in resolved.recipe.selected]:
+    names = [name for name in resolved.plugins.names() if name in resolved.recipe.selected]
+    if names:
         log.info("auto: selects %s (--without auto: none)", ", ".join(names))
     inference = recipe.inference
     if inference is None or inference.model is None:

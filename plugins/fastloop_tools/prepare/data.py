@@ -13,6 +13,7 @@ from torch import nn
 from fastloop import Plugin, UsageError, hookimpl
 from fastloop_plugins._cache import Entry, tokens_kept_in
 from fastloop_plugins.data.token_cache import TokenCache, open_token_folder
+from fastloop_tools.shared.data_plugins import with_data_plugins
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -84,15 +85,11 @@ def prepare_data(recipe: Recipe) -> PreparedData:
     tree["train"] |= {"device": "cpu", "max_steps": None}  # a run of few steps needs few rows
     with tempfile.TemporaryDirectory(prefix="fastloop-prepare-") as scratch:
         resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
-        plugins = resolved.plugins
-        writers = plugins.configure(resolved.recipe).writers
-        readers = {"task", writers.get("skip_unreadable")}  # other plugins expect the task's data
-        kept = [plugin.name for plugin in plugins if {plugin.slot, plugin.name} & readers - {None}]
-        with open_run(resolved.with_only(kept), [builder]):
+        with open_run(with_data_plugins(resolved), [builder]):
             pass
     if not builder.entries:
         raise UsageError(
-            f"the task {plugins.in_slot('task')!r} keeps no token ids. prepare is for tasks with the trait "
+            f"the task {resolved.plugins.in_slot('task')!r} keeps no token ids. prepare is for tasks with the trait "
             "'cached-token-ids', without model.trust_remote_code.",
             code="unsupported-task",
             place=recipe.where,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, hookspec
+from fastloop_tools.shared.data_plugins import with_data_plugins
 from fastloop_tools.shared.sample_text import describe_sample
 
 if TYPE_CHECKING:
@@ -75,13 +75,10 @@ def read_samples(recipe: Recipe, count: int) -> list[Sample]:
     tree = recipe.to_dict()
     tree["train"] |= {"device": "cpu"}
     reader = SampleReader(count)
-    with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch:
         resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
-        plugins = resolved.plugins
-        writers = plugins.configure(resolved.recipe).writers
-        readers = {"task", writers.get("skip_unreadable")}  # other plugins expect the task's data
-        kept = [plugin.name for plugin in plugins if {plugin.slot, plugin.name} & readers - {None}]
-        stack.enter_context(open_run(resolved.with_only(kept), [reader]))
+        with open_run(with_data_plugins(resolved), [reader]):
+            pass
     if not reader.samples:
         raise UsageError(
             "the training split has no sample that can be shown.",

@@ -1,6 +1,7 @@
 """Helpers of several commands. They import no command, and ``trials`` imports only them.
 
 changed_recipes, recipe_text, differing_keys   # recipes with changes, as YAML, and compared
+data_plugins              # recipes whose data is read without a model
 command_lines             # the command that repeats or continues another one
 json_files                # records as JSON
 tables, svg, matrix_picture   # results as text and pictures

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastloop.problem import Problem, typed_clause
 from fastloop.runtime.memory import memory_held
-from fastloop.scalars import CORE, LoggedValues
+from fastloop.scalars import CORE_NAMES, LoggedValues, LogMark
 
 if TYPE_CHECKING:
     from fastloop.distributed.processes import Processes
@@ -74,13 +74,13 @@ class LogPoint:
 
     def _ordered(self, values: dict[str, float]) -> dict[str, float]:
         values = {**values, **self.measured}
-        core = {name: values.pop(name) for name in CORE if name in values}
+        core = {name: values.pop(name) for name in CORE_NAMES if name in values}
         return core | values
 
 
 def start(run: Run) -> None:
     """Measure the speed from now on."""
-    run.scalars.mark = run.clock.read("train"), run.state.samples, run.state.tokens
+    run.scalars.mark = LogMark(run.clock.read("train"), run.state.samples, run.state.tokens)
 
 
 def after_step(run: Run, loss: Tensor) -> None:
@@ -94,15 +94,16 @@ def after_step(run: Run, loss: Tensor) -> None:
     if run.state.step % run.recipe.train.log_every:
         return
     log_pending(run)
-    seconds, samples, tokens = scalars.mark
+    before = scalars.mark
     start(run)
-    elapsed = max(scalars.mark[0] - seconds, 1e-9)
+    now = scalars.mark
+    elapsed = max(now.seconds - before.seconds, 1e-9)
     if run.is_main:
         lr = run.optimizer.param_groups[0]["lr"]
         scalars.values["train/lr"] = [lr.to(run.device, non_blocking=True) if isinstance(lr, Tensor) else lr]
     measured = {
-        "train/samples_per_second": (scalars.mark[1] - samples) / elapsed,
-        "train/tokens_per_second": (scalars.mark[2] - tokens) / elapsed,
+        "train/samples_per_second": (now.samples - before.samples) / elapsed,
+        "train/tokens_per_second": (now.tokens - before.tokens) / elapsed,
         "train/memory_bytes": memory_held(run.device),
     }
     run._pending_log_point = LogPoint(run.state.step, scalars.take(), measured)
@@ -159,7 +160,7 @@ def emit(run: Run, values: Mapping[str, float], step: int) -> None:
 def flush(run: Run) -> None:
     """Log the values of plugins since the last log point, at the end of a run. Every process must call it."""
     log_pending(run)
-    for name in CORE:
+    for name in CORE_NAMES:
         run.scalars.values.pop(name, None)
     values = run.scalars.take().reduce(run.processes)
     if values:

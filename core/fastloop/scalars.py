@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,7 +19,7 @@ from fastloop.errors import PluginError, did_you_mean
 from fastloop.runtime.host_copies import HostCopy
 
 Reduction = Literal["mean", "sum", "max", "main"]
-CORE = (
+CORE_NAMES = (
     "train/loss",
     "train/grad_norm",
     "train/lr",
@@ -27,8 +28,23 @@ CORE = (
     "train/memory_bytes",
 )
 """Names that the core logs at each log point, without a reduction: their values are the same on all processes."""
-RESERVED = {"step", "epoch", "split", *CORE, *(name.removeprefix("train/") for name in CORE)}
+RESERVED = {"step", "epoch", "split", *CORE_NAMES, *(name.removeprefix("train/") for name in CORE_NAMES)}
 """Names that plugins cannot use: those of the core, and the keys of ``metrics.jsonl``."""
+
+
+@dataclass(frozen=True)
+class LogMark:
+    """The training done at a log point, for the speed since then.
+
+    Attributes:
+        seconds: Time of training.
+        samples: ``State.samples``.
+        tokens: ``State.tokens``.
+    """
+
+    seconds: float = 0.0
+    samples: int = 0
+    tokens: int = 0
 
 
 class Scalars:
@@ -39,7 +55,7 @@ class Scalars:
         needed_at_once: Whether a plugin needs them in the step of their log point; see ``Plugin.waits_for_scalars``.
         values: Name -> values, on the host or on the device.
         reductions: Name -> reduction, for all names that plugins logged.
-        mark: Seconds of training, samples and tokens at the last log point.
+        mark: The training done at the last log point.
     """
 
     def __init__(self, enabled: bool, needed_at_once: bool = False) -> None:
@@ -47,7 +63,7 @@ class Scalars:
         self.needed_at_once = needed_at_once
         self.values: dict[str, list[float | Tensor]] = {}
         self.reductions: dict[str, str] = {}
-        self.mark = (0.0, 0, 0)
+        self.mark = LogMark()
 
     def add(self, name: str, value: float | Tensor, reduce: str, device: torch.device) -> None:
         """Add a plugin's value; see ``Run.log``. A device tensor is copied, so that a change in place does not alter
@@ -61,8 +77,8 @@ class Scalars:
         if not isinstance(name, str) or not name or name in RESERVED or name.startswith(("validation/", "test/")):
             raise PluginError(
                 f"found the name {name!r}, expected one of your own, such as 'my-plugin/noise'. The core logs "
-                f"{', '.join(CORE)}, and names of evaluation metrics begin with validation/ or test/. A wrapper of "
-                "the hook evaluate can add metrics.",
+                f"{', '.join(CORE_NAMES)}, and names of evaluation metrics begin with validation/ or test/. A wrapper "
+                "of the hook evaluate can add metrics.",
                 code="reserved-name",
                 place="run.log",
             )
@@ -107,7 +123,7 @@ class Scalars:
             self.enabled = before
 
     def take(self) -> LoggedValues:
-        """Remove all values. Those on the device begin their way to the host."""
+        """Remove all values, and begin to copy those on the device to the host."""
         taken = LoggedValues(self.values, self.reductions)
         self.values = {}
         return taken

@@ -80,6 +80,7 @@ class Schedule:
             state.evaluate_requested
             or state.save_requested
             or state.stop_reason is not None
+            # whether a period ends: for step 6 and the periods [4, 3], the remainders are [2, 0]
             or not all(map(state.step.__mod__, self._periods))
         )
 
@@ -95,7 +96,9 @@ class Schedule:
     def is_epoch_done(self) -> bool:
         """Whether every sample of the current epoch was drawn. For data of unknown length, call it after the loader
         ends."""
-        return not self.should_stop() if self.epoch_samples is None else self._state.epoch_samples >= self.epoch_samples
+        if self.epoch_samples is None:
+            return not self.should_stop()
+        return self._state.epoch_samples >= self.epoch_samples
 
     def needs_evaluation(self) -> bool:
         """Whether the current weights can be evaluated and are not yet."""

@@ -110,11 +110,9 @@ class Train:
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
         """The optimizer's arguments in the recipe, without ``lr`` and ``weight_decay``."""
-        return (
-            {}
-            if isinstance(self.optimizer, str)
-            else {key: value for key, value in self.optimizer.items() if key != "name"}
-        )
+        if isinstance(self.optimizer, str):
+            return {}
+        return {key: value for key, value in self.optimizer.items() if key != "name"}
 
 
 @dataclass(frozen=True)

@@ -118,15 +118,19 @@ class Log(Plugin):
 
     @hookimpl
     def log_scalars(self, run: Run, scalars: Mapping[str, float], step: int) -> None:
-        from fastloop.scalars import CORE
+        from fastloop.scalars import CORE_NAMES
 
         split = next(iter(scalars)).partition("/")[0]
-        if split in run.eval_loaders:
-            named = {name.removeprefix(f"{split}/"): value for name, value in scalars.items()}
-            self.write(run, step, {"split": split} | named)
-        else:
-            named = {name.removeprefix("train/") if name in CORE else name: value for name, value in scalars.items()}
-            self.write(run, step, named)
+        is_evaluation = split in run.eval_loaders
+        values: dict[str, Any] = {"split": split} if is_evaluation else {}
+        for name, value in scalars.items():
+            if is_evaluation:
+                values[name.removeprefix(f"{split}/")] = value
+            elif name in CORE_NAMES:
+                values[name.removeprefix("train/")] = value
+            else:
+                values[name] = value
+        self.write(run, step, values)
 
     @hookimpl
     def log_rows(self, run: Run, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -190,14 +194,15 @@ class Log(Plugin):
         """Append one line to ``metrics.jsonl`` (main process only)."""
         if self.metrics is None:
             return
-        # the values of a step are logged before the next epoch begins
-        epoch = run.state.epoch + (run.state.epoch_samples > 0)
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in values.items()
-        }
+        epoch = run.state.epoch
+        if run.state.epoch_samples > 0:  # not at an epoch's end: its values are logged before the next one begins
+            epoch += 1
+        line: dict[str, Any] = {"step": step, "epoch": epoch}
+        for name, value in values.items():
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            line[name] = value if is_finite else None  # JSON has no NaN and no infinity
         try:
-            self.metrics.write((json.dumps({"step": step, "epoch": epoch} | finite) + "\n").encode())
+            self.metrics.write((json.dumps(line) + "\n").encode())
             self.metrics.flush()  # lines that a full disk rejects are written with the next line
             self.offset = self.metrics.tell()
         except OSError as error:

@@ -101,3 +101,64 @@ def test_a_class_name_is_used_once():
                 if isinstance(node, ast.ClassDef):
                     places[node.name].append(str(file.relative_to(ROOT)))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+HIDDEN_CONDITIONS = (
+    "for name in names if names else ():\n    pass",
+    "lines = [name for name in ([] if hidden else names)]",
+    "text = 'more' * (count > 1)",
+    "rows = [row] * (not rows)",
+    "text += bool(start) * f' of {start}'",
+)
+"""Statements that ``hidden_conditions`` finds."""
+
+
+def is_empty(node: ast.AST) -> bool:
+    """Whether an expression is an empty tuple, list or dict."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return not node.elts
+    return isinstance(node, ast.Dict) and not node.keys
+
+
+def is_condition(node: ast.AST) -> bool:
+    """Whether an expression is a comparison, a negation, or a call of ``bool``."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "bool"
+    return isinstance(node, ast.Compare | ast.BoolOp) or (
+        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    )
+
+
+def is_text_or_list(node: ast.AST) -> bool:
+    """Whether an expression is a text, a list or a tuple."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str)
+    return isinstance(node, ast.JoinedStr | ast.List | ast.Tuple)
+
+
+def hidden_conditions(source: str) -> list[int]:
+    """The lines with a loop over nothing unless a condition holds, or a text or list times a condition."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.IfExp):
+            if is_empty(node.iter.body) or is_empty(node.iter.orelse):
+                lines.append(node.iter.lineno)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            sides = (node.left, node.right)
+            if any(map(is_condition, sides)) and any(map(is_text_or_list, sides)):
+                lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("statement", HIDDEN_CONDITIONS)
+def test_a_hidden_condition_is_found(statement):
+    assert hidden_conditions(statement) == [1]
+
+
+def test_conditions_are_if_statements():
+    places = []
+    for folder in PACKAGE_FOLDERS:
+        for file in folder.glob("*.py"):
+            for line in hidden_conditions(file.read_text(encoding="utf-8")):
+                places.append(f"{file.relative_to(ROOT)}:{line}")
+    assert places == []

@@ -205,10 +205,11 @@ class HookChecks:
             summary = copy.deepcopy(_summary_in(arguments)) if hook == "write_summary" else {}
             with self._keeping_train_mode(where, hook, arguments), self.read_only.watching(plugin, hook):
                 result = check(function(*arguments))
-            for problem, value in self._read(arguments).items() if _return_type(hook) == "None" else ():
-                if value != before[problem]:
-                    remedy = REMEDIES.get(problem, REMEDIES["changed a counter"])
-                    raise PluginError(f"{where} {problem}.", code="wrong-result", remedy=remedy)
+            if _return_type(hook) == "None":
+                for problem, value in self._read(arguments).items():
+                    if value != before[problem]:
+                        remedy = REMEDIES.get(problem, REMEDIES["changed a counter"])
+                        raise PluginError(f"{where} {problem}.", code="wrong-result", remedy=remedy)
             if hook == "compute_loss":
                 self.has_loss[plugin.name] = self.has_loss.get(plugin.name, False) or result is not None
             if hook == "write_summary":

@@ -23,7 +23,9 @@ def replace(plugins: PluginSet, replacement: Replacement) -> Callable[..., None]
     manager = plugins.manager
     replaced = []
     for plugin in plugins:
-        for impl, hook in manager.implementations(plugin) if plugin.name not in manager.disabled else ():
+        if plugin.name in manager.disabled:
+            continue
+        for impl, hook in manager.implementations(plugin):
             before = impl.function
             impl.function = replacement(plugin, hook, before, impl.wrapper)
             # the function often holds the owner of ``undo``: a reference cycle would keep the plugins, and the model
@@ -31,11 +33,11 @@ def replace(plugins: PluginSet, replacement: Replacement) -> Callable[..., None]
 
     def undo(hooks: Collection[str] | None = None) -> None:
         for impl, hook, before, function in replaced:
-            if (
-                impl.plugin.name not in manager.disabled
-                if hooks is None
-                else hook in hooks and impl.function is function()
-            ):
+            if hooks is None:
+                is_ours = impl.plugin.name not in manager.disabled
+            else:
+                is_ours = hook in hooks and impl.function is function()
+            if is_ours:
                 impl.function = before
 
     return undo

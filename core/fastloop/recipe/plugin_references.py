@@ -107,16 +107,22 @@ def plugins_by_name(
         return {}
     if not isinstance(plugins, Mapping | list):
         raise RecipeError(code="wrong-type", place=f"{where}: plugins", found=repr(plugins), expected="a list of names")
-    items = list(plugins.items()) if isinstance(plugins, Mapping) else []
-    for index, entry in enumerate(plugins) if isinstance(plugins, list) else ():
-        if not isinstance(entry, str) and not (isinstance(entry, Mapping) and len(entry) == 1):
-            raise RecipeError(
-                code="wrong-type",
-                place=f"{where}: plugins[{index}]",
-                found=repr(entry),
-                expected="a name or one {name: {option: value}}",
-            )
-        items += [(entry, {})] if isinstance(entry, str) else entry.items()
+    items: list[tuple[Any, Any]] = []
+    if isinstance(plugins, Mapping):
+        items += plugins.items()
+    else:
+        for index, entry in enumerate(plugins):
+            if isinstance(entry, str):
+                items.append((entry, {}))
+            elif isinstance(entry, Mapping) and len(entry) == 1:
+                items += entry.items()
+            else:
+                raise RecipeError(
+                    code="wrong-type",
+                    place=f"{where}: plugins[{index}]",
+                    found=repr(entry),
+                    expected="a name or one {name: {option: value}}",
+                )
     entries: dict[str, dict[str, Any] | Literal[False]] = {}
     for reference, options in items:
         name = plugin_name(str(reference), f"{where}: plugins", source, references)

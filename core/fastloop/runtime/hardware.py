@@ -45,8 +45,11 @@ def _hardware(device: str) -> Machine:
     dtypes = ["fp32"]
     if kind == "cuda":
         name = torch.cuda.get_device_name()
-        dtypes += ["bf16"] * torch.cuda.is_bf16_supported(including_emulation=False) + ["fp16"]
-        dtypes += ["fp8"] * (torch.cuda.get_device_capability() >= (8, 9))  # from Ada and Hopper on
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            dtypes.append("bf16")
+        dtypes.append("fp16")
+        if torch.cuda.get_device_capability() >= (8, 9):  # Ada, Hopper and newer
+            dtypes.append("fp8")
     elif kind == "cpu":
         name = torch.backends.cpu.get_cpu_capability()
         dtypes.append("bf16")  # correct everywhere

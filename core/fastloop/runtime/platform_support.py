@@ -124,10 +124,13 @@ def control_group(name: str) -> Iterator[list[str]]:
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             controllers, group = line.split(":", 2)[1:]
-            file = CONTROL_GROUPS / controllers / group[1:] / (VERSION_1.get(name, name) if controllers else name)
-            for folder in file.parents if controllers in ("", "memory") else ():
+            if controllers not in ("", "memory"):
+                continue
+            file_name = VERSION_1.get(name, name) if controllers else name
+            file = CONTROL_GROUPS / controllers / group[1:] / file_name
+            for folder in file.parents:
                 with suppress(OSError):
-                    yield (folder / file.name).read_text().split()
+                    yield (folder / file_name).read_text().split()
 
 
 def kills() -> int:

@@ -122,4 +122,7 @@ def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = Fa
 
 
 def _some(values: list[Any], separator: str) -> str:
-    return separator.join([*map(str, values[:SHOWN]), *["..."] * (len(values) > SHOWN)])
+    shown = [str(value) for value in values[:SHOWN]]
+    if len(values) > SHOWN:
+        shown.append("...")
+    return separator.join(shown)

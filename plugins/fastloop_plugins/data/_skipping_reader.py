@@ -30,10 +30,11 @@ class SkippingReader(MapReader):
             else:
                 samples.append(sample)
                 samples.ids += (index,)
-        for index in range(micro_batch[0] + 1, micro_batch[0] + FILLER_ATTEMPTS) if not samples.ids else ():
-            with suppress(Exception):
-                samples.append(Filler(self.read([index % len(self.dataset)])))
-                break
+        if not samples.ids:
+            for index in range(micro_batch[0] + 1, micro_batch[0] + FILLER_ATTEMPTS):
+                with suppress(Exception):
+                    samples.append(Filler(self.read([index % len(self.dataset)])))
+                    break
         if not samples:
             raise DataError(
                 f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {samples.unreadable[0][1]}",

@@ -32,9 +32,11 @@ def transformer_blocks(model: nn.Module, names: Sequence[str] | None = None, whe
                     remedy=did_you_mean(name, classes),
                 )
         return [module for module in model.modules() if type(module).__name__ in names]
-    return [
-        block
-        for parent in model.modules()
-        if isinstance(parent, nn.ModuleList) and len(parent) > 1 and len({type(child) for child in parent}) == 1
-        for block in parent
-    ]
+    blocks: list[nn.Module] = []
+    for parent in model.modules():
+        if not isinstance(parent, nn.ModuleList) or len(parent) < 2:
+            continue
+        kinds = {type(child) for child in parent}
+        if len(kinds) == 1:
+            blocks += parent
+    return blocks

@@ -297,15 +297,17 @@ class Delimited(LineFormat):
         return BadRow(f"{wrong}. {remedy}", f"line {first}")
 
     def _other_width(self, line: int, count: int, raw: str) -> BadRow:
-        width, name = len(self.header), DELIMITERS.get(self.delimiter, repr(self.delimiter))
+        width = len(self.header)
+        name = DELIMITERS.get(self.delimiter, repr(self.delimiter))
         others = [other for other in DELIMITERS if other != self.delimiter and raw.count(other) == width - 1 > 0]
         remedy = f"Put quotes around a text that holds a {name} or a line end."
         if self.how.quoting == "none":
             remedy = f"Without quotes (data.read.quoting=none), no text can hold a {name} or a line end."
         if self.how.columns is not None and count == 1 and others:
             remedy = f"If the delimiter is a {DELIMITERS[others[0]]}, give data.read.delimiter={_written(others[0])}."
-        found = f"found {count} cell{'s' * (count != 1)}, expected {width} ({', '.join(self.header):.200})"
-        return BadRow(f"{found}. {remedy}", f"line {line}")
+        cells = "cell" if count == 1 else "cells"
+        names = ", ".join(self.header)
+        return BadRow(f"found {count} {cells}, expected {width} ({names:.200}). {remedy}", f"line {line}")
 
     def _header_again(self, line: int, row: list[str]) -> BadRow:
         found = f"found the column names ({', '.join(row):.200})"

@@ -59,11 +59,11 @@ class Block:
 
     def tuples(self, names: Sequence[str], skip: int = 0) -> Iterator[tuple[Any, ...]]:
         """Yield the columns of each row, without the first ``skip`` rows; None for a column that is not there."""
-        found = []
+        columns = []
         for name in names:
             values = self.columns.get(name, [None] * self.rows)
-            found.append(values.to_pylist() if hasattr(values, "to_pylist") else values)
-        rows = zip(*found, strict=True) if found else iter([()] * self.rows)
+            columns.append(values.to_pylist() if hasattr(values, "to_pylist") else values)
+        rows = zip(*columns, strict=True) if columns else iter([()] * self.rows)
         return islice(rows, skip, None) if skip else rows
 
 
@@ -101,7 +101,10 @@ class File(ABC):
     schema: Any = None
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
-        self.path, self.how, self.wanted, self.skip_unreadable = path, how, dict(columns), skip_unreadable
+        self.path = path
+        self.how = how
+        self.wanted = dict(columns)
+        self.skip_unreadable = skip_unreadable
         self.names: dict[str, None] = {}
         self.notes: list[str] = []
         self.unreadable = 0
@@ -124,7 +127,7 @@ class File(ABC):
 
     def in_blocks(
         self,
-        found: Iterable[tuple[int, Any]],
+        items: Iterable[tuple[int, Any]],
         read: Callable[[Any], Any],
         make: Callable[[int, list[Any]], Block],
         size: int,
@@ -133,13 +136,15 @@ class File(ABC):
         """Put rows into blocks. Those before a row that cannot be read come before the error.
 
         Args:
-            found: The position of each row, and what ``read`` reads it from.
+            items: The position of each row, and the argument of ``read`` for it, such as its line.
             read: Returns a row. It is not called for rows to skip.
             make: Returns a block, given the position of its first row and its rows.
         """
-        place, rows, count = 0, list[Any](), 0
+        start = 0
+        rows: list[Any] = []
+        count = 0
         try:
-            for position, item in found:
+            for position, item in items:
                 if count >= skip:
                     try:
                         row = read(item)
@@ -148,18 +153,19 @@ class File(ABC):
                             raise
                         self.unreadable += 1
                         continue
-                    place = place if rows or self.is_whole else position
+                    if not rows and not self.is_whole:
+                        start = position
                     rows.append(row)
                 count += 1
                 if len(rows) == size:
-                    yield make(place, rows)
+                    yield make(start, rows)
                     rows = []
         except (BadRow, RecipeError) as error:
             if rows:
-                yield make(place, rows)
+                yield make(start, rows)
             raise at_row(error, count) from None
         if rows:
-            yield make(place, rows)
+            yield make(start, rows)
 
     def check_whole(self) -> None:  # noqa: B027  # most formats have no such rows
         """Raise an error for a file to predict whose rows are wrong in a way that only the whole file shows. ``blocks``

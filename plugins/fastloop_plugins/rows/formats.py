@@ -37,6 +37,8 @@ READERS: dict[str, type[File] | None] = {
     ".txt": Text,
 }
 """Suffix -> reader of the format. A section that reads ``CONLL`` files has a reader for them, too."""
+FEW = 256
+"""Rows to decode at once where rows are used one by one: a row group may be larger than memory."""
 
 
 def reader_of(suffix: str) -> type[File]:
@@ -45,7 +47,8 @@ def reader_of(suffix: str) -> type[File]:
         return Conll
     if suffix not in READERS:
         return load_reader(suffix)
-    if (reader := READERS[suffix]) is not None:
+    reader = READERS[suffix]
+    if reader is not None:
         return reader
     from fastloop_plugins.rows.arrow import Arrow
     from fastloop_plugins.rows.parquet import Parquet
@@ -125,8 +128,8 @@ class FileLayout:
         if not self.names:
             return self
         names = self.names[number]
-        renamed, drop = {name: own for name, (own, _) in names.items()}, self.drop.renamed(names)
-        return replace(self, columns=dict(names.values()), names=(), renamed=renamed, drop=drop)
+        renamed = {name: own for name, (own, _) in names.items()}
+        return replace(self, columns=dict(names.values()), names=(), renamed=renamed, drop=self.drop.renamed(names))
 
     def own_names(self, columns: Sequence[str]) -> list[str]:
         """The names of columns in the file, for a result of ``of_file``."""
@@ -155,7 +158,9 @@ class FileLayout:
                     lines.extend(block.lines)
                 for name, column in columns.items():
                     column.append_block(block.columns[name])
-            there = list(file.names) or list(self.columns) * (not any(columns.values()))
+            there = list(file.names)
+            if not there and not any(columns.values()):
+                there = list(self.columns)  # a file without rows shows no names
             columns = {name: column for name, column in columns.items() if name in there}
             table = Table(path, columns, there, unreadable=file.unreadable, untyped=file.untyped, notes=file.notes)
             numbers = lines.finish()
@@ -217,10 +222,6 @@ class FileLayout:
         return []
 
 
-FEW = 256
-"""Rows to decode at once where rows are used one by one: a row group may be larger than memory."""
-
-
 @contextmanager
 def explain_reading(path: str, how: Read) -> Iterator[None]:
     """Raise errors of reading a file inside the block as errors that name the file, and the place if it is known.
@@ -243,10 +244,14 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
             remedy="Write the file again as UTF-8.",
         ) from None
     except (OSError, ValueError, TypeError, pyarrow.ArrowException) as error:
-        suffix, codec = format_of(Path(path))[0], None
-        with contextlib.suppress(OSError):
-            codec = codec_of(path, how) if suffix not in COLUMN_FORMATS else None
-        remedy = f" It is read as {codec}: if it has another compression, give data.read.compression." if codec else ""
+        suffix = format_of(Path(path))[0]
+        codec = None
+        if suffix not in COLUMN_FORMATS:
+            with contextlib.suppress(OSError):
+                codec = codec_of(path, how)
+        remedy = ""
+        if codec:
+            remedy = f"It is read as {codec}: if it has another compression, give data.read.compression."
         raise RecipeError(
             f"cannot be read as {suffix}: {clause(error)}.", code="file-unreadable", place=str(path), remedy=remedy
         ) from None

@@ -19,7 +19,7 @@ from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop.problem import clause
 from fastloop_plugins import _cache
-from fastloop_plugins.rows.file import BadRow, File
+from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.formats import FEW, FileLayout, explain_reading
 from fastloop_plugins.rows.paths import URL, find_files
 from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, format_of
@@ -200,10 +200,27 @@ class LabelCounts:
         return self.counts | self.switches
 
 
+def _labels_of(block: Block, column: Sequence[str], lists: bool) -> Iterator[tuple[int, Any]]:
+    """Yield the labels of a block, each with the number of its row in it.
+
+    Args:
+        column: The column of labels; empty: there is none.
+        lists: Whether a list holds several labels. Otherwise it is one label, which is wrong.
+    """
+    if not column:
+        return
+    for row, (value,) in enumerate(block.tuples(column)):
+        if lists and isinstance(value, list):
+            for label in value:
+                yield row, label
+        else:
+            yield row, value
+
+
 def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bool) -> Index:
     groups: list[list[int]] = []
     labels = LabelCounts()
-    facts = [str(layout.drop)] * bool(layout.drop.conditions)
+    facts = [str(layout.drop)] if layout.drop.conditions else []
     dropped = [0] * len(layout.drop.conditions)
     total = 0
     for number, path in enumerate(paths):
@@ -215,17 +232,16 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
             for block in part.drop.blocks(file, counted, 0, GROUP, counts=dropped):
                 if total == start:
                     part.check(file)
-                for row, (value,) in enumerate(block.tuples(counted), total) if counted else ():
-                    for one in value if lists and isinstance(value, list) else [value]:
-                        try:
-                            labels.add(one, row)
-                        except TypeError:
-                            raise RecipeError(
-                                f"column {label!r} (data.label) holds {show(one)}, expected text, or whole numbers "
-                                "from 0.",
-                                code="wrong-label",
-                                place=f"{path}, row {row - start + 1}",
-                            ) from None
+                for row, value in _labels_of(block, counted, lists):
+                    try:
+                        labels.add(value, total + row)
+                    except TypeError:
+                        raise RecipeError(
+                            f"column {label!r} (data.label) holds {show(value)}, expected text, or whole numbers "
+                            "from 0.",
+                            code="wrong-label",
+                            place=f"{path}, row {total - start + row + 1}",
+                        ) from None
                 if groups and groups[-1][:2] == [number, block.start]:
                     groups[-1][2] += block.rows
                 elif block.rows:

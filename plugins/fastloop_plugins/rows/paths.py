@@ -142,7 +142,5 @@ def _patterns(folder: Path, item: str, split: str, formats: Sequence[str]) -> st
     if start and all(path.name.startswith(f"{split}-") for path in named):
         start = f"{split}-"
     pattern = named[0].name if len(named) == 1 else f"{start}*{suffix}"
-    return (
-        f" For its {len(named)} {suffix} files{' of this split' * bool(start)}: "
-        f"data.files.{split}={Path(item) / pattern}."
-    )
+    files_of = "files of this split" if start else "files"
+    return f" For its {len(named)} {suffix} {files_of}: data.files.{split}={Path(item) / pattern}."

@@ -67,16 +67,21 @@ def divide(
     Returns:
         The splits, and a note about held-out rows for the log.
     """
-    found, note = dict(splits), ""
-    if fraction and "train" in found:
-        train, held = hold_out(len(found["train"]), fraction, classes, where)
-        found |= {"train": found["train"].keep(train), "validation": found["train"].keep(held)}
-        share = f"{fraction:.0%} of train" + (", of each class," if classes is not None else "")
+    divided = dict(splits)
+    note = ""
+    if fraction and "train" in splits:
+        train = splits["train"]
+        train_ids, validation_ids = hold_out(len(train), fraction, classes, where)
+        divided["train"] = train.keep(train_ids)
+        divided["validation"] = train.keep(validation_ids)
+        share = f"{fraction:.0%} of train"
+        if classes is not None:
+            share += ", of each class,"
         note = f" (no validation split: {share} held out)"
     for role, count in vars(limit).items():
-        if count is not None and role in found and count < len(found[role]):
-            found[role] = found[role].keep(draw(len(found[role]), count))
-    return found, note
+        if count is not None and role in divided and count < len(divided[role]):
+            divided[role] = divided[role].keep(draw(len(divided[role]), count))
+    return divided, note
 
 
 def draw(total: int, count: int) -> NDArray[np.int64]:
@@ -106,10 +111,12 @@ def _draws_from_a_pool(total: int, count: int) -> bool:
 
 def _shuffled(total: int) -> Iterator[int]:
     """Yield ``random.Random(DRAW).sample(range(total), total)`` one by one."""
-    pool, below = zeros(total, np.int64), random.Random(DRAW).randrange
+    pool = zeros(total, np.int64)
     for span in spans(total):
         pool[span] = np.arange(span.start, span.stop)
+    below = random.Random(DRAW).randrange
     for left in range(total, 0, -1):
+        # pool[:left] holds the numbers that are not drawn yet; the last of them replaces the drawn one
         chosen = below(left)
         yield int(pool[chosen])
         pool[chosen] = pool[left - 1]
@@ -133,21 +140,24 @@ def hold_out(
     Raises:
         RecipeError: No row can be held out.
     """
-    count, held = max(round(total * fraction), 1), zeros(total, np.bool_)
+    count = max(round(total * fraction), 1)
+    held_out = zeros(total, np.bool_)
     if classes is None:
         for row in islice(_shuffled(total), min(count, total - 1)):
-            held[row] = True
+            held_out[row] = True
     else:
-        names = np.asarray(classes)
-        counts = Counter(chain.from_iterable(names[row : row + BLOCK].tolist() for row in range(0, total, BLOCK)))
+        class_of = np.asarray(classes)
+        counts = Counter(chain.from_iterable(class_of[row : row + BLOCK].tolist() for row in range(0, total, BLOCK)))
         left = _share(counts, fraction, count)
-        order, wanted = _shuffled(total), sum(left.values())
-        while wanted:
-            index = next(order)
-            if left[names[index]]:
-                left[names[index]] -= 1
-                wanted, held[index] = wanted - 1, True
-    if not held.any():
+        missing = sum(left.values())
+        order = _shuffled(total)
+        while missing:
+            row = next(order)
+            if left[class_of[row]]:
+                left[class_of[row]] -= 1
+                missing -= 1
+                held_out[row] = True
+    if not held_out.any():
         rows = f"{total} rows with a class each" if total > 1 else f"{total} row"
         raise RecipeError(
             f"{rows} cannot be split into train and validation.",
@@ -155,14 +165,18 @@ def hold_out(
             place=f"{where}.validation_fraction",
             remedy="Give a validation split, or data.validation_fraction=0.",
         )
-    return flatnonzero(~held), flatnonzero(held)
+    return flatnonzero(~held_out), flatnonzero(held_out)
 
 
 def hold_out_ends(texts: Sequence[str], fraction: float) -> tuple[list[str], list[str]]:
     """The start and the end of each text: a share of its characters, in the end, is held out for validation."""
-    ends = [len(text) - max(round(len(text) * fraction), 1) for text in texts]
-    pairs = list(zip(texts, ends, strict=True))
-    return [text[:end] for text, end in pairs], [text[end:] for text, end in pairs]
+    starts = []
+    ends = []
+    for text in texts:
+        border = len(text) - max(round(len(text) * fraction), 1)
+        starts.append(text[:border])
+        ends.append(text[border:])
+    return starts, ends
 
 
 def _share(counts: Counter[Hashable], fraction: float, count: int) -> dict[Hashable, int]:

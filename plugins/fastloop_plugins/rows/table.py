@@ -196,22 +196,25 @@ def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | Non
         columns: Columns to read, if they are there -> the option of ``data`` that names them.
     """
     if hasattr(rows, "with_format"):
-        there, feature = [name for name in columns if name in rows.column_names], rows.features.get(label)
-        found = {name: Column() for name in there}
-        for batch in rows.select_columns(there).with_format("arrow").iter(BLOCK) if there else ():
-            for name, column in found.items():
-                column.append_block(list_values(batch.column(name), where, columns[name], name))
-        names = getattr(getattr(feature, "feature", feature), "names", None)
-        return Table(where, found, rows.column_names, classes=names)
-    names, found = dict[str, None](), {name: Column() for name in columns}
+        there = [name for name in columns if name in rows.column_names]
+        read = {name: Column() for name in there}
+        if there:
+            for batch in rows.select_columns(there).with_format("arrow").iter(BLOCK):
+                for name, column in read.items():
+                    column.append_block(list_values(batch.column(name), where, columns[name], name))
+        feature = rows.features.get(label)
+        names = getattr(getattr(feature, "feature", feature), "names", None)  # of a class, or of a list of classes
+        return Table(where, read, rows.column_names, classes=names)
+    names_there: dict[str, None] = {}  # in order
+    read = {name: Column() for name in columns}
     for start, (block,) in in_blocks([rows]):
         for number, row in enumerate(block, start + 1):
             if not isinstance(row, Mapping):
                 raise RecipeError(
                     code="invalid-row", place=f"{where}, row {number}", found=show(row), expected="a mapping of columns"
                 )
-            if not row.keys() <= names.keys():
-                names |= dict.fromkeys(row)
-        for name, column in found.items():
+            if not row.keys() <= names_there.keys():
+                names_there |= dict.fromkeys(row)
+        for name, column in read.items():
             column.append_block([row.get(name) for row in block])
-    return Table(where, {name: column for name, column in found.items() if name in names}, list(names))
+    return Table(where, {name: column for name, column in read.items() if name in names_there}, list(names_there))

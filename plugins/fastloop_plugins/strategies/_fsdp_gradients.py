@@ -37,14 +37,15 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 def _post_backward(group: Any, post_backward: Callable[[], None], gradients: Gradients, *unused: Any) -> None:
     import torch
 
-    for parameter in group.fsdp_params if group.reduce_grads else ():
-        full = getattr(parameter, "_unsharded_param", None)  # None before it was gathered once
-        if full is None or not parameter.sharded_param.requires_grad:
-            continue
-        if full.grad is not None or parameter.unsharded_accumulated_grad is not None:
-            gradients.add(parameter.sharded_param)
-        else:
-            full.grad = torch.zeros_like(full)
+    if group.reduce_grads:
+        for parameter in group.fsdp_params:
+            full = getattr(parameter, "_unsharded_param", None)  # None before it was gathered once
+            if full is None or not parameter.sharded_param.requires_grad:
+                continue
+            if full.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                gradients.add(parameter.sharded_param)
+            else:
+                full.grad = torch.zeros_like(full)
     post_backward()
 
 

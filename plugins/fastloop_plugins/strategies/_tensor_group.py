@@ -78,7 +78,9 @@ class TensorGroup:
 
     def share_metrics(self, run: Run) -> None:
         """Let metrics count each sample once: every process of a group has the same predictions."""
-        for metric in run.metrics.values(copy_state=False) if run.metrics is not None else ():
+        if run.metrics is None:
+            return
+        for metric in run.metrics.values(copy_state=False):
             metric.sync_on_compute = run.loaders.processes.world_size > 1
             metric.process_group = run.loaders.processes.device_group
 

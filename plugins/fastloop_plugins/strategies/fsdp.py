@@ -254,7 +254,9 @@ class FSDP(DividingStrategy):
 
     @hookimpl(tryfirst=True)  # before plugins that read gradients
     def after_backward(self) -> None:
-        for parameter in self.gradients.take_unused() if self.gradients is not None else ():
+        if self.gradients is None:
+            return
+        for parameter in self.gradients.take_unused():
             parameter.grad = None  # zero, but an optimizer would move it by momentum and weight decay
 
     @contextmanager

@@ -67,6 +67,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
+LARGEST_LOSS = 700
+"""The loss above which the perplexity is infinite: ``math.exp`` overflows above 709."""
+
 
 class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     """Trains a causal language model.
@@ -96,9 +99,11 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
-        labelled = recipe.data.get("label") is not None or recipe.data.get("target") is not None
-        other = labelled or "images" in recipe.data or recipe.model.get("module") or has_tags(recipe)
-        return "data names no label or target column" if recipe.data and not other else None
+        data = recipe.data
+        is_labelled = data.get("label") is not None or data.get("target") is not None
+        if not data or is_labelled or "images" in data or recipe.model.get("module") or has_tags(recipe):
+            return None
+        return "data names no label or target column"
 
     @classmethod
     def declare_traits(cls, recipe: Recipe) -> set[Trait]:
@@ -110,8 +115,10 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         if self.data.options.messages:
             self.text_model = model = ChatModel(recipe, self.data.options.chat_template)
             self.data.templates = model.templates
+        elif self.data.masked:
+            self.text_model = CompletionModel(recipe)
         else:
-            self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
+            self.text_model = DecoderModel(recipe)
         self.settings = check_generation(self.generation, SHARED_SETTINGS, 1, recipe.where, f"plugins.{self.name}")
         self._checked: dict[str, MaskedSequences] = {}
         self.adds_metrics = type(self).adds_metrics
@@ -148,15 +155,20 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         from fastloop_plugins.text.chat.tokens import MaskedSequences, block_sequences
 
         size = self.data.options.max_length
-        return MaskedSequences(split.ids, split.lengths, size) if self.data.masked else block_sequences(split.ids, size)
+        if self.data.masked:
+            return MaskedSequences(split.ids, split.lengths, size)
+        return block_sequences(split.ids, size)
 
     def check_dataset(self, split: str, dataset: Any) -> None:
         size = self.data.options.max_length
         if not len(dataset):
-            problem = "the {split} split has no two tokens: there is no next token to learn"
+            problem = f"the {split} split has no two tokens: there is no next token to learn"
             if self.data.masked:
-                problem = "no row of the {split} split has a token with a loss among its first {size} (data.max_length)"
-            raise RecipeError(f"{problem.format(split=split, size=size)}.", code="invalid-split", place=self.data.where)
+                problem = (
+                    f"no row of the {split} split has a token with a loss among its first {size} tokens "
+                    "(data.max_length)"
+                )
+            raise RecipeError(f"{problem}.", code="invalid-split", place=self.data.where)
         if self.data.masked:
             name = self.data.name_part(split)
             self._checked[name] = dataset
@@ -318,7 +330,9 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         prompts = [list(target.prompt) for target in targets]
         if self.room is not None:
             kept = len(special_tokens(tokenizer).beginning)
-            prompts = [cut_tokens(prompt, kept, self.room) if len(prompt) > self.room else prompt for prompt in prompts]
+            for index, prompt in enumerate(prompts):
+                if len(prompt) > self.room:
+                    prompts[index] = cut_tokens(prompt, kept, self.room)
         options = self._settings(base_model(run))
         seed = run.recipe.train.seed
         size = run.recipe.train.eval_batch_size or run.recipe.train.batch_size
@@ -335,7 +349,8 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         metrics = yield
         if self.samples and split == "validation" and run.recipe.inference is None:
             self._log_samples(run)
-        metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
+        loss = metrics["loss"]
+        metrics["perplexity"] = math.exp(loss) if loss < LARGEST_LOSS else math.inf
         if "bits_per_character" in self.adds_metrics:
-            metrics["bits_per_character"] = metrics["loss"] / math.log(2) * self.tokens_per_character[split]
+            metrics["bits_per_character"] = loss / math.log(2) * self.tokens_per_character[split]
         return metrics

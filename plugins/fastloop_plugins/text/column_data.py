@@ -29,12 +29,13 @@ class ColumnData(TextData):
 
     def __init__(self, recipe: Recipe, task: TextTask) -> None:
         self.section = task.sections["data"]  # type: ignore[misc]
-        self.task, self.subject = task, f"the task {task.name!r}"
+        self.task = task
+        self.subject = f"the task {task.name!r}"
         given = recipe.data.get("label") is not None
         super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
         self.columns = [name for name, key in self.places.items() if key in task.prediction_columns()]
-        for path in self.every_file() if len(self.places) > 1 else ():
-            if format_of(path)[0] == ".txt":
+        for path in self.every_file():
+            if format_of(path)[0] == ".txt" and len(self.places) > 1:
                 raise RecipeError(
                     f"a .txt file has one column, and {self.subject} reads {', '.join(self.places)}.",
                     code="unknown-format",

@@ -169,10 +169,12 @@ class TextData(StreamedData):
                 remedy="Remove it, or give the files there.",
             )
         refuse_options_without_files(self.how, self.every_file(), f"{self.where}.read", self.formats)
+        if self.sources or self.how.columns is None:
+            return
         wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
         wanted += [(key, name) for name, key in self.drop.columns().items()]
-        for key, name in wanted if not self.sources else ():
-            if self.how.columns is not None and name not in self.how.columns:
+        for key, name in wanted:
+            if name not in self.how.columns:
                 raise RecipeError(
                     code="unknown-column",
                     place=f"{self.where}.read.columns",
@@ -224,10 +226,9 @@ class TextData(StreamedData):
         used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
         rows = {role: self._rows(role, found) for role, found in used.items()}
         notes = [note for found in used.values() for part in found for note in part.notes]
-        notes[NOTES:] = [f"data: and {len(notes) - NOTES} more lines such as these, of other files"] * (
-            len(notes) > NOTES
-        )
-        self.messages += notes
+        self.messages += notes[:NOTES]
+        if len(notes) > NOTES:
+            self.messages.append(f"data: and {len(notes) - NOTES} more lines such as these, of other files")
         if self.options.label is not None:
             labels = read_labels(used, self)
             self.messages += labels.notes
@@ -470,10 +471,13 @@ class TextData(StreamedData):
         first = f" {unreadable.describe_first()}" if unreadable.problems else ""
         good = zeros(len(part), np.bool_)
         np.logical_not(unreadable.is_unreadable, out=good)
-        for name in () if self.tagged else self.labels:
-            for start, (block,) in in_blocks([part.column("label", name)]):
-                good[start : start + len(block)] &= np.array([is_readable(value, self) for value in block], np.bool_)
-        if count := part.unreadable + int((~good).sum()):
+        if not self.tagged:
+            for name in self.labels:
+                for start, (block,) in in_blocks([part.column("label", name)]):
+                    has_label = [is_readable(value, self) for value in block]
+                    good[start : start + len(block)] &= np.array(has_label, np.bool_)
+        count = part.unreadable + int((~good).sum())
+        if count:
             text = f"{count} {self.unit} cannot be read, and are skipped.{first}"
             self.messages.append(Problem(text, code="rows-unreadable", place=part.where))
             self.unreadable += count

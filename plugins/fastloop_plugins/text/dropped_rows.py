@@ -110,9 +110,12 @@ def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
         for _, block in in_blocks([part.column(key, name) for name, key in names.items()]):
             texts.extend(hash_rows((*names, *row) for row in zip(*block, strict=True))[:, 0])
         own = [part.column(key, name) for name, key in data.label_columns().items()]
-        for _, block in in_blocks(own) if own else ():
-            labels.extend(hash_rows(zip(*block, strict=True))[:, 0])
-    first, marks, ends = first_rows(texts.finish()), labels.finish(), np.cumsum([0, *map(len, parts)])
+        if own:
+            for _, block in in_blocks(own):
+                labels.extend(hash_rows(zip(*block, strict=True))[:, 0])
+    first = first_rows(texts.finish())
+    marks = labels.finish()
+    ends = np.cumsum([0, *map(len, parts)])
     chosen = zeros(len(first), np.bool_)
     others = 0
     for span in spans(len(first)):
@@ -120,11 +123,14 @@ def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
         if len(marks):
             others += int((marks[span] != marks[first[span]]).sum())
     kept = [part.keep(flatnonzero(chosen[row : row + len(part)])) for part, row in zip(parts, ends, strict=False)]
-    before, after = len(first), int(chosen.sum())
-    line = f"data: train: {before - after} of {before} {data.unit} repeat the texts of an earlier one and are left out"
-    line += " (data.deduplicate)" + f"; {others} with another label" * (others > 0)
+    before = len(first)
+    after = int(chosen.sum())
+    line = (
+        f"data: train: {before - after} of {before} {data.unit} repeat the texts of an earlier one and are left out "
+        "(data.deduplicate)"
+    )
     if others:
-        data.messages.append(Problem(f"{line}.", code="repeated-rows"))
+        data.messages.append(Problem(f"{line}; {others} with another label.", code="repeated-rows"))
     else:
         data.messages.append(line)
     return kept

@@ -85,8 +85,10 @@ def _max_length(target: Target, value: int, config: GenerationConfig) -> bool:
 
 
 def _no_repeat_ngram_size(target: Target, value: int, config: GenerationConfig) -> bool:
+    if not value:
+        return False
     seen = _ngrams(target.prompt, value)
-    for ngram in _ngrams_of_target(target, value) if value else ():
+    for ngram in _ngrams_of_target(target, value):
         if ngram in seen:
             return True
         seen.add(ngram)

@@ -117,7 +117,10 @@ def leave_out_unlabelled(part: Table, column: str) -> str:
 def list_labels(labels: Iterable[Label]) -> str:
     """Labels for a message; only the first ones if there are many."""
     shown = [f"{label!r:.60}" for label in sorted(labels, key=lambda label: (isinstance(label, str), label))]
-    return ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} more" * (len(shown) > SHOWN)
+    listed = ", ".join(shown[:SHOWN])
+    if len(shown) > SHOWN:
+        listed += f" and {len(shown) - SHOWN} more"
+    return listed
 
 
 def count_classes(ids: Sequence[int] | NDArray[np.int64], classes: Sequence[str]) -> str:

@@ -69,9 +69,11 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
                 del fields["logits"]  # accelerate would convert them to float32
         return type(output)(**fields)
 
-    model.forward, model.keeps_logits = MethodType(forward, model), False
-    model.has_adapted_head = model.computes_in_head = False
-    model.vocabulary = vocabulary  # by which ``with_loss`` finds the model
+    model.forward = MethodType(forward, model)
+    model.keeps_logits = False
+    model.has_adapted_head = False
+    model.computes_in_head = False
+    model.vocabulary = vocabulary  # ``with_loss`` finds the model by this attribute
 
 
 def with_loss(model: nn.Module) -> Any:
@@ -110,9 +112,11 @@ def adapt_head(model: Any, compute: HeadLoss | None = None) -> None:
             return chosen
         return compute(self, states, self.fastloop_targets, *self.fastloop_arguments)
 
-    head.fastloop_logits, head.forward = logits, MethodType(head_forward, head)
+    head.fastloop_logits = logits
+    head.forward = MethodType(head_forward, head)
     head.fastloop_targets = head.fastloop_places = head.fastloop_arguments = None
-    model.has_adapted_head, model.computes_in_head = True, compute is not None
+    model.has_adapted_head = True
+    model.computes_in_head = compute is not None
 
 
 def restore_head(model: Any) -> None:
@@ -149,22 +153,27 @@ def head_output(
     """The output of the forward ``plain`` with the loss that the adapted head computes. It has no logits."""
     from torch.nn.functional import cross_entropy
 
-    head, tokens = model.get_output_embeddings(), targets.flatten()
+    head = model.get_output_embeddings()
+    tokens = targets.flatten()
     if places is not None:
         tokens = tokens.index_select(0, places)
-    head.fastloop_targets, head.fastloop_places, head.fastloop_arguments = tokens, places, (reduction, temperature)
+    head.fastloop_targets = tokens
+    head.fastloop_places = places
+    head.fastloop_arguments = (reduction, temperature)
     try:
         output = plain(model, *args, **kwargs)
     finally:
         head.fastloop_targets = head.fastloop_places = head.fastloop_arguments = None
     fields = dict(output)
-    loss = fields.pop("logits")
-    if not model.computes_in_head:
-        logits = loss[..., : model.vocabulary].flatten(0, 1).float()
+    from_head = fields.pop("logits")  # the loss, or the logits of the places
+    if model.computes_in_head:
+        loss = from_head
+        if reduction == "none" and places is None:
+            loss = loss.view_as(targets)
+    else:
+        logits = from_head[..., : model.vocabulary].flatten(0, 1).float()
         if temperature != 1:
             logits = logits / temperature
         loss = cross_entropy(logits, tokens, ignore_index=IGNORED, reduction=reduction)
-    elif reduction == "none" and places is None:
-        loss = loss.view_as(targets)
     fields["loss"] = loss
     return type(output)(**fields)

@@ -33,8 +33,9 @@ def estimated(run: Run, batches: int, restore: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        for buffer, value in kept if restore else ():
-            buffer.copy_(value)
+        if restore:
+            for buffer, value in kept:
+                buffer.copy_(value)
 
 
 def _estimate(run: Run, norms: list[BatchNorm], batches: int) -> None:

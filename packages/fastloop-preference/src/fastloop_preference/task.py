@@ -61,10 +61,14 @@ class PreferenceTask(TextTask):
                 place=f"{recipe.where}: data.streaming",
                 remedy="Remove it.",
             )
-        data = self.sections["data"].__dataclass_fields__
-        given = [key for key in ("prompt",) if recipe.data.get(key, key) is not None]
-        self.conversations = (*given, *(key for key in COMPLETIONS if key in data))
-        self.columns = ("system",) * (recipe.data.get("system") is not None) + self.conversations
+        keys = self.sections["data"].__dataclass_fields__
+        conversations = [key for key in COMPLETIONS if key in keys]
+        if recipe.data.get("prompt", "prompt") is not None:
+            conversations.insert(0, "prompt")
+        self.conversations = tuple(conversations)
+        self.columns = self.conversations
+        if recipe.data.get("system") is not None:
+            self.columns = ("system", *self.conversations)
         super().check_recipe(recipe)
         name = self.data.options.chat_template
         if name not in (None, "tokenizer") and recipe.inference is None:  # an exported tokenizer has it

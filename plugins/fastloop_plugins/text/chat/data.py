@@ -133,7 +133,11 @@ class LanguageTextData(TextData):
                 found=str(self.chat_columns),
                 expected=f"a column, or those of {FORM}",
             )
-        self.text_key = "messages" if self.chat_columns else "prompt" if options.prompt else "text"
+        self.text_key = "text"
+        if self.chat_columns:
+            self.text_key = "messages"
+        elif options.prompt:
+            self.text_key = "prompt"
         self.masked = self.text_key != "text"
         if options.blocks and (self.masked or not options.streaming):
             reason = (
@@ -173,20 +177,23 @@ class LanguageTextData(TextData):
                     f"{self.where}.files.train",
                     self.formats,
                 )
-        there = FileLayout(self.how, {"text": "text"}).first_names(str(paths[0])) if paths else []
-        found = [] if "text" in there else chat_columns(there)
-        if len(found) > 1:
-            choices = " or ".join(map(_override, found))
+        if not paths:
+            return None
+        there = FileLayout(self.how, {"text": "text"}).first_names(str(paths[0]))
+        columns = [] if "text" in there else chat_columns(there)
+        if not columns:
+            return None
+        if len(columns) > 1:
+            choices = " or ".join(map(_override, columns))
             raise RecipeError(
                 f"has several columns of conversations: {', '.join(there)}.",
                 code="ambiguous-column",
                 place=str(paths[0]),
                 remedy=f"Name one: {choices}.",
             )
-        if found:
-            logger.info("data: %s holds conversations: %s", paths[0], _override(found[0]))
-            self.recipe.data["messages"] = found[0]  # the run's recipe has it, so that predict needs no training file
-        return found[0] if found else None
+        logger.info("data: %s holds conversations: %s", paths[0], _override(columns[0]))
+        self.recipe.data["messages"] = columns[0]  # the run's recipe has it, so that predict needs no training file
+        return columns[0]
 
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:
@@ -244,7 +251,8 @@ class LanguageTextData(TextData):
         Args:
             needs_prompt: Whether only the prompt before an answer shows where it begins.
         """
-        if roles := misnamed_roles(chat, templates):
+        roles = misnamed_roles(chat, templates)
+        if roles:
             pairs = ", ".join(f"{role_key(name)}: {meant}" for name, meant in roles.items())
             raise RowError(f"{describe_misnamed(roles)} Or give data.roles={{{pairs}}}.")
         is_trained = self.options.train_on == "assistant" or last_answer(chat) == 0
@@ -254,17 +262,8 @@ class LanguageTextData(TextData):
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
         if not self.masked:
-            for part in parts if self.recipe.data.get("text") is None else ():
-                there = part.all_names()
-                if self.options.text not in there and (found := chat_columns(there)):
-                    names = ", ".join(there)
-                    choices = " or ".join(map(_override, found))
-                    raise RecipeError(
-                        f"has no column {self.options.text!r}, but conversations: {names}.",
-                        code="unknown-column",
-                        place=part.where,
-                        remedy=f"Give {choices}.",
-                    )
+            if self.recipe.data.get("text") is None:
+                self._refuse_conversations(parts)
             return super()._rows(role, parts)
         rows = RowsBuilder()
         findings = ChatFindings()
@@ -279,6 +278,20 @@ class LanguageTextData(TextData):
         if self.chat_columns:
             self._report(role, findings, rows.count)
         return rows.finish()
+
+    def _refuse_conversations(self, parts: Sequence[Table]) -> None:
+        """Raise a ``RecipeError`` for a file without the column of texts, but with conversations."""
+        for part in parts:
+            there = part.all_names()
+            columns = chat_columns(there)
+            if self.options.text in there or not columns:
+                continue
+            raise RecipeError(
+                f"has no column {self.options.text!r}, but conversations: {', '.join(there)}.",
+                code="unknown-column",
+                place=part.where,
+                remedy=f"Give {' or '.join(map(_override, columns))}.",
+            )
 
     def _report(self, split: str, findings: ChatFindings, total: int) -> None:
         """Add warnings about keys that have no effect, about roles without a loss, and about nulls in tools."""
@@ -313,7 +326,9 @@ class ChatFindings:
     """
 
     def __init__(self) -> None:
-        self.keys, self.roles, self.nulls = Counter[str](), Counter[str](), 0
+        self.keys = Counter[str]()
+        self.roles = Counter[str]()
+        self.nulls = 0
 
     def add(self, chat: Chat) -> None:
         """Count those of a conversation."""
@@ -328,4 +343,6 @@ FORM = "instructions, inputs and answers, such as [instruction, input, output]"
 
 def _override(messages: str | list[str]) -> str:
     """The command line's form of ``data.messages``."""
-    return f"data.messages={messages if isinstance(messages, str) else '[' + ','.join(messages) + ']'}"
+    if isinstance(messages, str):
+        return f"data.messages={messages}"
+    return f"data.messages=[{','.join(messages)}]"

@@ -86,15 +86,18 @@ class DecoderModel(TextModel):
 
     def weights(self, run: Run) -> dict[str, Tensor]:
         """The full weights, with a row for each token of the vocabulary."""
-        found, model = super().weights(run), run.unwrap_model()
+        weights = super().weights(run)
         if self.vocabulary is None:
-            return found
+            return weights
+        model = run.unwrap_model()
         resized = embeddings(model)
         for prefix, module in model.named_modules():
-            for name in [f"{prefix}.{name}" for name, _ in module.named_parameters()] if module in resized else []:
-                if name in found:
-                    found[name] = found[name][: self.vocabulary]
-        return found
+            if module not in resized:
+                continue
+            for name, _ in module.named_parameters(prefix):
+                if name in weights:
+                    weights[name] = weights[name][: self.vocabulary]
+        return weights
 
 
 class ChatModel(DecoderModel):

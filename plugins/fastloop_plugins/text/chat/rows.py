@@ -13,6 +13,7 @@ A column ``tools`` holds the functions that the assistant may call.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,10 +36,8 @@ OPTIONAL = ("input", TOOLS)
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning. transformers gives each one to the template as ``reasoning_content`` and
 ``thinking``."""
-
-
 DEEPEST = 64
-"""Lists and objects of a conversation that may lie in each other."""
+"""Levels of lists and mappings in a column at most: ``json`` recurses into each level."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,11 @@ class Chat:
         Raises:
             RowError: A text is no UTF-8.
         """
-        found = json.dumps([self.messages, self.tools], ensure_ascii=False, default=str)
-        if problem := problem_of_text(found):
+        text = json.dumps([self.messages, self.tools], ensure_ascii=False, default=str)
+        problem = problem_of_text(text)
+        if problem:
             raise RowError(problem)
-        return found
+        return text
 
     @classmethod
     def loads(cls, text: str) -> Chat:
@@ -92,24 +92,23 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str], roles: Mapping[str
     """
     for name in (*columns, TOOLS):
         check_depth(row.get(name), name)
-    messages = (
-        _instruction(row, columns)
-        if len(columns) > 1
-        else read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)", roles or {})
-    )
+    if len(columns) > 1:
+        messages = _instruction(row, columns)
+    else:
+        messages = read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)", roles or {})
     return Chat(messages, _tools(row.get(TOOLS)))
 
 
 def dump_chats(rows: Iterable[T], read: Callable[[T], Chat], bad: Bad) -> list[str]:
     """The JSON of the conversation that ``read`` returns for each row; empty for a row that ``bad`` is called with."""
-    found = []
+    texts = []
     for index, row in enumerate(rows):
         try:
-            found.append(read(row).dumps())
+            texts.append(read(row).dumps())
         except RowError as error:
             bad(index, str(error))
-            found.append("")
-    return found
+            texts.append("")
+    return texts
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -197,21 +196,28 @@ def has_null(chat: Chat) -> bool:
 
 
 def _contains_null(value: Any) -> bool:
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return value is None or any(map(_contains_null, inner))
+    return value is None or any(map(_contains_null, _items(value)))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """The values of a mapping or a list; none for another value."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    return ()
 
 
 def check_depth(value: Any, column: str) -> None:
     """Raise a ``RowError`` for a value with too many levels of lists and mappings."""
     level = [value]
     for _ in range(DEEPEST):
-        level = [
-            inner
-            for item in level
-            for inner in (item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
-        ]
-        if not level:
+        next_level: list[Any] = []
+        for item in level:
+            next_level += _items(item)
+        if not next_level:
             return
+        level = next_level
     raise RowError(f"column {column!r} is nested deeper than {DEEPEST}, expected less.")
 
 
@@ -237,42 +243,61 @@ def read_messages(value: Any, where: str, roles: Mapping[str, str] | None = None
     """
     if not isinstance(value, list) or not value:
         raise RowError(f"{where} holds {show(value)}, expected a list of messages: {EXAMPLE}.")
-    found = []
+    messages = []
     for number, message in enumerate(value, 1):
-        found.append(_message(message, f"{where} has as message {number}", roles))
-    return found
+        messages.append(_message(message, f"{where} has as message {number}", roles))
+    return messages
 
 
-def _message(message: Any, where: str, roles: Mapping[str, str] | None) -> dict[str, Any]:
+def _message(value: Any, where: str, roles: Mapping[str, str] | None) -> dict[str, Any]:
     """A message without the keys that are null, whose ``from`` and ``value`` are ``role`` and ``content``."""
-    found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
-    if "role" not in found and isinstance(sender := found.pop("from", None), str):
-        senders = {**SENDERS, **(roles or {})}
-        if sender not in senders:
-            remedy = "" if roles is None else f" To rename it: {rename_role(sender)}."
-            raise RowError(f"{where} one that is from {sender!r}. Expected {', '.join(senders)}.{remedy}")
-        value = found.pop("value", None)
-        said = {"tool_calls": _called(value, where)} if sender == "function_call" else {"content": value}
-        found = {"role": senders[sender], **said, **found}
-    if not isinstance(found.get("role"), str):
-        raise RowError(f"{where} {show(message)}, expected a mapping with role and content: {EXAMPLE}.")
+    message: dict[str, Any] = _without_nulls(value) if isinstance(value, Mapping) else {}
+    if "role" not in message:
+        sender = message.pop("from", None)
+        if isinstance(sender, str):
+            message = _from_sender(sender, message, where, roles)
+    if not isinstance(message.get("role"), str):
+        raise RowError(f"{where} {show(value)}, expected a mapping with role and content: {EXAMPLE}.")
     if roles:
-        found["role"] = roles.get(found["role"], found["role"])
-    if found.get("weight", 1) not in (0, 1):
+        message["role"] = roles.get(message["role"], message["role"])
+    if message.get("weight", 1) not in (0, 1):
         raise RowError(
-            f"{where} one whose weight is {show(found['weight'])}. Expected 1, or 0 for an answer without a loss."
+            f"{where} one whose weight is {show(message['weight'])}. Expected 1, or 0 for an answer without a loss."
         )
-    said = {"tool_calls": _calls(found.get("tool_calls"), where), "content": _content(found.get("content"), where)}
-    found = {key: value for key, value in (found | said).items() if value is not None}
-    if not found.keys() & {"content", "tool_calls", *REASONING}:
+    message["tool_calls"] = _calls(message.get("tool_calls"), where)
+    message["content"] = _content(message.get("content"), where)
+    message = _without_nulls(message)
+    if not message.keys() & {"content", "tool_calls", *REASONING}:
         raise RowError(f"{where} one whose content holds None (NoneType), expected text.")
-    return found
+    return message
+
+
+def _from_sender(
+    sender: str, message: Mapping[str, Any], where: str, roles: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """A ShareGPT message as one with a role, and with content or tool calls.
+
+    Args:
+        message: Its keys without ``from``.
+    """
+    senders = {**SENDERS, **(roles or {})}
+    if sender not in senders:
+        remedy = "" if roles is None else f" To rename it: {rename_role(sender)}."
+        raise RowError(f"{where} one that is from {sender!r}. Expected {', '.join(senders)}.{remedy}")
+    others = dict(message)
+    value = others.pop("value", None)
+    if sender == "function_call":
+        return {"role": senders[sender], "tool_calls": _called(value, where), **others}
+    return {"role": senders[sender], "content": value, **others}
 
 
 def _content(value: Any, where: str) -> Any:
     """The content of a message: text, a list of ``{type: text, text}``, or None."""
+    if value is None:
+        return None
     if not isinstance(value, list):
-        if value is not None and (problem := problem_of_text(value)):
+        problem = problem_of_text(value)
+        if problem:
             raise RowError(f"{where} one whose content {problem}")
         return value
     parts = [_without_nulls(part) for part in value]
@@ -286,15 +311,19 @@ def _content(value: Any, where: str) -> Any:
 
 def _calls(value: Any, where: str) -> Any:
     """The tool calls of a message, without the keys that are null, which Parquet adds; None if there are none."""
-    calls = [_without_nulls(call) for call in value] if isinstance(value, list) else value
-    for call in calls if isinstance(calls, list) else [calls] * (calls is not None):
+    if value is None:
+        return None
+    calls = [_without_nulls(call) for call in value] if isinstance(value, list) else [value]
+    for call in calls:
         function = _without_nulls(call.get("function", call)) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             expected = [_call("search", {"text": "owls"})]
             raise RowError(f"{where} one whose tool_calls hold {show(call)}. Expected such as {json.dumps(expected)}.")
         if "function" in call:
             call["function"] = function
-    return calls or None
+    if isinstance(value, list):
+        return calls or None
+    return value
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:
@@ -306,7 +335,9 @@ def _called(value: Any, where: str) -> list[dict[str, Any]]:
     such."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
-        return [_call(call["name"], call["arguments"]) for call in (calls if isinstance(calls, list) else [calls])]
+        if not isinstance(calls, list):
+            calls = [calls]
+        return [_call(call["name"], call["arguments"]) for call in calls]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise RowError(
             f"{where} one from function_call that holds {show(value)}. Expected JSON with a name and arguments: "
@@ -315,24 +346,27 @@ def _called(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
+    """A mapping without the keys whose value is None; another value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: item for key, item in value.items() if item is not None}
 
 
 def _tools(value: Any) -> list[Any] | None:
     """The tools of a row: a list, or its JSON."""
-    found = value
+    tools = value
     if isinstance(value, str):
-        try:
-            found = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError):
-            found = value
-        check_depth(found, TOOLS)
-    if found is not None and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(value) if value.strip() else None
+        check_depth(tools, TOOLS)
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RowError(
             f"column {TOOLS!r} holds {show(value)}. Expected a list of functions, or its JSON. If it holds something "
             "else, rename it."
         )
-    return found
+    return tools
 
 
 # -- Alpaca ------------------------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def encode_rows(
         return
     is_streamed = renderer is not None  # the first rows, which are encoded before, stand for all
     renderer = renderer or ChatRenderer(tokenizer, arguments["train_on"])
-    count, first = 0, None
+    merged = 0  # rows whose prompt ends inside a token
+    first_merged = None
     for row in rows:
         if arguments["form"] == "messages":
             ids, mask = renderer.encode(Chat.loads(row))
@@ -77,10 +78,11 @@ def encode_rows(
         else:
             prompt, completion, are_joined = _encode_completion(tokenizer, special, *row)
             if not are_joined:
-                count, first = count + 1, first or row
+                merged += 1
+                first_merged = first_merged or row
             yield [~token for token in prompt] + completion
-    if first is not None and not is_streamed:
-        _warn_about_merged(count, len(rows), *first)
+    if first_merged is not None and not is_streamed:
+        _warn_about_merged(merged, len(rows), *first_merged)
 
 
 def _encode_completion(
@@ -92,11 +94,13 @@ def _encode_completion(
     the tokens of the prompt alone. A tokenizer of words, for example, has one token for "eat" and "s" together, and the
     ids of "eat" do not begin with it.
     """
-    text, end = prompt + completion, tokenizer.eos_token
+    text = prompt + completion
+    end = tokenizer.eos_token
     if end is not None and not completion.endswith(end):
         text += end
-    alone, whole = tokenizer([prompt, text], **PLAIN)["input_ids"]
-    alone, whole = special.begin(alone), special.complete(whole)
+    prompt_ids, text_ids = tokenizer([prompt, text], **PLAIN)["input_ids"]
+    alone = special.begin(prompt_ids)
+    whole = special.complete(text_ids)
     if whole[: len(alone)] == alone:
         return alone, whole[len(alone) :], True
     return alone, special.finish(tokenizer(completion, **PLAIN)["input_ids"]), False
@@ -229,7 +233,8 @@ def last_trained(ids: NDArray[np.int32], starts: NDArray[np.int64], ends: NDArra
         trained = begin + np.flatnonzero(ids[begin : ends[rows.stop - 1]] >= 0)
         trained = np.concatenate([[before], trained])
         last[rows] = trained[np.searchsorted(trained, ends[rows]) - 1]
-        before, first = last[rows.stop - 1], rows.stop
+        before = last[rows.stop - 1]
+        first = rows.stop
     return last
 
 
@@ -346,9 +351,11 @@ def row_sequences(split: Split, arguments: Mapping[str, Any]) -> MaskedSequences
 
 def warn_about_long_rows(data: LanguageTextData, tokenizer: Any, texts: Sequence[Any]) -> None:
     """Log the share of streamed texts that are cut."""
-    size, probed = data.options.max_length, ["" if text is None else text for text in texts[:PROBED]]
+    size = data.options.max_length
+    probed = ["" if text is None else text for text in texts[:PROBED]]
     lengths = [len(ids) for ids in encode_rows(tokenizer, probed, data.encoding_arguments())]
-    if long := sum(length > size for length in lengths):
+    long = sum(length > size for length in lengths)
+    if long:
         logger.warning(
             Problem(
                 f"{long} of {len(lengths)} rows have more than {size} tokens (data.max_length), and are "
@@ -364,7 +371,8 @@ class Documents:
     """The tokens of some streamed rows, end to end; empty texts are skipped."""
 
     def __init__(self, data: LanguageTextData, tokenizer: Any) -> None:
-        self.data, self.tokenizer = data, tokenizer
+        self.data = data
+        self.tokenizer = tokenizer
 
     def __call__(self, rows: list[Row], names: list[str]) -> NDArray[np.int32]:
         texts = [text for text in self.data.parse_rows(rows, names) if text.strip()]
@@ -381,20 +389,27 @@ def blocks(rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
 
 def language_samples(data: LanguageTextData, tokenizer: Any, split: Split) -> Iterator[Sample]:
     """Rows with their tokens. A block's first token has no loss, nor has a conversation's."""
-    size, before = data.options.max_length, 0
+    size = data.options.max_length
+    before = 0  # tokens of the texts before, which are end to end
     for row, ids in zip(split.texts, split_rows(split), strict=True):
         if data.masked:
-            loss, rest = ids >= 0, f"the tokens after data.max_length={size}: {len(ids) - size}"
-            loss[:1] = False
+            has_loss = ids >= 0
+            has_loss[:1] = False
             sample = _chat_parts(row)
         else:
-            loss, rest = (before + np.arange(len(ids))) % size > 0, f"the row's other tokens: {len(ids) - size}"
-            sample, before = [("text", str(row))], before + len(ids)
+            # for blocks of 4 tokens, and a text of 5 tokens after 2 others: [True, True, False, True, True]
+            has_loss = (before + np.arange(len(ids))) % size > 0
+            before += len(ids)
+            sample = [("text", str(row))]
         shown = np.where(ids < 0, ~ids, ids)[:size]
-        sample.append(("tokens", show_tokens(tokenizer, shown, ("" if one else None for one in loss[:size]))))
-        if len(ids) > size:
-            sample.append(("not shown" if not data.masked else "left out", rest))
-        if data.masked and not loss[:size].any():
+        targets = ["" if one else None for one in has_loss[:size]]
+        sample.append(("tokens", show_tokens(tokenizer, shown, targets)))
+        left = len(ids) - size
+        if left > 0 and data.masked:
+            sample.append(("left out", f"the tokens after data.max_length={size}: {left}"))
+        elif left > 0:
+            sample.append(("not shown", f"the row's other tokens: {left}"))
+        if data.masked and not has_loss[:size].any():
             sample.append(("left out", "the row: none of its tokens has a loss"))
         yield sample
 

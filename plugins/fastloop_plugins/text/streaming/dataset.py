@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,21 @@ HEAD = 4096
 """Rows in memory that stand for the training split in checks, and that a tokenizer is trained on."""
 COPIES = 5
 """Rows of each label among them at most, beside the first rows: fewer would be a warning about a rare class."""
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """The files of the training split as a process reads them.
+
+    Attributes:
+        files: Number of files.
+        rows: Number of their rows.
+        digest: A hash of facts about their content.
+    """
+
+    files: int
+    rows: int
+    digest: str
 
 
 class Windows:
@@ -268,11 +283,16 @@ class Streaming:
         with closing(self.make_reader()) as reader:
             windows = Windows(order, reader, self.sources)
             found = [windows.row(order.locate(0, position)) for position in range(min(HEAD, order.size))]
-        rows, names = [values for _, values in found], [index.name(row) for row, _ in found]
-        for value, (count, first) in index.labels.items() if not data.tagged else ():
-            rows += [(*rows[0][:-1], value)] * min(count, COPIES)
-            names += [index.name(first)] * min(count, COPIES)
-        where = f"{index.paths[0]}" + f" and {len(index.paths) - 1} more" * (len(index.paths) > 1)
+        rows = [values for _, values in found]
+        names = [index.name(row) for row, _ in found]
+        if not data.tagged:
+            for value, (count, first) in index.labels.items():
+                copies = min(count, COPIES)
+                rows += [(*rows[0][:-1], value)] * copies
+                names += [index.name(first)] * copies
+        where = str(index.paths[0])
+        if len(index.paths) > 1:
+            where += f" and {len(index.paths) - 1} more"
         table = dict(zip(self.columns, map(Column, zip(*rows, strict=True)), strict=True))
         self.head = Table(
             where,
@@ -336,12 +356,18 @@ class Streaming:
     def check_processes(self, run: Run) -> None:
         """Raise an error if another process found other files. Every process must call it."""
         index = self.index
-        own = (len(index.paths), int(index.rows.sum()), hashlib.blake2b(json.dumps(index.facts).encode()).hexdigest())
-        found = run.processes.all_gather_object(own)
-        if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
+        digest = hashlib.blake2b(json.dumps(index.facts).encode()).hexdigest()
+        own = FoundFiles(len(index.paths), int(index.rows.sum()), digest)
+        by_rank: list[FoundFiles] = run.processes.all_gather_object(own)
+        first = by_rank[0]
+        for rank, other in enumerate(by_rank):
+            if other == first:
+                continue
+            first_found = f"{first.files} with {first.rows}"
+            if (other.files, other.rows) == (first.files, first.rows):
+                first_found += ", of other content"
             raise RecipeError(
-                f"process {other} found {found[other][0]} files with {found[other][1]} rows, and process 0 "
-                f"{found[0][0]} with {found[0][1]}{', of other content' * (found[other][:2] == found[0][:2])}. Every "
+                f"process {rank} found {other.files} files with {other.rows} rows, and process 0 {first_found}. Every "
                 "process must read the same files: compare them on the machines.",
                 code="processes-disagree",
                 place=f"{self.data.where}.files.train",

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-HASHED, PIECE = 2**24, 2**14
-"""Approximate number of token ids that a fingerprint covers at most, and the length of the pieces it takes."""
+HASHED = 2**24
+"""Token ids that a fingerprint covers, approximately at most."""
+PIECE = 2**14
+"""Token ids of a piece that a fingerprint covers without a gap."""
 PROBED = 64
 """Samples that a fingerprint covers beside a hash of the rows: other token ids of the same rows show in a few."""
 LENGTHS = "sequence_lengths"
@@ -71,13 +73,17 @@ class Sequences:
 
         if self.content:
             return hash_samples(self, self.content)
-        found = hashlib.blake2b(digest_size=8)
+        digest = hashlib.blake2b(digest_size=8)
         for values in (self.lengths, self.labels):
-            for span in spans(0 if values is None else len(values)):
-                found.update(np.ascontiguousarray(values[span]).data)  # type: ignore[index]
-        for start in range(0, len(self.ids), PIECE * -(-len(self.ids) // HASHED or 1)):
-            found.update(self.ids[start : start + PIECE].tobytes())
-        return found.hexdigest()
+            if values is None:
+                continue
+            for span in spans(len(values)):
+                digest.update(np.ascontiguousarray(values[span]).data)
+        # the first piece of every ``share``: with twice HASHED ids, every second piece
+        share = max(-(-len(self.ids) // HASHED), 1)
+        for start in range(0, len(self.ids), PIECE * share):
+            digest.update(self.ids[start : start + PIECE].tobytes())
+        return digest.hexdigest()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         end, length = self.ends[index], self.lengths[index]
@@ -93,7 +99,8 @@ class Sequences:
         return [self[index] for index in indices]
 
     def read_at_random(self) -> Callable[[Sequence[int]], None] | None:
-        """See ``fastloop.data.DatasetProtocol``. None: the ids are in memory."""
+        """A function that begins to read samples ahead; see ``fastloop.data.DatasetProtocol``. None: the ids are in
+        memory."""
         mapping = mapping_of(self.ids)
         if mapping is None:
             return None
@@ -128,13 +135,14 @@ def hash_samples(dataset: Any, content: str) -> str:
     """
     import hashlib
 
-    found = hashlib.blake2b(content.encode(), digest_size=8)
-    for span in spans(0 if dataset.labels is None else len(dataset)):
-        found.update(np.ascontiguousarray(dataset.labels[span]).data)
+    digest = hashlib.blake2b(content.encode(), digest_size=8)
+    if dataset.labels is not None:
+        for span in spans(len(dataset)):
+            digest.update(np.ascontiguousarray(dataset.labels[span]).data)
     for sample in dataset.__getitems__(probed_samples(len(dataset))):
         for value in sample.values():
-            found.update(np.asarray(value).tobytes())
-    return found.hexdigest()
+            digest.update(np.asarray(value).tobytes())
+    return digest.hexdigest()
 
 
 def cache_token_ids(about: Iterable[str | bytes], rows: Iterable[Sequence[int]]) -> Flat:
@@ -268,7 +276,9 @@ class Width:
     left = False
 
     def __init__(self, max_length: int, multiple: int | None, always: bool) -> None:
-        self.max_length, self.multiple, self.always = max_length, multiple or 1, always
+        self.max_length = max_length
+        self.multiple = multiple or 1
+        self.always = always
 
     def __call__(self, rows: Sequence[NDArray[Any]]) -> int:
         if self.always:
@@ -294,15 +304,19 @@ class PaddedCollator:
     deterministic = True
 
     def __init__(self, ragged: Callable[[list[dict[str, Any]]], Ragged], width: Width, masked: bool = True) -> None:
-        self.ragged, self.width, self.masked = ragged, width, masked
+        self.ragged = ragged
+        self.width = width
+        self.masked = masked
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         batch = self.ragged(samples)
         rows = batch.columns["input_ids"][0]
-        width, left = self.width(rows), self.width.left
-        inputs = {
-            name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()
-        } | batch.fixed
+        width = self.width(rows)
+        left = self.width.left
+        inputs: dict[str, Tensor] = {}
+        for name, (column, fill) in batch.columns.items():
+            inputs[name] = padded(column, width, fill, left)
+        inputs |= batch.fixed
         if self.masked and min(map(len, rows)) < width:
             inputs["attention_mask"] = mask(rows, width, left)
         return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)

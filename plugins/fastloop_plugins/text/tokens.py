@@ -154,7 +154,9 @@ class SplitReader:
     """
 
     def __init__(self, data: TextData, model: TextModel, encoding: Encoding, selection: Selection) -> None:
-        self.data, self.model, self.selection = data, model, selection
+        self.data = data
+        self.model = model
+        self.selection = selection
         types = token_types(data.columns, model)
         if types and model.tokenizer is not None:
             return_token_types(model.tokenizer)
@@ -175,7 +177,8 @@ class SplitReader:
             saved = None if entry is None else _read_entry(entry, self.data, self.has_types, lambda: self.encoders)
             if saved is not None:
                 return saved
-        splits, keys = dict[str, Split](), dict[str, str]()
+        splits: dict[str, Split] = {}
+        keys: dict[str, str] = {}
         has_all = True
         for name, encoder in self.encoders.items():
             total = len(encoder.rows)
@@ -329,14 +332,14 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
         return
     for full in portions(rows):
         read = [beginning(text, CHARACTERS * most) for text in full] if most else full
-        found = encode_batch(tokenizer, read, arguments)
-        cuts = shortened(tokenizer, [read], *found, most, arguments)
-        for text, part, ids, cut in zip(full, read, found[0], cuts, strict=True):
+        rows_of_ids, encodings = encode_batch(tokenizer, read, arguments)
+        cuts = shortened(tokenizer, [read], rows_of_ids, encodings, most, arguments)
+        for text, part, ids, cut in zip(full, read, rows_of_ids, cuts, strict=True):
             if len(part) == len(text):
                 yield ids, cut
             elif len(ids) < most:  # the part was too short
-                again = encode_batch(tokenizer, [text], arguments)
-                yield again[0][0], shortened(tokenizer, [[text]], *again, most, arguments)[0]
+                whole, encodings_of_whole = encode_batch(tokenizer, [text], arguments)
+                yield whole[0], shortened(tokenizer, [[text]], whole, encodings_of_whole, most, arguments)[0]
             else:
                 yield ids, True
 
@@ -349,15 +352,16 @@ def encode_batch(tokenizer: Any, texts: list[str], arguments: dict[str, Any]) ->
     """
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-    own, known = type(tokenizer), arguments.keys() <= {"truncation", "max_length", "add_special_tokens", "verbose"}
-    is_plain = own.__call__ is PreTrainedTokenizerBase.__call__ and known
+    own = type(tokenizer)
+    is_known = arguments.keys() <= {"truncation", "max_length", "add_special_tokens", "verbose"}
+    is_plain = own.__call__ is PreTrainedTokenizerBase.__call__ and is_known
     if is_plain and own._encode_plus is PreTrainedTokenizerFast._encode_plus:
         tokenizer(texts[:1], return_attention_mask=False, **arguments)
         special = arguments.get("add_special_tokens", True)
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
         return [encoding.ids for encoding in encodings], encodings
-    found = tokenizer(texts, return_attention_mask=False, **arguments)
-    return found["input_ids"], found.encodings
+    encoded = tokenizer(texts, return_attention_mask=False, **arguments)
+    return encoded["input_ids"], encoded.encodings
 
 
 def shortened(
@@ -390,7 +394,9 @@ def shortened(
 
 def beginning(text: str, size: int) -> str:
     """The first words of a text, up to ``size`` characters; all of it if it is shorter or has no spaces."""
-    end = max(text.rfind(space, 0, size) for space in " \n") if len(text) > size else -1
+    if len(text) <= size:
+        return text
+    end = max(text.rfind(" ", 0, size), text.rfind("\n", 0, size))
     return text[:end] if end > 0 else text
 
 
@@ -426,7 +432,7 @@ def _read_entry(
     """
     if not entry.is_dir():
         return None
-    found: dict[str, Split] = {}
+    splits: dict[str, Split] = {}
     try:
         saved = json.loads((entry / "data.json").read_text(encoding="utf-8"))
         for name, (key, characters, content, total) in saved["splits"].items():
@@ -445,8 +451,9 @@ def _read_entry(
                 labels = np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
             if labels is not None and len(labels) != total:
                 raise ValueError(f"{name}: {len(labels)} labels of {total} texts")
-            found[name] = Split(ids, lengths, labels, typed, int(characters), (), str(content), needed)
-        data.classes, data.unreadable = saved["classes"], saved["unreadable"]
+            splits[name] = Split(ids, lengths, labels, typed, int(characters), (), str(content), needed)
+        data.classes = saved["classes"]
+        data.unreadable = saved["unreadable"]
         data.messages = [message if isinstance(message, str) else Problem(**message) for message in saved["messages"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning(
@@ -458,15 +465,19 @@ def _read_entry(
         return None
     data.log_messages()
     logger.info("tokens: all from %s", entry.parent)
-    for name, split in found.items():
+    for name, split in splits.items():
         if split.needed is not None:
             split.needed.announce(name)
-    return found
+    return splits
 
 
 def _encoder_of(encoders: Callable[[], dict[str, SplitEncoder]], data: TextData, name: str) -> SplitEncoder:
-    """The encoder of a split. The first call reads the data, whose findings an entry had already given."""
-    classes, messages, unreadable = data.classes, data.messages, data.unreadable
+    """The encoder of a split. The first call reads the data again; the entry has its classes and messages already."""
+    classes = data.classes
+    messages = data.messages
+    unreadable = data.unreadable
     encoder = encoders()[name]
-    data.classes, data.messages, data.unreadable = classes, messages, unreadable
+    data.classes = classes
+    data.messages = messages
+    data.unreadable = unreadable
     return encoder

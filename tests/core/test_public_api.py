@@ -147,3 +147,10 @@ def test_changed_method_fails_the_check_with_the_command_that_accepts_it(tmp_pat
     assert f"fastloop.State.request_stop(): {new}" in (tmp_path / "tests/core/public_api.txt").read_text(
         encoding="utf-8"
     )
+
+
+@pytest.mark.parametrize("toolkit", ["fastloop_plugins.text", "fastloop_plugins.toolkit"])
+def test_names_of_a_toolkit_are_imported_from_the_module_that_defines_them(toolkit):
+    module = importlib.import_module(toolkit)
+    defined = {name: getattr(getattr(module, name), "__module__", place) for name, place in module.PLACES.items()}
+    assert defined == module.PLACES

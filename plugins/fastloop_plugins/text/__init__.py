@@ -44,33 +44,33 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.tokens import Split
 
 PLACES = {
-    "Chat": "chat.rows",
-    "ChatRenderer": "chat.template",
-    "Completion": "generation",
-    "DataOptions": "options",
-    "ModelOptions": "model",
-    "SecondModel": "second_model",
-    "Ragged": "batches",
-    "ReferenceModel": "reference",
-    "RowError": "streaming.rows",
-    "Sequences": "batches",
-    "Split": "tokens",
-    "TextTask": "task",
-    "WithPlaces": "chosen_tokens",
-    "add_loss": "next_token_loss",
-    "cache_token_ids": "batches",
-    "chunk_log_probabilities": "chosen_tokens",
-    "compute": "masks",
-    "compute_all": "masks",
-    "end_tokens": "special_tokens",
-    "generate": "generation",
-    "join_ids": "batches",
-    "log_probabilities": "chosen_tokens",
-    "padded_traits": "options",
-    "pool": "masks",
-    "split": "masks",
-    "template_text": "chat.template",
-    "text_traits": "options",
+    "Chat": "fastloop_plugins.text.chat.rows",
+    "ChatRenderer": "fastloop_plugins.text.chat.template",
+    "Completion": "fastloop_plugins.text.generation",
+    "DataOptions": "fastloop_plugins.text.options",
+    "ModelOptions": "fastloop_plugins.text.model",
+    "SecondModel": "fastloop_plugins.text.second_model",
+    "Ragged": "fastloop_plugins.text.batches",
+    "ReferenceModel": "fastloop_plugins.text.reference",
+    "RowError": "fastloop_plugins.rows.table",
+    "Sequences": "fastloop_plugins.text.batches",
+    "Split": "fastloop_plugins.text.tokens",
+    "TextTask": "fastloop_plugins.text.task",
+    "WithPlaces": "fastloop_plugins.text.chosen_tokens",
+    "add_loss": "fastloop_plugins.text.next_token_loss",
+    "cache_token_ids": "fastloop_plugins.text.batches",
+    "chunk_log_probabilities": "fastloop_plugins.text.chosen_tokens",
+    "compute": "fastloop_plugins.text.masks",
+    "compute_all": "fastloop_plugins.text.masks",
+    "end_tokens": "fastloop_plugins.text.special_tokens",
+    "generate": "fastloop_plugins.text.generation",
+    "join_ids": "fastloop_plugins.text.batches",
+    "log_probabilities": "fastloop_plugins.text.chosen_tokens",
+    "padded_traits": "fastloop_plugins.text.options",
+    "pool": "fastloop_plugins.text.masks",
+    "split": "fastloop_plugins.text.masks",
+    "template_text": "fastloop_plugins.text.chat.template",
+    "text_traits": "fastloop_plugins.text.options",
 }
 """Public name -> its module, which is imported at the first use."""
 
@@ -107,5 +107,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in PLACES:
-        return getattr(import_module(f"{__name__}.{PLACES[name]}"), name)
+        return getattr(import_module(PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

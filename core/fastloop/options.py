@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # pydantic is imported where it is used: `fastloop --help` ne
     from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
+BOUND_ERRORS = ("greater_than", "less_than", "finite_number")
+"""How pydantic's types of errors begin whose message states a bound, such as ``greater_than_equal``."""
 
 
 class Bounds(TypedDict, total=False):
@@ -161,10 +163,11 @@ def _explain(cls: type, error: ValidationError, where: str) -> Iterator[Problem]
         else:
             invalid.setdefault(name, []).append(item)
     for name, items in invalid.items():  # pydantic reports each member of a union; report the option once
-        bounds = [item["msg"] for item in items if "than" in item["msg"] or "finite" in item["msg"]]
-        detail = f" ({bounds[0].removeprefix('Input ')})" if bounds else ""
-        text = f"found {_format(items[-1]['input'])}{detail}."
-        yield Problem(text, code="invalid-value", place=f"{where}.{name}", expected=_expected(cls, name))
+        text = f"found {_format(items[-1]['input'])}"
+        bounds = [item["msg"] for item in items if item["type"].startswith(BOUND_ERRORS)]
+        if bounds:
+            text += f" ({bounds[0].removeprefix('Input ')})"
+        yield Problem(f"{text}.", code="invalid-value", place=f"{where}.{name}", expected=_expected(cls, name))
 
 
 def _expected(cls: type, name: str) -> str:

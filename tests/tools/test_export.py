@@ -513,6 +513,15 @@ def test_the_code_of_a_card_runs_where_the_export_was_started(trained, cli, form
     assert result in names
 
 
+def test_the_code_of_an_onnx_card_cuts_texts_that_are_too_long_for_the_model(trained, cli):
+    export(cli, trained / "run", "--to", "onnx", "--out", "cut")
+    page = Path("cut/README.md")
+    page.write_text(page.read_text().replace("a second one", "a stirring film " * 200))
+    names = load_by_card(Path("cut"))
+    assert names["inputs"]["input_ids"].shape == (2, names["tokenizer"].model_max_length)
+    assert names["outputs"][0].shape == (2, len(CLASSES))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft uses this name of transformers
 def test_the_code_of_an_adapters_card_runs_where_the_export_was_started(adapted, cli):

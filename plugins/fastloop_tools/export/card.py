@@ -51,6 +51,6 @@ def _code(name: str, inputs: list[str], has_tokenizer: bool) -> list[str]:
         place,
         session,
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        'inputs = tokenizer(["the first text", "a second one"], padding=True, return_tensors="np")',
+        'inputs = tokenizer(["the first text", "a second one"], padding=True, truncation=True, return_tensors="np")',
         f"outputs = session.run(None, {{name: inputs[name] for name in {json.dumps(inputs)}}})",
     ]

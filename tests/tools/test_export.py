@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from text_helpers import TINY_GPT
 
 from fastloop.errors import SaveError
+from fastloop.recipe import load_recipe
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.export import folder as folders
 from fastloop_tools.export import onnx_model, source
@@ -414,6 +415,14 @@ def test_adapters_that_are_not_there(trained, adapted, cli):
     (checkpoint,) = Path("copy/checkpoints").glob("step-*")
     checkpoint.rename(checkpoint.with_name("step-00000001"))  # of another step than the exported model
     assert_problem(refused(cli, "copy", "--to", "adapter"), "no-adapter copy --checkpoint last best")
+
+
+def test_the_model_of_an_adapter_is_built_with_the_plugins_of_the_run_alone(adapted, tmp_path):
+    run = adapted / "run"
+    recipe, _ = source.find_weights(str(run), [], None, True, [], [])
+    built = source.training_recipe(recipe, True, tmp_path)
+    active = {name for name, options in built.plugins.items() if options is not False}
+    assert active <= set(load_recipe(str(run / "recipe.yaml")).plugins)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.runtime.files import check_links
 from fastloop.runtime.step_folders import step_folder
 from fastloop_plugins.models.adapters import is_adapter
-from fastloop_tools.inference.target import load
+from fastloop_tools.inference.target import SELECTION, load
 
 log = logging.getLogger("fastloop")
 
@@ -189,6 +189,8 @@ def training_recipe(recipe: Recipe, adapter: bool, scratch: Path) -> Recipe:
     from fastloop.plugins.resolve import load_listed
 
     plugins = dict(recipe.plugins)
+    if plugins.get("auto") == SELECTION:  # predictions add it; it would select for a training that does not happen
+        plugins["auto"] = False
     for name, options in recipe.plugins.items():
         cls = load_listed(recipe, name) if options is not False else None
         if cls is not None and (cls.slot == "strategy" or cls.read_only or cls.publishes):

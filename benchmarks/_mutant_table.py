@@ -64,13 +64,13 @@ READING = [
     Mutant(
         "held-out rows stay in train",
         f"{PLUGINS}/rows/splits.py",
-        "return flatnonzero(~held), flatnonzero(held)",
-        "return flatnonzero(held | ~held), flatnonzero(held)",
+        "return flatnonzero(~held_out), flatnonzero(held_out)",
+        "return flatnonzero(held_out | ~held_out), flatnonzero(held_out)",
     ),
     Mutant(
         "rows are held out without regard to classes",
         f"{PLUGINS}/rows/splits.py",
-        "if left[names[index]]:",
+        "if left[class_of[row]]:",
         "if left:",
     ),
     Mutant(

@@ -80,6 +80,7 @@ def end_at_second(pipe: Any) -> None:
         pipe.send(None)
 
 
+@pytest.mark.slow
 def test_a_crash_costs_one_check(script: Any) -> None:
     worker = script.Worker(end_at_second)
     found = list(worker.check(("causal-lm", "llama"), ["first", "second", "third"]))

@@ -512,7 +512,10 @@ def test_the_card_of_an_export_names_its_own_folder(trained, cli):
         assert type(found["model"]).__name__ == "DistilBertForSequenceClassification"
 
 
-@pytest.mark.parametrize(("form", "result"), [("safetensors", "model"), ("onnx", "outputs")])
+@pytest.mark.parametrize(
+    ("form", "result"),
+    [("safetensors", "model"), pytest.param("onnx", "outputs", marks=pytest.mark.slow)],
+)
 def test_the_code_of_a_card_runs_where_the_export_was_started(trained, cli, form, result):
     shutil.copytree(trained, "copy")
     printed = export(cli, "copy/run", "--to", form)
@@ -522,6 +525,7 @@ def test_the_code_of_a_card_runs_where_the_export_was_started(trained, cli, form
     assert result in names
 
 
+@pytest.mark.slow
 def test_the_code_of_an_onnx_card_cuts_texts_that_are_too_long_for_the_model(trained, cli):
     export(cli, trained / "run", "--to", "onnx", "--out", "cut")
     page = Path("cut/README.md")

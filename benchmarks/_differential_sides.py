@@ -20,6 +20,8 @@ from typing import Any
 
 from _differential_rows import ADAPTER, BATCH, MAX_LENGTH, ROWS, SAMPLES, STEPS, Row
 
+from fastloop.problem import typed_clause
+
 LEARNING_RATES = {False: 1e-4, True: 1e-3}
 """Whether there are adapters -> learning rate."""
 IGNORED = -100
@@ -357,7 +359,7 @@ def main(side: str, folder: Path, names: list[str]) -> None:
                     numbers = (train_fastloop if side == "fastloop" else train)(row, adapters, model, own)
                 except Exception as error:  # the table shows it, and the other rows are still compared
                     traceback.print_exc()
-                    numbers = Numbers(error=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+                    numbers = Numbers(error=typed_clause(error))
                 file.write(json.dumps({"row": row.name, "adapters": adapters, **asdict(numbers)}) + "\n")
                 file.flush()
 

@@ -102,8 +102,8 @@ def measure(arm: str, folder: Path, cold: bool, seconds: float) -> dict[str, Any
     rows = tokens = 0
     start = time.perf_counter()
     for batch in loader.batches():
-        rows = rows + batch.samples
-        tokens = tokens + batch.tokens
+        rows += batch.samples
+        tokens += batch.tokens
         if time.perf_counter() - start > seconds:
             break
     taken = time.perf_counter() - start

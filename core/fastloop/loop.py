@@ -124,7 +124,7 @@ def train(run: Run) -> None:
         if state.epoch_samples == 0:
             raise DataError(no_sample(run, "train"), code="empty-split")
         run.train_loader.check_length(state.epoch_samples)
-        state.epoch = state.epoch + 1
+        state.epoch += 1
         state.epoch_samples = 0
         hooks.after_epoch(run=run)
         if schedule.evaluation_due(epoch_ended=True):

@@ -45,9 +45,9 @@ def require_trait(trait: Trait, plugin: Plugin, recipe: Recipe, plugins: PluginS
     Raises:
         PluginError: It does not, or declares a trait that does not exist.
     """
-    tasks = [other for other in plugins if other.slot == "task"]
-    if not any(trait in _traits(type(task), recipe) for task in tasks):
-        found = f"the task of this run is {tasks[0].name!r}" if tasks else "this run has no task"
+    task = plugins.task
+    if task is None or trait not in _traits(type(task), recipe):
+        found = "this run has no task" if task is None else f"the task of this run is {task.name!r}"
         raise PluginError(
             f"plugin {plugin.name!r} requires a task that declares {trait!r}, and {found}.",
             code="missing-trait",

@@ -47,7 +47,7 @@ class Complete(Plugin):
         self.training: list[bool] = []
 
     def complete(self, run: Any) -> None:
-        tokenizer = next(plugin for plugin in run.plugins if plugin.slot == "task").text_model.tokenizer
+        tokenizer = run.plugins.task.text_model.tokenizer
         options = GenerationConfig(
             eos_token_id=end_tokens(tokenizer), pad_token_id=tokenizer.pad_token_id, **self.settings
         )

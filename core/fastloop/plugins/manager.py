@@ -225,6 +225,14 @@ class PluginSet:
                 return plugin
         return Strategy()
 
+    @cached_property
+    def task(self) -> Plugin | None:
+        """The plugin in the slot ``task``; None: there is none."""
+        for plugin in self.plugins:
+            if plugin.slot == "task":
+                return plugin
+        return None
+
     def names(self) -> list[str]:
         """Plugin names in call order."""
         return [plugin.name for plugin in self.plugins]

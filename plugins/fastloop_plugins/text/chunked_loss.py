@@ -32,9 +32,11 @@ class Chunking:
     temperature: float = 1.0
 
 
-SUMMED_TOKENS, SUMMED_CHUNKS = 1024, 8
-"""Tokens, and chunks, whose gradient of the weight is added at once in a smaller dtype than float32. Each sum reads and
+SUMMED_TOKENS = 1024
+"""Tokens whose gradient of the weight is added at once, at most, in a smaller dtype than float32: each sum reads and
 writes as many numbers as the weight has."""
+SUMMED_CHUNKS = 8
+"""Chunks of these tokens at most: their probabilities are held until then."""
 
 
 class ChunkedHead:

@@ -62,9 +62,7 @@ class ClassCounts(Plugin):
     def build_metrics(self, run: Run) -> Generator[None, MetricCollection | None, MetricCollection | None]:
         metrics = yield
         if metrics is not None:
-            for plugin in run.plugins:
-                if plugin.slot == "task":
-                    self.counts.threshold = getattr(plugin, "threshold", None)  # of tasks with two classes
+            self.counts.threshold = getattr(run.plugins.task, "threshold", None)  # of tasks with two classes
             metrics.add_metrics({KEY: self.counts})
             self.counts = metrics[KEY]  # type: ignore[assignment]
         return metrics

@@ -159,7 +159,7 @@ def open_inference(
     with reduced_gc():
         resolved = select(recipe)
         startup.start_again(resolved)
-    task: Any = next((plugin for plugin in resolved.plugins if plugin.slot == "task"), None)
+    task: Any = resolved.plugins.task
     section = getattr(task, "sections", {}).get("data")
     if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
         raise UsageError(

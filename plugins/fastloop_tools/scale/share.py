@@ -155,8 +155,7 @@ def measure(
     for cast, reason in errors.items():
         logger.warning(
             Problem(
-                f"no rows of strategies that keep weights in {fake.precision if cast else 'fp32'}: "
-                f"{str(reason).splitlines()[0]}.",
+                f"no rows of strategies that keep weights in {fake.precision if cast else 'fp32'}: {clause(reason)}.",
                 code="not-measured",
                 place=run.recipe.where,
             )

@@ -176,7 +176,7 @@ def test_a_stream_has_the_samples_of_the_rows_in_memory():
 def test_cached_token_ids_are_not_computed_again(monkeypatch, caplog):
     cache = {"token-cache": {"folder": "cache"}}
     first = build(resolve(recipe(cache)))
-    task = next(plugin for plugin in first.plugins if plugin.slot == "task")
+    task = first.plugins.task
 
     def fail(*_: Any) -> Any:
         raise AssertionError("tokenized again")
@@ -443,7 +443,7 @@ def test_a_head_for_classes_keeps_the_ids_of_a_checkpoint():
     model = first.unwrap_model()
     model.config.id2label, model.config.label2id = {0: "b", 1: "a"}, {"b": 0, "a": 1}
     model.save_pretrained("checkpoint")
-    task = next(plugin for plugin in first.plugins if plugin.slot == "task")
+    task = first.plugins.task
     task.text_model.tokenizer.save_pretrained("checkpoint")
     changed = recipe("packing", task="grades.py:Grades", data=data, output="second")
     changed.model.clear()

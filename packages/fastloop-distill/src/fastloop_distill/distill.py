@@ -64,7 +64,7 @@ class Distill(Plugin):
         from fastloop_distill.teacher import Teacher
 
         layers = self.layers
-        self.task = next(plugin for plugin in plugins if plugin.slot == "task")
+        self.task = plugins.task
         self.auto = getattr(self.task, "auto_class", "")
         if "next-token-loss" in self.task.declare_traits(recipe):
             self.auto = "AutoModelForCausalLM"

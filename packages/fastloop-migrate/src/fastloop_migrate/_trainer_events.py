@@ -89,7 +89,7 @@ class TrainerEvents:
         self.batches = 0
         self.started = 0.0
         self.lr: Any = 0.0
-        task: Any = next((plugin for plugin in run.plugins if plugin.slot == "task"), None)
+        task: Any = run.plugins.task
         tokenizer = getattr(getattr(task, "text_model", None), "tokenizer", None)
         self.flow = Flow(run)
         self.handler = Handler(  # type: ignore[no-untyped-call]

@@ -91,7 +91,7 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
         logger.warning(
             Problem(
                 "its values are at most 4095 of 65535, as of 12 bits a channel in a file for 16 bits: "
-                f"the model sees nearly black images.{others}.",
+                f"the model sees nearly black images.{others}",
                 code="dark-images",
                 place=str(dark[0]),
                 remedy="Multiply the values by 16, or convert the images to 8 bits.",

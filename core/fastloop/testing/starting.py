@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
 import runpy
 import signal
 import sys
@@ -174,6 +175,7 @@ def _process_result(report: Path, process: Any, in_time: bool, limit: float) -> 
     log = report.with_suffix(".log")
     pickled = report.with_suffix(".result")
     said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    said = re.sub(r"(?m)^Extension modules: .*\n?", "", said)  # of a crash: thousands of letters behind its stack
     if process.exitcode == -signal.SIGABRT and not in_time:
         return ProcessResult(None, None, f"{said}\nIt was ended: {limit:g} seconds were over.")
     return ProcessResult(process.exitcode, pickle.loads(pickled.read_bytes()) if pickled.exists() else None, said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import inspect
 import os
@@ -39,6 +40,7 @@ from fastloop.testing import (
     with_dropout,
     write_texts,
 )
+from fastloop.testing.starting import failure
 from fastloop.testing.studies import strategies
 
 # -- fixtures ----------------------------------------------------------------------------------------------------------
@@ -106,6 +108,10 @@ def warns() -> None:
 
 def kills_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crashes() -> None:
+    faulthandler._sigsegv()
 
 
 @pytest.mark.slow
@@ -217,6 +223,13 @@ def test_warnings_are_errors_where_they_are_in_the_test():
 
 def test_killed_process_has_negative_signal_as_exit_code():
     assert start(1, kills_itself)[0].code == -signal.SIGKILL
+
+
+def test_a_crash_shows_its_stack_last():
+    """Not the names of all loaded extension modules, for which `failure` has no room."""
+    (ended,) = start(1, crashes)
+    assert ended.code == -signal.SIGSEGV
+    assert "in crashes" in failure([ended])
 
 
 def test_a_slow_check_that_does_not_exist_is_refused():

@@ -33,6 +33,8 @@ from fastloop.runtime import platform_support
 
 MEMORY_FOR_FILES = 4 << 30
 """Bytes: several times as much as all files of the quick tests."""
+FAILED: set[str] = set()
+"""The names of the tests, and of the modules that cannot be imported, that failed in this process and its workers."""
 Cli = Callable[..., tuple[int, str, str]]
 
 pytest_plugins = ["fastloop.testing"]
@@ -79,10 +81,22 @@ def pytest_collection() -> Iterator[object]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write the names of failed tests to the file that ``.ci/run`` names. Several processes may write a name."""
-    if report.failed and (file := os.environ.get("FASTLOOP_FAILED_TESTS")):
-        with Path(file).open("a") as names:
-            names.write(f"{report.nodeid}\n")
+    if report.failed:
+        FAILED.add(report.nodeid)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        FAILED.add(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write the names of failed tests to the file that ``.ci/run`` names, which runs them again. Write none if the
+    tests ended early: those that did not run have not passed."""
+    file = os.environ.get("FASTLOOP_FAILED_TESTS")
+    is_worker = hasattr(session.config, "workerinput")
+    if file and not is_worker and exitstatus == pytest.ExitCode.TESTS_FAILED:
+        Path(file).write_text("".join(f"{name}\n" for name in sorted(FAILED)))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ quickstart: $(VENV)/ready
 
 # Conformance runs on two processes under one strategy; `make conformance` runs it under all of them. After 45 minutes the
 # tests end with a list of those that failed: if each of many tests hangs, the time limit of CI would end them without it.
-PYTEST = FASTLOOP_TEST_STRATEGIES=ddp $(BIN)/python -m pytest -n auto --dist loadscope -q --session-timeout=2700
+PYTEST = FASTLOOP_TEST_STRATEGIES=ddp $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder -q --session-timeout=2700
 
 # Each promise once, in at most five minutes on two cores.
 test: $(VENV)/ready

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from environment_check import unchanged_environment
+from longest_first import sort_longest_first
 
 from fastloop.cli import main
 from fastloop.cli.messages import JSON_VARIABLE, Messages
@@ -78,6 +79,13 @@ def pytest_collection() -> Iterator[object]:
     finally:
         gc.enable()
         sys.dont_write_bytecode = before
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let pytest-xdist's workers begin with the longest files. ``--no-loadscope-reorder`` keeps this order."""
+    if hasattr(config, "workerinput"):
+        sort_longest_first(items)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

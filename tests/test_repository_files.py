@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from longest_first import LONGEST
 
 ROOT = Path(__file__).parent.parent
 PACKAGE_FOLDERS = [
@@ -44,6 +45,11 @@ def test_ci_runs_every_test_once():
     shown = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     marks = [line.rpartition(" -m ")[2] for line in shown.splitlines() if "-m pytest" in line]
     assert marks == ['"not slow"', "slow"]
+
+
+def test_files_that_workers_begin_with_have_slow_tests():
+    for file in LONGEST:
+        assert "pytest.mark.slow" in (ROOT / file).read_text(encoding="utf-8"), file
 
 
 def test_the_citation_has_the_packages_version_and_license():

@@ -191,15 +191,23 @@ class Forked:
 
     def wait(self, seconds: float = 300) -> int:
         """Its exit code. A process that takes longer is ended, and the test fails with the stacks of its threads."""
+        if not self._ends_within(seconds):
+            self.send(signal.SIGABRT)
+            self.send(signal.SIGCONT)  # a stopped process takes no other signal than SIGKILL
+            if not self._ends_within(10):
+                self.send(signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+            pytest.fail(f"it did not end within {seconds:g} seconds: {said()[-5000:]}")
+        assert self.code is not None
+        return self.code
+
+    def _ends_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while not self.over():
             if time.monotonic() > deadline:
-                self.send(signal.SIGABRT)
-                os.waitpid(self.pid, 0)
-                pytest.fail(f"it did not end within {seconds:g} seconds: {said()[-5000:]}")
+                return False
             time.sleep(0.002)
-        assert self.code is not None
-        return self.code
+        return True
 
 
 def train(*arguments: str, **more: Any) -> int:

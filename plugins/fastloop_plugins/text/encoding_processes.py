@@ -22,7 +22,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+import psutil
+
+from fastloop.problem import Problem
 from fastloop.runtime.platform_support import cores, signal_at_end_of_parent
+
+logger = logging.getLogger("fastloop")
 
 T = TypeVar("T", bound="str | tuple[str, ...]")
 Portion = list[Any]
@@ -34,6 +39,9 @@ AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
 """Rows, and their characters, that the tokenizer gets at once."""
 FORKED_ROWS, FORKED_CHARACTERS = 16_384, 2**25
 """Rows, or their characters, from which on processes are started: that takes some tens of milliseconds."""
+PATIENCE = 30.0
+"""Seconds without any CPU time after which an encoding process counts as hanging. Encoding waits for nothing: a process
+without CPU time waits for a lock that another thread held when the process was forked."""
 
 
 @dataclass
@@ -91,8 +99,8 @@ def encode_in_processes(
 ) -> Iterator[tuple[Sequence[int], bool]]:
     """Yield the ids of each row of all portions, in order, and whether truncation shortened it.
 
-    If a process cannot encode a portion, or ends, this process encodes the portion. So errors are raised here, after
-    the rows before.
+    If a process cannot encode a portion, ends or hangs, this process encodes the portion. So errors are raised here,
+    after the rows before.
 
     Args:
         encode: Encodes a portion. The result must not depend on other portions.
@@ -103,8 +111,7 @@ def encode_in_processes(
         for _ in range(processes):
             portion = next(unsent, None)
             if portion is not None:
-                workers.append(EncodingProcess(encode))
-                workers[-1].send(portion)
+                workers.append(EncodingProcess(encode, portion))
         while workers:
             worker = workers.popleft()  # the one whose portion is next
             portion = worker.portion
@@ -124,15 +131,18 @@ def encode_in_processes(
 class EncodingProcess:
     """A process that encodes one portion after another.
 
+    Args:
+        portion: Its first portion. It is forked with it: to send it to a process that hangs would take for ever.
+
     Attributes:
         portion: The portion that it encodes.
     """
 
-    def __init__(self, encode: Encode) -> None:
-        self.portion: Portion = []
+    def __init__(self, encode: Encode, portion: Portion) -> None:
+        self.portion = portion
         self._connection, other = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_serve, args=(other, encode, os.getpid()), daemon=True)
+        self._process = context.Process(target=_serve, args=(other, encode, portion, os.getpid()), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: none of them is needed
             self._process.start()
@@ -145,12 +155,35 @@ class EncodingProcess:
             self._connection.send(portion)
 
     def receive(self) -> EncodedPortion | None:
-        """The encoded portion; None: it could not be encoded, or the process has ended."""
+        """The encoded portion; None: it could not be encoded, or the process has ended. End a process that hangs."""
         try:
+            used = -1.0
+            while not self._connection.poll(PATIENCE):
+                before = used
+                used = self._cpu_seconds()
+                if used == before:
+                    self._end_hanging()
+                    return None
             encoded: EncodedPortion | None = self._connection.recv()
-        except (EOFError, OSError):
+        except (EOFError, OSError, psutil.NoSuchProcess):
             return None
         return encoded
+
+    def _cpu_seconds(self) -> float:
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def _end_hanging(self) -> None:
+        logger.warning(
+            Problem(
+                f"a process that encodes rows used no CPU time for {PATIENCE:g} seconds, and was ended. This process "
+                "encodes its rows: the ids are the same.",
+                code="encoding-process-hangs",
+                place="data",
+            )
+        )
+        self._process.kill()
+        self._process.join()
 
     def end(self) -> None:
         """End the process."""
@@ -160,8 +193,8 @@ class EncodingProcess:
         self._process.close()
 
 
-def _serve(connection: Connection, encode: Encode, parent: int) -> None:
-    """Encode portions from a connection, until this process is killed."""
+def _serve(connection: Connection, encode: Encode, portion: Portion, parent: int) -> None:
+    """Encode a portion, and then those from a connection, until this process is killed."""
     signal_at_end_of_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -169,12 +202,12 @@ def _serve(connection: Connection, encode: Encode, parent: int) -> None:
     gc.freeze()  # a collection would copy the pages of the parent's objects
     logging.disable(logging.CRITICAL)  # a portion that fails is encoded again by the parent, which logs
     while os.getppid() == parent:
-        portion = connection.recv()
         try:
             encoded = _encode(encode, portion)
         except Exception:
             encoded = None
         connection.send(encoded)
+        portion = connection.recv()
 
 
 def _encode(encode: Encode, portion: Portion) -> EncodedPortion:

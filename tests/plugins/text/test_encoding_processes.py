@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from text_helpers import TINY, make_run
 
 from fastloop import RecipeError
-from fastloop.testing import expect_problem
+from fastloop.testing import expect_problem, find_problems
 from fastloop_plugins.text import encoding_processes, split_encoder
 from fastloop_plugins.text.encoding_processes import encode_in_processes
 
@@ -115,6 +116,21 @@ def test_this_process_encodes_the_portions_of_one_that_ends(fault):
 
     rows = encode_in_processes(encode, iter(PORTIONS), 2)
     assert [(list(ids), is_cut) for ids, is_cut in rows] == EXPECTED
+
+
+@pytest.mark.parametrize("first", [0, 3, 6])
+def test_this_process_encodes_the_portions_of_one_that_hangs(monkeypatch, caplog, first):
+    """In its first portion, which it is forked with, and in one that was sent."""
+    monkeypatch.setattr(encoding_processes, "PATIENCE", 0.2)
+
+    def encode(portion: list[int]) -> Iterator[tuple[list[int], bool]]:
+        if portion[0] == first and os.getpid() != HERE:
+            threading.Event().wait()
+        return double(portion)
+
+    rows = encode_in_processes(encode, iter(PORTIONS), 2)
+    assert [(list(ids), is_cut) for ids, is_cut in rows] == EXPECTED
+    assert len(find_problems(caplog, "encoding-process-hangs")) == 1
 
 
 def test_rows_that_are_not_used_leave_no_process():

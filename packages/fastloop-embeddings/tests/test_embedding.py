@@ -6,7 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastloop.testing import TEXTS, Conformance, run_commands, with_dropout
-from text_runs import DATA, SCORED, refused, rows, run_python, train_divided, write_collection, write_recipe
+from text_runs import (
+    DATA,
+    SCORED,
+    check_few_steps,
+    refused,
+    rows,
+    run_python,
+    train_divided,
+    write_collection,
+    write_recipe,
+)
 
 CASES = {
     "multiple_negatives": (
@@ -175,6 +185,13 @@ WAYS = {
 SIZES = {"batch_size": 24, "epochs": 2, "log_every": 1, "eval_batch_size": 16}
 """The last batch has 16 of 24 rows, of which one process has fewer; it also has none of validation."""
 WITHOUT_DROPOUT = with_dropout(TEXTS, 0.0)["model"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_few_steps_tokenizes_only_its_rows(tmp_path, monkeypatch, caplog, case):
+    monkeypatch.chdir(tmp_path)
+    options, data, _ = CASES[case]
+    check_few_steps(monkeypatch, caplog, options, {key: data[key] for key in data if key != "beir"}, "embedding")
 
 
 def test_micro_batches_and_processes_do_not_change_the_loss(tmp_path, processes):

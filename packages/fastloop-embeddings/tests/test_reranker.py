@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from fastloop.testing import TEXTS, Conformance, run_commands, with_dropout
-from text_runs import DATA, SCORED, refused, run_python, train_divided, write_collection, write_recipe
+from text_runs import DATA, SCORED, check_few_steps, refused, run_python, train_divided, write_collection, write_recipe
 
 NEGATIVE = {"negative": "negative"}
 COLLECTION = {"beir": "collection", "candidates": "candidates.trec"}
@@ -56,6 +56,11 @@ def write_candidates(folder):
     rows = [f"{queries[query]},{documents[document]}" for query, document in pairs]
     (folder / "candidates.csv").write_text("\n".join(["text,other", *rows]) + "\n")
     return pairs, (len(queries), len(documents)), relevant
+
+
+def test_a_run_of_few_steps_tokenizes_only_its_pairs(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    check_few_steps(monkeypatch, caplog, {"loss": "binary"}, SCORED, "reranker")
 
 
 def test_a_ranking_of_candidates_equals_one_by_scikit_learn(trained, tmp_path):

@@ -152,3 +152,25 @@ def stars():
 def training():
     """``lists`` without splits to evaluate."""
     return {"train": lists()["train"]}
+
+
+FEW, MANY = 96, 600
+"""Rows that a run of few steps tokenizes at most, and those of the data."""
+
+
+def check_few_steps(monkeypatch, caplog, options, data, task):
+    """A run of two steps tokenizes only its rows, and has the losses of a run that tokenizes all."""
+    caplog.set_level("INFO", "fastloop")
+    data = DATA | {"arguments": {"count": MANY}, "validation_fraction": 0} | data
+    recipe = {"model": TEXTS["model"], "data": data, "plugins": [{task: options}, {"log": False}]}
+    recipe |= {"train": TRAIN | {"max_steps": 2, "evaluate_every": None}}
+    expected = train(recipe | {"output": "whole"})
+    assert "are tokenized: this run reads no others" not in caplog.text
+    for module in ("needed_rows", "split_encoder"):
+        monkeypatch.setattr(f"fastloop_plugins.text.{module}.LEFT_OUT", 100)
+    found = train(recipe | {"output": "few"})
+    (line,) = [line for line in caplog.messages if line.startswith("tokens: train:")]
+    rows, total = (int(word) for word in line.split() if word.isdecimal())
+    assert (rows < FEW, total) == (True, MANY)
+    assert found.losses == expected.losses
+    assert len(found.losses) == 2

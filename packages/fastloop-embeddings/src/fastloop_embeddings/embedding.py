@@ -45,6 +45,7 @@ class Embedding(PairTask):
     """Learns vectors of texts."""
 
     name = "embedding"
+    samples_are_rows = True
     sections = {"model": ModelOptions, "data": EmbeddingData}
 
     loss: Literal["multiple_negatives", "cosent", "cosine", "triplet"] = option(

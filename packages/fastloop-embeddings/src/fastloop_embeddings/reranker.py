@@ -66,6 +66,7 @@ class Reranker(PairTask):
             raise RecipeError(problem, code="no-streaming", place=f"{recipe.where}: data.streaming")
         # of scores: torchmetrics does not declare which values of pearson are better
         self.adds_metrics = dict.fromkeys(("pearson",) if loss == "binary" else RANKINGS, "max")
+        self.samples_are_rows = loss == "binary"  # the others make lists of rows
         self.read_columns(recipe, loss, scored=loss != "multiple_negatives")
         base = find_folder(recipe, self.text_model.options, download=False)
         if base is not None:

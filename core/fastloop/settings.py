@@ -69,6 +69,9 @@ class Settings:
     processes. In training, ``ids`` have a random order, and ``generator`` supplies more random numbers. In evaluation,
     ``ids`` are sorted and ``generator`` is None. Each optimizer step takes the next ``batch_size`` samples; its
     processes and micro-steps take consecutive shares of them."""
+    shuffle_block: int | None = None
+    """The recipe's ``data.shuffle_block``: training shuffles blocks of this many consecutive samples, and the samples
+    of 16 blocks at a time. None: an epoch is shuffled as a whole."""
     skip_unreadable: bool = False
     """Leave unreadable samples out, instead of ending the run. Tasks also skip
     rows that they cannot read."""
@@ -123,6 +126,7 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
     settings = Settings(
         pin_memory=this_machine(recipe.train.device).device == "cuda",
         pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"),
+        shuffle_block=recipe.data.get("shuffle_block"),
         optimizer=MappingProxyType(given),
         writers={f"optimizer[{key!r}]": "train.optimizer" for key in given},
     )
@@ -160,6 +164,13 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
                         f"{problem}.", code="conflicting-values", place=recipe.where, remedy="Remove one of them."
                     )
         fields.update(settings.of("train"))
+    if settings.shuffle_block is not None and settings.arrange is not None and recipe.inference is None:
+        raise PluginError(
+            f"plugin {settings.writers['arrange']!r} arranges the samples of an epoch, so they are not read in blocks.",
+            code="exclusive-options",
+            place=f"{recipe.where}: data.shuffle_block",
+            remedy="Remove one of them.",
+        )
     return settings
 
 

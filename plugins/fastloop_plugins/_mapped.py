@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 IN_MEMORY = 2**22
 """Bytes of an array that stays in memory."""
+MOST_AHEAD = 2**17
+"""Bytes of one piece of advice to read ahead, a multiple of a page. Linux ignores the bytes beyond the limit of a disk,
+which is this or more."""
 AT_ONCE = 2**18
 """Rows, or token ids, to compute with at once. A result for all rows would take the memory of an array of numbers."""
 
@@ -55,9 +58,23 @@ class RandomReads:
         first = self.first + starts * self.item
         first -= first % mmap.PAGESIZE  # advice is for whole pages
         last = np.minimum(self.first + ends * self.item, self.end)
-        for start, size in zip(first.tolist(), (last - first).tolist(), strict=True):
-            if size > 0:
-                self.mapping.madvise(mmap.MADV_WILLNEED, start, size)
+        for start, end in join_parts(first.tolist(), last.tolist()):
+            for at in range(start, end, MOST_AHEAD):
+                self.mapping.madvise(mmap.MADV_WILLNEED, at, min(end - at, MOST_AHEAD))
+
+
+def join_parts(starts: Iterable[int], ends: Iterable[int]) -> list[tuple[int, int]]:
+    """Parts of a file, in which neighbors are one part.
+
+    For starts [0, 100, 200, 900] and ends [110, 200, 240, 950]: [(0, 240), (900, 950)].
+    """
+    parts: list[tuple[int, int]] = []
+    for start, end in zip(starts, ends, strict=True):
+        if parts and parts[-1][0] <= start <= parts[-1][1]:
+            start = parts[-1][0]
+            end = max(end, parts.pop()[1])
+        parts.append((start, end))
+    return parts
 
 
 NARROW = (np.dtype(np.uint16), np.dtype(np.int16))

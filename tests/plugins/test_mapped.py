@@ -15,7 +15,7 @@ import pytest
 from text_helpers import TINY, make_run
 
 from fastloop_plugins._cache import kept, read
-from fastloop_plugins._mapped import RandomReads, mapping_of, stored
+from fastloop_plugins._mapped import RandomReads, join_parts, mapping_of, stored
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text.batches import Sequences
 
@@ -58,7 +58,8 @@ def test_a_shuffled_split_has_the_advice_of_random_reads_and_one_read_in_order_h
 
 
 @linux
-def test_reading_ahead_reads_the_pages_of_the_samples_and_no_others(tmp_path):
+@pytest.mark.parametrize("wanted", [[5, 40, 41], range(8, 56)], ids=["a batch", "a block of 192 KiB"])
+def test_reading_ahead_reads_the_pages_of_the_samples_and_no_others(tmp_path, wanted):
     count = 64
     kept(tmp_path, "entry", lambda start: [range(PAGE)] * (count - start))
     flat = read(tmp_path / "entry")
@@ -75,7 +76,6 @@ def test_reading_ahead_reads_the_pages_of_the_samples_and_no_others(tmp_path):
         pytest.skip("this file system keeps all files in memory")
     start_reading = dataset.read_at_random()
     assert start_reading is not None
-    wanted = [5, 40, 41]
     start_reading(wanted)
     expected = [page in wanted for page in range(count)]
     for _ in range(500):
@@ -97,6 +97,19 @@ def test_parts_at_both_ends_of_a_view_of_a_mapping_can_be_read_ahead(tmp_path):
         reads = RandomReads(view, mapping)
         reads.start(np.array([0, len(view) - 1]), np.array([1, len(view) + 9]))
         assert view[-1] == whole[view[-1]]
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "joined"),
+    [
+        ([], [], []),
+        ([0, 100, 200, 900], [110, 200, 240, 950], [(0, 240), (900, 950)]),
+        ([0, 0, 0], [40, 80, 20], [(0, 80)]),
+        ([900, 0, 100], [950, 100, 120], [(900, 950), (0, 120)]),
+    ],
+)
+def test_neighbors_are_read_ahead_as_one_part(starts, ends, joined):
+    assert join_parts(starts, ends) == joined
 
 
 def test_ids_in_memory_have_nothing_to_read_ahead():

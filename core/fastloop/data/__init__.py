@@ -1,12 +1,14 @@
 """Batches from datasets, in an order that depends only on seed and epoch, not on the number of processes or workers.
 
-The order of an epoch is ``torch.randperm(n, generator=manual_seed(seed + epoch))``. An optimizer step takes the next
-``batch_size`` samples; its micro-steps and processes take consecutive shares, or the parts that a plugin splits it
-into. The number of samples drawn in the epoch defines the position, so a run can resume with another number of
-processes. Loading does not use the global random state: dropout draws the same numbers with and without workers.
+The order of an epoch is ``torch.randperm(n, generator=manual_seed(seed + epoch))``, or with ``data.shuffle_block`` that
+of ``draw_block_order``. An optimizer step takes the next ``batch_size`` samples; its micro-steps and processes take
+consecutive shares, or the parts that a plugin splits it into. The number of samples drawn in the epoch defines the
+position, so a run can resume with another number of processes. Loading does not use the global random state: dropout
+draws the same numbers with and without workers.
 
 loaders, loader           # the datasets and loaders of a run by split, and the batches of one split
 sampler, sampler_order    # the sample ids of each micro-batch, and the order of a sampler that a plugin builds
+block_order               # an order that reads samples in blocks
 datasets, streams         # reads map-style and iterable datasets
 digests                   # compares the data that processes read
 """

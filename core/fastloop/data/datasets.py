@@ -35,7 +35,8 @@ class DatasetProtocol(Protocol):
     def read_at_random(self) -> Callable[[Sequence[int]], None] | None:
         """Map-style, of samples on a disk: called once for each loader that reads samples in random order, before its
         workers start. Returns a function that gets the sample ids of each micro-batch, some micro-batches before it is
-        read, to begin reading them from the disk; it must not wait. None: there is nothing to read ahead."""
+        read, to begin reading them from the disk; it must not wait. With ``data.shuffle_block``, it gets the ids of
+        each block once, before its first sample is read. None: there is nothing to read ahead."""
         ...
 
     def as_split(self, split: str) -> Any:

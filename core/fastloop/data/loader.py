@@ -119,6 +119,7 @@ class Loader:
             pieces=pieces,
             user_order=order,
             drop_last=dropped_batch,
+            shuffle_block=settings.shuffle_block if shuffle else None,
         )
         if not self.sampler.size:
             raise UsageError(

@@ -125,6 +125,7 @@ class Loaders:
         """
         if self._recipe.inference is None:
             self.train = self._build_loader("train", self.micro_batch_size)
+            self._refuse_block_order()
         for split in self.datasets:
             if self._trains_on(split):
                 continue
@@ -135,6 +136,23 @@ class Loaders:
         for split, loader in self._all.items():
             if loader.sampler is not None:
                 self._orders[split] = loader.sampler.fingerprint()
+
+    def _refuse_block_order(self) -> None:
+        """Raise an error for ``data.shuffle_block`` if something else orders the samples of training."""
+        if self._settings.shuffle_block is None:
+            return
+        sampler = self.train.sampler
+        if sampler is not None and sampler.user_order is None:
+            return
+        problem = "the train split has a sampler, which orders its samples"
+        if sampler is None:
+            problem = f"{type(self.train.dataset).__name__} is iterable, with its own order"
+        raise RecipeError(
+            f"{problem}.",
+            code="exclusive-options",
+            place=f"{self._recipe.where}: data.shuffle_block",
+            remedy="Remove the option.",
+        )
 
     def count_samples_to_read(self, split: str) -> int | None:
         """The samples that the run reads of a split at most; None: neither ``train.max_steps`` nor
@@ -165,7 +183,8 @@ class Loaders:
         train = self._recipe.train
         trains = self._trains_on(split)
         dropped = train.batch_size if trains and train.drop_last else 0
-        sampler = StepSampler(total, count, count, 0, 1, train.seed, trains, drop_last=dropped)
+        block = self._settings.shuffle_block if trains else None
+        sampler = StepSampler(total, count, count, 0, 1, train.seed, trains, drop_last=dropped, shuffle_block=block)
         if count >= sampler.size:
             return None
         return np.array(sampler.order(0)[:count], np.int64)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from fastloop.data.block_order import BlockAnnouncer, draw_block_order
+
 
 class MicroBatchIds(list[int]):
     """The sample ids of one micro-batch.
@@ -43,6 +45,8 @@ class StepSampler(Sampler[MicroBatchIds]):
         pieces: Number of micro-batches to cut each micro-batch of ``split`` into.
         user_order: Epoch -> sample ids, for the order of a user's sampler; None: fastloop's.
         drop_last: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.
+        shuffle_block: With ``shuffle``: permute the ids in blocks of this many, see ``draw_block_order``; None: the
+            epoch as a whole.
 
     Attributes:
         drawn: Samples of an epoch before ``drop_last``.
@@ -63,6 +67,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         pieces: int = 1,
         user_order: Callable[[int], list[int]] | None = None,
         drop_last: int = 0,
+        shuffle_block: int | None = None,
     ) -> None:
         self.drawn = size
         self.size = size // drop_last * drop_last if drop_last else size
@@ -76,6 +81,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         self.split = split
         self.pieces = pieces
         self.user_order = user_order
+        self.shuffle_block = shuffle_block
         self.epoch = 0
         self.start = 0
 
@@ -87,6 +93,8 @@ class StepSampler(Sampler[MicroBatchIds]):
         ids: Sequence[int] = range(self.drawn)
         if self.user_order is not None:
             ids = self.user_order(epoch)
+        elif generator is not None and self.shuffle_block is not None:
+            ids = draw_block_order(self.drawn, self.shuffle_block, generator).data
         elif generator is not None:
             kind = torch.int32 if self.drawn < 2**31 else torch.int64  # draws the same numbers
             ids = torch.randperm(self.drawn, generator=generator, dtype=kind).numpy().data
@@ -99,6 +107,8 @@ class StepSampler(Sampler[MicroBatchIds]):
         parts = []
         if self.size < self.drawn:
             parts.append(f"{self.size} of an epoch's {self.drawn} taken")
+        if self.shuffle and self.shuffle_block is not None:
+            parts.append(f"shuffled in blocks of {self.shuffle_block}")
         # no run resumes within an evaluation, where ``arrange`` gets no generator
         is_default = self.user_order is None and (self.arrange is None or not self.shuffle)
         if not is_default:
@@ -153,14 +163,17 @@ class AnnouncedMicroBatches(Sampler[MicroBatchIds]):
         announce: The function of ``DatasetProtocol.read_at_random``.
     """
 
-    def __init__(self, sampler: Sampler[MicroBatchIds], announce: Callable[[Sequence[int]], None]) -> None:
+    def __init__(self, sampler: StepSampler, announce: Callable[[Sequence[int]], None]) -> None:
         self.sampler = sampler
         self.announce = announce
 
     def __iter__(self) -> Iterator[MicroBatchIds]:
+        announce = self.announce
+        if self.sampler.shuffle_block is not None:
+            announce = BlockAnnouncer(announce, self.sampler.drawn, self.sampler.shuffle_block)
         waiting = deque[MicroBatchIds]()
         for ids in self.sampler:
-            self.announce(ids)
+            announce(ids)
             waiting.append(ids)
             if len(waiting) > AHEAD:
                 yield waiting.popleft()

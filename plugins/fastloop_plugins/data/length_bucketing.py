@@ -50,6 +50,8 @@ class LengthBucketing(Plugin):
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
         if machine.device != "cuda" or recipe.plugins.get("packing", False) is not False:
             return None
+        if not cls._may_arrange(recipe):
+            return None
         padded = recipe_traits(recipe) >= {"padded", "deterministic"}
         return Recommendation(why="little padding, and few shapes") if padded else None
 
@@ -57,6 +59,7 @@ class LengthBucketing(Plugin):
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if (
             {cls.name, "packing"} & recipe.plugins.keys()
+            or not cls._may_arrange(recipe)
             or not profile.longest
             or recipe.data.get("padding") == "max_length"
         ):
@@ -65,6 +68,11 @@ class LengthBucketing(Plugin):
         return SpeedupEstimate(
             seconds=0.8 * padding * profile.computing, why=f"{padding:.0%} of a batch is padding to its longest sample."
         )
+
+    @staticmethod
+    def _may_arrange(recipe: Recipe) -> bool:
+        """Whether the recipe leaves the order of samples to plugins."""
+        return recipe.inference is not None or recipe.data.get("shuffle_block") is None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

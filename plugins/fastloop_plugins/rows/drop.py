@@ -85,15 +85,18 @@ class Drop:
         """The same conditions, for a file whose columns have other names: column -> its name, and an option."""
         return Drop([replace(each, column=names.get(each.column, (each.column,))[0]) for each in self.conditions])
 
-    def sort_out(self, where: str, columns: Mapping[str, Iterable[Any]], counts: list[int]) -> Iterator[int]:
+    def sort_out(
+        self, where: str, columns: Mapping[str, Iterable[Any]], counts: list[int], bad: Bad | None = None
+    ) -> Iterator[int]:
         """Yield the numbers of the rows to keep, from 0.
 
         Args:
             where: The source, for messages.
             counts: Receives the number of rows that each condition leaves out.
+            bad: Receives a row whose value has no length, or is no list of messages. The row is not kept.
 
         Raises:
-            RecipeError: A value has no length, or is no list of messages.
+            RecipeError: There is such a row, and no ``bad``.
         """
         for row, values in enumerate(zip(*(columns[each.column] for each in self.conditions), strict=True)):
             for number, (condition, value) in enumerate(zip(self.conditions, values, strict=True)):
@@ -101,12 +104,14 @@ class Drop:
                     holds = condition.holds(value)
                 except TypeError:
                     needed = "a list of messages" if condition.key == "first_role" else "text or a list"
-                    raise RecipeError(
+                    problem = (
                         f"column {condition.column!r} holds {show(value)}, and data.drop[{number}].{condition.key} "
-                        f"needs {needed}.",
-                        code="wrong-type",
-                        place=where,
-                    ) from None
+                        f"needs {needed}."
+                    )
+                    if bad is None:
+                        raise RecipeError(problem, code="wrong-type", place=where) from None
+                    bad(row, problem)
+                    break
                 if holds:
                     counts[number] += 1
                     break

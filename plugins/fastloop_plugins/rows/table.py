@@ -81,7 +81,7 @@ class Table:
         np.add(rows, 1, out=numbers)
         if self.numbers is not None:
             numbers = take(self.numbers, rows)
-        return replace(self, columns=keep_rows(self.columns, rows), unreadable=0, numbers=numbers, places=places)
+        return replace(self, columns=keep_rows(self.columns, rows), numbers=numbers, places=places)
 
 
 def missing_column(where: str, key: str, name: str, columns: Iterable[Any], remedy: str = "") -> RecipeError:

@@ -58,6 +58,11 @@ class ReferencedData(ReferencedCode):
     pad_to_multiple_of: int | None = option(
         "Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", default=None, ge=1
     )
+    shuffle_block: int | None = option(
+        "Shuffle training samples in blocks of this many, for a slow disk; null: an epoch as a whole.",
+        default=None,
+        ge=16,
+    )
 
 
 class Module(Plugin):

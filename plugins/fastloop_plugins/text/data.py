@@ -35,7 +35,7 @@ from fastloop_plugins.rows.suffixes import FORMATS, format_of, installed_formats
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.rows.unreadable import UnreadableRows
 from fastloop_plugins.text.columns import check_texts, column_names, describe_empty, refuse_empty
-from fastloop_plugins.text.dropped_rows import drop_rows
+from fastloop_plugins.text.dropped_rows import drop_repeats, drop_rows
 from fastloop_plugins.text.option_checks import check_label_options
 from fastloop_plugins.text.options import DataOptions, Files
 from fastloop_plugins.text.repeats import find_repeats
@@ -209,11 +209,6 @@ class TextData(StreamedData):
         """
         self.messages, self.unreadable, parts = [], 0, self._read()
         splits, held_out = self._needed(parts), self.options.validation_fraction and self.splits.validation not in parts
-        if self.skip_unreadable:
-            parts = {
-                name: [self._readable(part) for part in found] if name in splits.values() else found
-                for name, found in parts.items()
-            }
         for role, name in splits.items():
             if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
                 raise RecipeError(
@@ -224,6 +219,10 @@ class TextData(StreamedData):
         for name in splits.values():
             self.messages += describe_empty(parts.get(name, []))
         used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
+        if self.skip_unreadable:  # rows that are left out anyway need not be readable
+            used = {role: [self._readable(part) for part in found] for role, found in used.items()}
+        if self.options.deduplicate and "train" in used:
+            used["train"] = drop_repeats(used["train"], self)
         rows = {role: self._rows(role, found) for role, found in used.items()}
         notes = [note for found in used.values() for part in found for note in part.notes]
         self.messages += notes[:NOTES]
@@ -373,6 +372,7 @@ class TextData(StreamedData):
             "files": None,
             "label_map": sorted(map(str, (self.options.label_map or {}).items())),
         }
+        del options["shuffle_block"]  # the order of training, not the rows
         chosen = {
             "options": options,
             "splits": vars(self.splits),
@@ -468,7 +468,6 @@ class TextData(StreamedData):
         unreadable = UnreadableRows(part)
         for _ in self.parse_blocks(part, unreadable.add):
             pass
-        first = f" {unreadable.describe_first()}" if unreadable.problems else ""
         good = zeros(len(part), np.bool_)
         np.logical_not(unreadable.is_unreadable, out=good)
         if not self.tagged:
@@ -476,9 +475,19 @@ class TextData(StreamedData):
                 for start, (block,) in in_blocks([part.column("label", name)]):
                     has_label = [is_readable(value, self) for value in block]
                     good[start : start + len(block)] &= np.array(has_label, np.bool_)
-        count = part.unreadable + int((~good).sum())
-        if count:
-            text = f"{count} {self.unit} cannot be read, and are skipped.{first}"
-            self.messages.append(Problem(text, code="rows-unreadable", place=part.where))
-            self.unreadable += count
+        self.add_unreadable(part.unreadable + int((~good).sum()), unreadable)
         return part.keep(flatnonzero(good))
+
+    def add_unreadable(self, count: int, rows: UnreadableRows) -> None:
+        """Count rows that are skipped because they cannot be read, and add a warning to ``messages``.
+
+        Args:
+            rows: Those whose problem is known.
+        """
+        if not count:
+            return
+        text = f"{count} {self.unit} cannot be read, and are skipped."
+        if rows.problems:
+            text += f" {rows.describe_first()}"
+        self.messages.append(Problem(text, code="rows-unreadable", place=rows.part.where))
+        self.unreadable += count

@@ -18,6 +18,7 @@ from fastloop_plugins._mapped import GrowingArray, flatnonzero, spans, zeros
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.split_rows import hash_rows
 from fastloop_plugins.rows.table import Table
+from fastloop_plugins.rows.unreadable import UnreadableRows
 from fastloop_plugins.text.label_names import MISSING
 from fastloop_plugins.text.labels import is_label, is_unlabelled, map_key
 from fastloop_plugins.text.repeats import first_rows
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def drop_rows(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, list[Table]]:
-    """The parts of each split without the rows to leave out. Adds their numbers to ``data.messages``.
+    """The parts of each split without the rows that ``data.label_map`` and ``data.drop`` leave out. Adds their numbers
+    to ``data.messages``.
 
     Raises:
         RecipeError: A label to leave out never occurs, or all rows of a split are left out.
@@ -39,8 +41,6 @@ def drop_rows(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, lis
             _report_drops(role, data.stream.index.dropped, int(data.stream.index.rows.sum()), data)
         elif data.drop.conditions:
             found[role] = _drop_by_condition(role, those, data)
-    if data.options.deduplicate and "train" in found:
-        found["train"] = _drop_repeats(found["train"], data)
     return found
 
 
@@ -84,8 +84,11 @@ def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Ta
     for part in parts:
         columns = {name: part.column(key, name) for name, key in data.drop.columns().items()}
         is_kept = zeros(len(part), np.bool_)
-        for row in data.drop.sort_out(part.where, columns, counts):
+        unreadable = UnreadableRows(part)
+        bad = unreadable.add if data.skip_unreadable else None
+        for row in data.drop.sort_out(part.where, columns, counts, bad):
             is_kept[row] = True
+        data.add_unreadable(int(unreadable.is_unreadable.sum()), unreadable)
         kept.append(part.keep(flatnonzero(is_kept)))
     rows = sum(map(len, kept))
     if sum(counts) and not rows:
@@ -103,7 +106,8 @@ def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -
     data.messages.append(line)
 
 
-def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
+def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
+    """The parts of train without the rows whose texts an earlier one has. Adds their number to ``data.messages``."""
     texts, labels = GrowingArray(np.uint64), GrowingArray(np.uint64)
     for part in parts:
         names = data.text_columns() | {name: data.text_key for name in data.optional_columns() if name in part.columns}

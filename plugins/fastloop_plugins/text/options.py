@@ -68,6 +68,11 @@ class DataOptions(StreamingOptions):
     pad_to_multiple_of: int | None = option(
         "Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", default=None, ge=1
     )
+    shuffle_block: int | None = option(
+        "Shuffle training samples in blocks of this many, for a slow disk; null: an epoch as a whole.",
+        default=None,
+        ge=16,
+    )
     limit: dict[str, Any] | None = option(
         "Split -> how many samples to keep, drawn at random, always the same.", default=None
     )

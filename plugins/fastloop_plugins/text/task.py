@@ -326,7 +326,8 @@ class TextTask(Plugin):
             ids.sort()
             return ids
 
-        return Needs(find, json.dumps([counts, train.seed, train.drop_last, train.batch_size, LEFT_OUT]))
+        about = [counts, train.seed, train.drop_last, train.batch_size, LEFT_OUT, run.settings.shuffle_block]
+        return Needs(find, json.dumps(about))
 
     def _first_rows(self, run: Run) -> FirstRows | None:
         """Use only the first rows of large splits, in a run that only checks the recipe; None: use all rows."""

@@ -57,10 +57,11 @@ def train(task: Numbers, **options: Any) -> None:
         execute(run)
 
 
+@pytest.mark.parametrize("block", [None, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("micro_batch_size", [8, 2])
-def test_they_are_those_that_it_then_reads(micro_batch_size, drop_last):
-    task = Numbers(evaluation_batches=2)
+def test_they_are_those_that_it_then_reads(micro_batch_size, drop_last, block):
+    task = Numbers(evaluation_batches=2, shuffle_block=block)
     train(task, max_steps=3, micro_batch_size=micro_batch_size, eval_batch_size=4, drop_last=drop_last)
     assert task.expected["train"] == task.read["train"]
     assert len(task.read["train"]) == 3 * 8

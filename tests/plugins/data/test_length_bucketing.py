@@ -354,3 +354,14 @@ def test_shapes_are_few_on_cuda_unless_the_recipe_sets_a_multiple(device, plugin
     resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
     recipe.data["pad_to_multiple_of"] = key  # after resolving, because a task would read it and need data
     assert resolution.configure(recipe).pad_to_multiple_of == multiple
+
+
+def test_it_is_neither_recommended_nor_allowed_where_samples_are_read_in_blocks():
+    gpu = machine.Machine(device="cuda", name="a GPU", dtypes=("fp32",))
+    tree = {"model": {"name": "a-model"}, "data": {"files": {"train": "a.csv"}, "label": "label"}}
+    assert LengthBucketing.recommend(make_recipe(tree), gpu) is not None
+    tree["data"]["shuffle_block"] = 64
+    assert LengthBucketing.recommend(make_recipe(tree), gpu) is None
+    recipe = make_recipe(tree | {"plugins": ["length-bucketing"]})
+    with expect_problem("exclusive-options data.shuffle_block length-bucketing", PluginError):
+        resolve(recipe).plugins.configure(recipe)

@@ -158,11 +158,60 @@ def test_conversations_are_left_out_by_the_role_of_their_first_message():
     assert_problem(problem, "wrong-type t.jsonl 'n' 'b' data.drop[0].first_role")
 
 
-def test_rows_that_cannot_be_read_are_skipped_before_conditions():
-    table = [{"text": "a", "n": "x"}, {"text": 5, "n": "y"}, {"text": "b", "n": "y"}, {"text": "c", "n": "z"}]
-    data = text_data(write_lines("t.jsonl", table), label=None, drop=[{"column": "n", "equals": "y"}])
+# a row that can be read, one without a text, one without a label, and one whose label is a list
+ODD = [{"text": "a", "label": "x"}, {"text": 5, "label": "x"}, {"text": "b", "label": ""}, {"text": "c", "label": [1]}]
+ODD += [{"text": "d", "label": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "dropped", "unreadable"),
+    [
+        ({}, "ad", None, 3),
+        ({"drop": [{"column": "label", "empty": True}]}, "ad", "label empty 1", 2),
+        ({"drop": [{"column": "text", "equals": 5}]}, "ad", "text equals 5 1", 2),
+        ({"drop": [{"column": "text", "shorter_than": 1}]}, "ad", "text shorter than 1 0", 3),
+        ({"drop": [{"column": "text", "equals": "a"}, {"column": "text", "equals": "d"}]}, "", None, None),
+        ({"label_map": {"": None}}, "ad", "'' 1", 2),
+        ({"label_map": {"x": None, "": None}, "validation_fraction": 0}, "d", None, None),
+        (
+            {"label_map": {"": None}, "drop": [{"column": "text", "longer_than": 9}]},
+            "ad",
+            "text longer than 9 0",
+            2,
+        ),
+    ],
+    ids=str,
+)
+def test_rows_that_are_left_out_are_not_counted_as_unreadable(options, kept, dropped, unreadable, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    data = text_data(write_lines("t.jsonl", ODD), **({"validation_fraction": 0} | options))
     data.skip_unreadable = True
-    assert list(data.load()["train"].texts) == ["a", "c"]
+    if unreadable is None:
+        with pytest.raises(RecipeError):
+            data.load()
+        return
+    assert "".join(data.load()["train"].texts) == kept
+    assert data.unreadable == unreadable
+    if dropped is not None:
+        assert any(line.endswith(dropped) for line in caplog.messages)
+
+
+def test_rows_of_a_file_with_lines_that_cannot_be_read_are_all_counted(caplog):
+    content = [("a", "x", "1"), ("b", "y"), ("c", "", "2"), ("d", "y", "3"), ("e", "x", "4"), ("", "y", "5")]
+    path = csv(content, header="text,label,n")
+    data = text_data(path, drop=[{"column": "label", "empty": True}], validation_fraction=0)
+    data.skip_unreadable = True
+    assert "".join(data.load()["train"].texts) == "ade"
+    assert data.unreadable == 1
+    assert_problem(caplog, "rows-unreadable train.csv 1")
+
+
+def test_repeats_are_found_among_the_rows_that_can_be_read():
+    table = [{"text": 5}, {"text": "5"}, {"text": 5}, {"text": "5"}, {"text": "6"}]
+    data = text_data(write_lines("t.jsonl", table), label=None, deduplicate=True)
+    data.skip_unreadable = True
+    assert list(data.load()["train"].texts) == ["5", "6"]
+    assert data.unreadable == 2
 
 
 def test_a_number_has_no_length():

@@ -30,6 +30,7 @@ ROWS, HELD_OUT, BATCH = 200, 20, 8
 TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "labels": ("text-classification", TINY, {"label": "label"}),
     "pairs of texts": ("text-classification", TINY, {"label": "label", "text": ["text", "other"]}),
+    "labels, read in blocks": ("text-classification", TINY, {"label": "label", "shuffle_block": 16}),
     "seq2seq": ("seq2seq", T5, {"target": "other", "max_target_length": 8}),
     "texts": ("causal-lm", TINY_GPT, {}),
     "chats": (
@@ -39,7 +40,7 @@ TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 TASKS["tags"] = ("token-classification", TINY, {"words": "words"})
-ROWS_ARE_SAMPLES = ("labels", "pairs of texts", "seq2seq")
+ROWS_ARE_SAMPLES = ("labels", "labels, read in blocks", "pairs of texts", "seq2seq")
 OTHERS = ("texts", "chats", "tags")
 
 

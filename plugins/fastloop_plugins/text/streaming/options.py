@@ -172,6 +172,8 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
             place=f"{where}.mix",
             remedy="Give each entry of data.sources a weight.",
         )
+    if options.shuffle_block is not None:
+        raise refuse(data, "shuffle_block", "a stream has data.lanes and data.shuffle_buffer. Remove it")
     if data.limit.train is not None:
         raise refuse(data, "limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
     named = options.files is None and options.sources is None

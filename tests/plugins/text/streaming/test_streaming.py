@@ -251,6 +251,7 @@ def test_conversations_stream_with_their_loss_masks():
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "limit": ({"limit": {"train": 5}}, "no-streaming data.limit.train: data.streaming"),
+    "blocks": ({"shuffle_block": 64}, "no-streaming data.shuffle_block: data.streaming data.shuffle_buffer"),
     "fraction": ({"validation_fraction": 0.1}, "no-streaming data.validation_fraction: data.streaming"),
     "classes": ({"label_type": "classes"}, "no-streaming data.label_type=classes: data.streaming"),
     "label_map": ({"label_map": {"-": None}}, "no-streaming data.label_map: data.streaming null"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,17 @@ def probing(model: nn.Module) -> Iterator[None]:
         for put_back in restore:
             put_back()
         restore_random_states(states)
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Compute without torch's compiler, which would compile each new shape. If nothing has imported the compiler,
+    nothing is compiled, and this does not import it either: that takes a quarter of a second."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    import torch
+
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def remember(model: nn.Module) -> list[Callable[[], None]]:

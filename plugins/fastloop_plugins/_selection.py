@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, get_args
@@ -29,7 +27,7 @@ from fastloop.estimates import Recommendation
 from fastloop.evaluation_results import evaluating
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
-from fastloop.probing import remember
+from fastloop.probing import remember, uncompiled
 from fastloop.problem import clause, typed_clause
 from fastloop.recipe import Recipe
 from fastloop.run import Run
@@ -310,7 +308,6 @@ def _compute(run: Run) -> str | None:
     inference = run.recipe.inference
     model = run.unwrap_model()
     loader = run.train_loader if inference is None else run.eval_loaders[inference.split]
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
         samples = _samples(run, loader)
     except Exception:  # training reports it
@@ -319,7 +316,7 @@ def _compute(run: Run) -> str | None:
         return None
     restore = remember(model)
     try:
-        with run.scalars.paused(), eager:
+        with run.scalars.paused(), uncompiled():
             ((batch,),) = run.to_device([[loader.loader.collate_fn(samples)]])
             if inference is None:
                 loss = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs).loss

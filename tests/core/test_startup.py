@@ -37,7 +37,22 @@ HELP_NEEDS_NONE = (
     *(f"fastloop.cli.{name}" for name in ("launch", "messages", "plan", "plugins", "train")),
     *(f"fastloop_tools.{name}" for name in ("bench.command", "importing.keys", "new.command", "report.charts")),
 )
-FIRST_STEP_NEEDS_NONE = ("datasets", "deepspeed", "pandas", "peft", "scipy.signal", "sklearn", "tensorboard")
+FIRST_STEP_NEEDS_NONE = (
+    "boto3",
+    "datasets",
+    "deepspeed",
+    "pandas",
+    "peft",
+    "pyarrow",
+    "scipy.optimize",
+    "scipy.signal",
+    "sklearn",
+    "tensorboard",
+    "torch._dynamo",
+    "torch._inductor",
+    "torchvision",
+    "transformers.generation.utils",
+)
 PROBE = '''
 """Reports the imported modules at the first step, and ends the process."""
 import os, sys
@@ -89,7 +104,6 @@ def test_help_imports_no_library_of_training():
     assert not found.intersection(HELP_NEEDS_NONE)
 
 
-@pytest.mark.slow
 @with_pinned_versions
 def test_quickstart_imports_little_before_its_first_step():
     Path("probe.py").write_text(PROBE)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import RecipeError
 from fastloop.plugins.plugin import hookimpl
-from fastloop.probing import probing, reshard
+from fastloop.probing import probing, reshard, uncompiled
 from fastloop.problem import Problem
 from fastloop.runtime.random_states import preserve_random_states
 
@@ -114,7 +113,7 @@ def _fails_on_one_sample(run: Run, norms: list[BatchNorm]) -> bool:
             ((batch,),) = run.to_device([[loader.collate_fn(samples)]])
             for module in norms:
                 module.train()
-            with torch.compiler.set_stance("force_eager"):
+            with uncompiled():
                 run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
     except Exception as error:
         problem = str(error)

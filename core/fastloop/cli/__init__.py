@@ -26,6 +26,7 @@ import typer
 
 from fastloop.cli.commands import Commands
 from fastloop.cli.streams import secure_streams
+from fastloop.runtime.delayed_imports import delay_imports
 
 INSPECTING = ("doctor", "plugins", "recipes", "schema")
 """Commands that only show what is installed. Packages with a device for torch are not imported for them."""
@@ -115,6 +116,7 @@ def process() -> None:
     """Run ``main`` as the entry point of a process. If torch is imported, exit with ``ending.leave``, so that torch
     does not abort."""
     code = 0
+    delay_imports()
     secure_streams(is_log=command_of(sys.argv[1:]) == "train")
     try:
         main()

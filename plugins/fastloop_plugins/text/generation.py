@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from fastloop import Plugin, PluginError, RecipeError, option
 from fastloop.options import parse
+from fastloop.probing import uncompiled
 from fastloop_plugins.models.hub import MessagesOnce, quiet
 
 if TYPE_CHECKING:
@@ -312,7 +313,7 @@ def generating(run: Run) -> Iterator[Generator]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(run.accelerator.autocast())
         if run.recipe.inference is None:  # each length of a text would be compiled again
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(uncompiled())
         if not reads_mask:  # `packing` on CUDA: its kernel takes rows without padding
             stack.callback(model.set_attn_implementation, attention)
             model.set_attn_implementation("sdpa")

@@ -1,0 +1,275 @@
+"""Libraries that a run's libraries import and few runs use: ``delay_imports`` delays each until something uses it.
+
+A command spends most of its start on imports. torch, transformers and accelerate import more than a run needs:
+torch's compiler for an optimizer that nothing compiles, ``scipy.optimize`` for the losses of object detection, and
+boto3 for a dialog about SageMaker. They have no switches for this.
+
+Nothing is lost. A delayed name imports its module on the first use, and once the module is imported, the names that
+other modules took from it are the real ones. Libraries of other versions import as usual.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FunctionType, ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+
+
+@dataclass(frozen=True)
+class DelayedModule:
+    """A module that another one imports at its top.
+
+    Attributes:
+        name: Its name.
+        functions: The names that are taken from it and called later. Other names import the module.
+        decorators: The names that register a function and return it, which can be done later.
+    """
+
+    name: str
+    functions: tuple[str, ...] = ()
+    decorators: tuple[str, ...] = ()
+
+
+_ASSIGNMENT = DelayedModule("scipy.optimize", ("linear_sum_assignment",))
+_MARKS = DelayedModule(COMPILER, decorators=("allow_in_graph", "assume_constant_result"))
+DELAYED = {
+    "accelerate.commands.config.sagemaker": DelayedModule("boto3"),
+    "transformers.integrations.deepgemm": _MARKS,
+    "transformers.integrations.finegrained_fp8": _MARKS,
+    "transformers.integrations.sonicmoe": _MARKS,
+    "transformers.loss.loss_deformable_detr": _ASSIGNMENT,
+    "transformers.loss.loss_for_object_detection": _ASSIGNMENT,
+    "transformers.loss.loss_grounding_dino": _ASSIGNMENT,
+    "transformers.loss.loss_lw_detr": _ASSIGNMENT,
+    "transformers.loss.loss_rf_detr": _ASSIGNMENT,
+    "transformers.loss.loss_rt_detr": _ASSIGNMENT,
+    "transformers.masking_utils": DelayedModule(
+        "torch._dynamo._trace_wrapped_higher_order_op", ("TransformGetItemToIndex",)
+    ),
+}
+"""Module -> the module whose import it can do without."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A function that a decorator of torch's compiler has to register once the compiler is imported."""
+
+    decorator: str
+    function: Callable[..., Any]
+
+
+_registrations: list[Registration] = []
+
+
+class StandIn(ModuleType):
+    """Takes the place of a delayed module while another module imports it."""
+
+    def __init__(self, delayed: DelayedModule) -> None:
+        super().__init__(delayed.name)
+        self.__spec__ = ModuleSpec(delayed.name, None)
+        self.__path__: list[str] = []
+        for name in delayed.functions:
+            setattr(self, name, _delayed_function(delayed.name, name))
+        for name in delayed.decorators:
+            setattr(self, name, functools.partial(_register_later, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # the import system asks for __file__, for example
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(_import(self.__name__), name)
+
+
+def _delayed_function(module: str, name: str) -> Callable[..., Any]:
+    """A function that calls ``module.name``, and imports the module for it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(_import(module), name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _register_later(decorator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the place of a decorator of torch's compiler, which returns the function itself."""
+    _registrations.append(Registration(decorator, function))
+    return function
+
+
+def _import(name: str) -> ModuleType:
+    """The real module, also while its stand-in has its place."""
+    if isinstance(sys.modules.get(name), StandIn):
+        del sys.modules[name]
+    return importlib.import_module(name)
+
+
+class DelayingFinder:
+    """Entry of ``sys.meta_path``: finds modules as Python does, and adjusts the few that are listed here.
+
+    Attributes:
+        waiting: Delayed module -> modules that hold its delayed functions.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[ModuleType]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's spec if it is one to adjust, with a loader that does so."""
+        parent = name.rpartition(".")[0]
+        parent_is_delayed = isinstance(sys.modules.get(parent), StandIn)
+        if parent_is_delayed:
+            path = _import(parent).__path__
+        execute = self._execution(name)
+        if execute is None:
+            return PathFinder.find_spec(name, path, target) if parent_is_delayed else None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        original = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the loader is as Python made it again
+            execute(module, original)
+
+        loader.exec_module = exec_module
+        return spec
+
+    def _execution(self, name: str) -> Callable[[ModuleType, Callable[[ModuleType], None]], None] | None:
+        """A function that executes the module and adjusts it; None: the module needs no change."""
+        if name in DELAYED and DELAYED[name].name not in sys.modules:
+            return self._execute_with_stand_in
+        if name in self.waiting:
+            return self._execute_and_fill
+        if name in ADJUSTMENTS:
+            return _execute_and_adjust
+        return None
+
+    def _execute_with_stand_in(self, module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+        """Execute a module that would import a delayed one."""
+        delayed = DELAYED[module.__name__]
+        package = delayed.name.partition(".")[0]
+        if delayed.name in sys.modules or importlib.util.find_spec(package) is None:
+            execute(module)
+            return
+        stand_in = StandIn(delayed)
+        sys.modules[delayed.name] = stand_in
+        if delayed.functions:
+            self.waiting.setdefault(delayed.name, []).append(module)
+        try:
+            execute(module)
+        finally:
+            if sys.modules.get(delayed.name) is stand_in:
+                del sys.modules[delayed.name]
+
+    def _execute_and_fill(self, module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+        """Execute a delayed module, and give its names to the modules that wait for them."""
+        execute(module)
+        for other in self.waiting.pop(module.__name__):
+            for name in DELAYED[other.__name__].functions:
+                if hasattr(other, name):
+                    setattr(other, name, getattr(module, name))
+
+
+def _execute_and_adjust(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
+    """Execute a module of ``ADJUSTMENTS``, and adjust it."""
+    execute(module)
+    ADJUSTMENTS[module.__name__](module)
+
+
+def _disable_without_compiler(module: ModuleType) -> None:
+    """``torch._disable_dynamo`` imports torch's compiler on the first call of a decorated function, such as
+    ``Optimizer.zero_grad``. Let it wait until something else has imported the compiler."""
+    original: Callable[..., Any] = module.__dict__["_disable_dynamo"]
+
+    @functools.wraps(original)
+    def disable(fn: Any = None, recursive: bool = True) -> Any:
+        if fn is None:
+            return functools.partial(disable, recursive=recursive)
+        disabled = original(fn, recursive)
+        if isinstance(fn, FunctionType):
+            _call_without_compiler(fn, disabled)
+        return disabled
+
+    module.__dict__["_disable_dynamo"] = disable
+
+
+def _call_without_compiler(function: FunctionType, disabled: Callable[..., Any]) -> None:
+    """Put a function where ``disabled`` keeps the one that the compiler made of ``function``: it calls ``function`` as
+    it is until the compiler is imported, and is then replaced by that."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _is_imported(COMPILER):  # nothing is compiled
+            return function(*args, **kwargs)
+        function.__dict__.pop("__dynamo_disable", None)
+        return disabled(*args, **kwargs)
+
+    function.__dict__["__dynamo_disable"] = call
+
+
+def _is_imported(name: str) -> bool:
+    """Whether the module itself is imported, and not just its stand-in."""
+    return name in sys.modules and not isinstance(sys.modules[name], StandIn)
+
+
+def _disable_lazily(module: ModuleType) -> None:
+    """``torch.compiler.disable`` imports torch's compiler where it decorates a function. ``torch._disable_dynamo`` does
+    the same later."""
+    original: Callable[..., Any] = module.__dict__["disable"]
+
+    @functools.wraps(original)
+    def disable(fn: Any = None, recursive: bool = True, *, reason: str | None = None) -> Any:
+        if _is_imported(COMPILER) or not (fn is None or isinstance(fn, FunctionType)):
+            return original(fn, recursive, reason=reason)
+        if fn is None:
+            return functools.partial(disable, recursive=recursive, reason=reason)
+        return sys.modules["torch._compile"].__dict__["_disable_dynamo"](fn, recursive)
+
+    module.__dict__["disable"] = disable
+    allow = module.__dict__["allow_in_graph"]
+
+    @functools.wraps(allow)
+    def allow_in_graph(fn: Any) -> Any:
+        if _is_imported(COMPILER) or not isinstance(fn, FunctionType):
+            return allow(fn)
+        return _register_later("allow_in_graph", fn)
+
+    module.__dict__["allow_in_graph"] = allow_in_graph
+
+
+def _register(module: ModuleType) -> None:
+    """Register the functions that were decorated before torch's compiler was imported."""
+    while _registrations:
+        registration = _registrations.pop()
+        getattr(module, registration.decorator)(registration.function)
+
+
+def _remember_folders(module: ModuleType) -> None:
+    """transformers reads its 500 folders of models once for ``transformers`` and once for ``transformers.models``: the
+    cache of the function holds 128."""
+    function = module.__dict__["create_import_structure_from_path"]
+    module.__dict__["create_import_structure_from_path"] = functools.cache(function.__wrapped__)
+
+
+ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
+    COMPILER: _register,
+    "torch._compile": _disable_without_compiler,
+    "torch.compiler": _disable_lazily,
+    "transformers.utils.import_utils": _remember_folders,
+}
+"""Module -> the function that adjusts it after its execution."""
+
+
+def delay_imports() -> None:
+    """Delay the imports above in this process. Modules that are imported already stay as they are."""
+    if not any(isinstance(finder, DelayingFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, DelayingFinder())

@@ -1,0 +1,159 @@
+"""Libraries that few runs use are imported when something uses them, and are then the real ones everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pinned import with_pinned_versions
+
+from fastloop.runtime import delayed_imports
+from fastloop.runtime.delayed_imports import DelayedModule, DelayingFinder, StandIn, delay_imports
+
+FILES = {
+    "slow_library/__init__.py": "",
+    "slow_library/sums.py": "def add(one, other):\n    return one + other\n\nlimit = 7\n",
+    "slow_library/parts/__init__.py": "whole = 1\n",
+    "slow_library/parts/inner.py": "depth = 2\n",
+    "takes_function.py": "from slow_library.sums import add\n",
+    "takes_value.py": "from slow_library.sums import add, limit\n",
+    "takes_module.py": "import slow_library\n\ndef size():\n    return slow_library.sums.limit\n",
+    "takes_submodule.py": "from slow_library.parts.inner import depth\n",
+}
+DELAYED = {
+    "takes_function": DelayedModule("slow_library.sums", ("add",)),
+    "takes_value": DelayedModule("slow_library.sums", ("add",)),
+    "takes_module": DelayedModule("slow_library"),
+    "takes_submodule": DelayedModule("slow_library.parts"),
+}
+REAL = """
+import sys
+from fastloop.runtime import delayed_imports
+delayed_imports.delay_imports()
+import torch
+import transformers.masking_utils as masking
+import transformers.modeling_utils
+from transformers.integrations import finegrained_fp8
+from transformers.loss import loss_for_object_detection as detection
+
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.AdamW([weight], lr=0.1)
+optimizer.zero_grad()
+
+@torch.compiler.disable
+def shape_of(value):
+    return value.shape[0]
+
+assert shape_of(weight) == 2
+assert not {"torch._dynamo", "scipy.optimize"} & sys.modules.keys()
+
+assert detection.linear_sum_assignment([[4, 1], [2, 0]])[1].tolist() == [1, 0]
+from scipy.optimize import linear_sum_assignment
+assert detection.linear_sum_assignment is linear_sum_assignment
+
+graphs = []
+def count(graph, inputs):
+    graphs.append(len(list(graph.graph.nodes)))
+    return graph.forward
+
+@torch.compile(backend=count)
+def step(value):
+    optimizer.zero_grad()
+    return value * shape_of(value) + 1
+
+assert step(torch.ones(2)).tolist() == [3, 3]
+assert graphs, "nothing was compiled"
+from torch._dynamo import trace_rules
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+assert masking.TransformGetItemToIndex is TransformGetItemToIndex
+assert not delayed_imports._registrations
+assert trace_rules.is_callable_allowed(finegrained_fp8._load_finegrained_fp8_kernel)
+"""
+
+
+@pytest.fixture
+def finder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayingFinder]:
+    """A finder that delays the modules of FILES, which can be imported."""
+    for name, text in FILES.items():
+        path = tmp_path / "packages" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.setattr(delayed_imports, "DELAYED", DELAYED)
+    before = set(sys.modules)
+    finder = DelayingFinder()
+    sys.meta_path.insert(0, finder)
+    yield finder
+    sys.meta_path.remove(finder)
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_function_imports_its_module_when_it_is_called(finder: DelayingFinder) -> None:
+    user = importlib.import_module("takes_function")
+    assert "slow_library.sums" not in sys.modules
+    assert user.add(2, 3) == 5
+    assert user.add is sys.modules["slow_library.sums"].add
+
+
+def test_a_module_that_another_one_imports_takes_the_place_of_its_delayed_names(finder: DelayingFinder) -> None:
+    user = importlib.import_module("takes_function")
+    real = importlib.import_module("slow_library.sums")
+    assert user.add is real.add
+    assert not finder.waiting
+
+
+def test_a_name_that_is_not_listed_imports_the_module(finder: DelayingFinder) -> None:
+    user = importlib.import_module("takes_value")
+    assert user.limit == 7
+    assert not isinstance(sys.modules["slow_library.sums"], StandIn)
+    assert user.add(1, 1) == 2
+
+
+def test_a_delayed_module_is_imported_for_its_first_attribute(finder: DelayingFinder) -> None:
+    user = importlib.import_module("takes_module")
+    assert "slow_library" not in sys.modules
+    importlib.import_module("slow_library.sums")
+    assert user.size() == 7
+
+
+def test_a_submodule_of_a_delayed_module_is_imported_with_it(finder: DelayingFinder) -> None:
+    assert importlib.import_module("takes_submodule").depth == 2
+    real = sys.modules["slow_library.parts"]
+    assert not isinstance(real, StandIn)
+    assert real.whole == 1
+    assert real.inner.depth == 2
+
+
+def test_a_module_that_is_imported_already_is_not_delayed(finder: DelayingFinder) -> None:
+    real = importlib.import_module("slow_library.sums")
+    assert importlib.import_module("takes_function").add is real.add
+    assert not finder.waiting
+
+
+def test_a_package_that_is_not_installed_gets_no_stand_in(
+    finder: DelayingFinder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DELAYED, "takes_module", DelayedModule("no_such_library"))
+    assert importlib.import_module("takes_module").slow_library.__name__ == "slow_library"
+    assert "no_such_library" not in sys.modules
+
+
+def test_a_process_has_one_finder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    delay_imports()
+    delay_imports()
+    assert [type(finder) for finder in sys.meta_path].count(DelayingFinder) == 1
+
+
+@pytest.mark.slow
+@with_pinned_versions
+def test_the_compiler_and_scipy_work_once_they_are_used() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr

@@ -168,9 +168,18 @@ class Gelu(torch.autograd.Function):
 def is_plain(module: nn.Module) -> bool:
     """Whether the module is no more than its float32 weights: no hook is called around its forward, such as one that
     gathers weights, and no strategy divides them."""
+    return not has_hooks(module) and has_plain_weight(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook is called around the module's forward, or its forward is replaced."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def has_plain_weight(module: nn.Module) -> bool:
+    """Whether the module's weight is float32, and no strategy divides it."""
     weight: Any = module.weight
-    hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return not hooks and type(weight.data) is Tensor and weight.dtype == torch.float32
+    return type(weight.data) is Tensor and weight.dtype == torch.float32
 
 
 def fits(hidden: Tensor, *norms: nn.LayerNorm) -> bool:

@@ -4,8 +4,12 @@
       - amp: {dtype: bf16}
       - cpu-layers
 
-One kernel computes bias, dropout, residual and layer norm, another one bias and GELU. Hidden states stay in bf16 from
-product to product. The plugin is for BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT and ELECTRA.
+The plugin is for BERT, DistilBERT, RoBERTa, XLM-R, CamemBERT and ELECTRA: one kernel computes bias, dropout, residual
+and layer norm, another one bias and GELU. Hidden states stay in bf16 from product to product.
+
+It is also for the decoders Llama, Mistral, Qwen2 and Qwen3. One kernel computes residual and RMS norm, another one the
+gated activation (SwiGLU), and a third one the rotary embedding. The residual stream stays in float32. Linear layers may
+have adapters.
 
 It needs a processor with AVX512-BF16, a C compiler and bf16 precision. Otherwise the plugin logs the reason and changes
 nothing. Weights that a strategy divides or gathers are left to the model.
@@ -14,7 +18,7 @@ nothing. Weights that a strategy divides or gathers are left to the model.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, Problem, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins.toolkit import BERT_LIKE, model_type, transformers_model
@@ -22,6 +26,28 @@ from fastloop_plugins.toolkit import BERT_LIKE, model_type, transformers_model
 if TYPE_CHECKING:
     from fastloop import Machine, Recipe, Run, StepProfile
     from torch import nn
+
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of transformers models with the formulas of Llama's layer."""
+MODEL_TYPES = (*BERT_LIKE, *DECODERS)
+"""Types of models that the kernels compute."""
+ENCODER_OPERATIONS = (
+    "aten::native_layer_norm",
+    "aten::native_layer_norm_backward",
+    "aten::gelu",
+    "aten::gelu_backward",
+)
+"""Operations of torch that the kernels replace in models like BERT."""
+DECODER_OPERATIONS = (
+    "aten::mul",
+    "aten::pow",
+    "aten::mean",
+    "aten::silu",
+    "aten::silu_backward",
+    "aten::neg",
+    "aten::cat",
+)
+"""Operations of torch that the kernels replace in models like Llama: those of norm, activation and rotary embedding."""
 
 logger = logging.getLogger("fastloop")
 
@@ -36,19 +62,19 @@ class CpuLayers(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """On a CPU with bf16 matrix units, for models like BERT in bf16 that are not compiled."""
+        """On a CPU with bf16 matrix units, for models like BERT or Llama in bf16 that are not compiled."""
         fits = machine.device == "cpu" and "bf16" in machine.fast_dtypes and "amp" in recipe.plugins
-        if not fits or recipe.plugins.get("compile", False) is not False or model_type(recipe) not in BERT_LIKE:
+        if not fits or recipe.plugins.get("compile", False) is not False or model_type(recipe) not in MODEL_TYPES:
             return None
-        return Recommendation(why="one pass computes dropout, residual and layer norm")
+        return Recommendation(why="one pass computes residual and norm, another one the activation")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        fits = profile.device == "cpu" and "amp" in recipe.plugins and model_type(recipe) in BERT_LIKE
+        kind = model_type(recipe)
+        fits = profile.device == "cpu" and "amp" in recipe.plugins and kind in MODEL_TYPES
         if not fits or cls.name in recipe.plugins:
             return None
-        norms = ("aten::native_layer_norm", "aten::native_layer_norm_backward")
-        seconds = profile.spent((*norms, "aten::gelu", "aten::gelu_backward"))
+        seconds = profile.spent(ENCODER_OPERATIONS if kind in BERT_LIKE else DECODER_OPERATIONS)
         return SpeedupEstimate(
             seconds=0.5 * seconds,
             why=f"Norms and activations are {seconds / profile.seconds:.0%} of a step; one pass each computes them.",
@@ -56,10 +82,8 @@ class CpuLayers(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        from fastloop_cpu._cpu_layers import use
-
         reason = self.reason_against(run, model)
-        if reason is None and not use(model):
+        if reason is None and not kernels_of(model).use(model):
             reason = f"{type(model).__name__} has no layers that the kernels compute"
         if reason is not None:
             if self.name in run.recipe.selected:
@@ -70,10 +94,20 @@ class CpuLayers(Plugin):
     @staticmethod
     def reason_against(run: Run, model: nn.Module) -> str | None:
         """Why the kernels cannot compute this model's layers; None: they may."""
-        from fastloop_cpu._cpu_layers import SOURCE
         from fastloop_cpu._native import reason_against, unavailable_kernels
 
-        inner = transformers_model(model)
-        if inner is None or inner.config.model_type not in BERT_LIKE:
-            return f"{type(model).__name__} is not one of {', '.join(BERT_LIKE)}"
-        return reason_against(run, model) or unavailable_kernels(SOURCE)
+        kernels = kernels_of(model)
+        if kernels is None:
+            return f"{type(model).__name__} is not one of {', '.join(MODEL_TYPES)}"
+        return reason_against(run, model) or unavailable_kernels(kernels.SOURCE)
+
+
+def kernels_of(model: nn.Module) -> Any:
+    """The module of this package that replaces layers of models of this type; None: there is none."""
+    from fastloop_cpu import _cpu_decoder, _cpu_layers
+
+    inner = transformers_model(model)
+    kind = None if inner is None else inner.config.model_type
+    if kind in DECODERS:
+        return _cpu_decoder
+    return _cpu_layers if kind in BERT_LIKE else None

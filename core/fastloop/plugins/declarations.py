@@ -45,17 +45,18 @@ _LIKE: dict[type, Any] = {tuple: Collection, dict: (tuple, list, set, Mapping), 
 the type itself."""
 
 
-def check_together(plugins: Sequence[Plugin], installed: Collection[str], where: str) -> None:
+def check_together(plugins: Sequence[Plugin], installed: Collection[str], recipe: Recipe) -> None:
     """Check the declarations of a run's plugins.
 
     Args:
         installed: Names of the installed plugins.
-        where: The recipe, for messages.
+        recipe: The recipe, for messages.
 
     Raises:
         PluginError: A declaration is wrong, two plugins exclude each other, a plugin lacks one that it requires, or the
             ordering constraints are circular.
     """
+    where = recipe.where
     for plugin in plugins:
         if not plugin.name:
             raise PluginError(
@@ -76,7 +77,7 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], where:
                 f"{names} fill the slot {plugin.slot!r}.", code="slot-filled-twice", place=where, remedy=fix
             )
     for plugin in plugins:
-        _check_references(plugin, plugins, {*installed, *(other.name for other in plugins)}, where)
+        _check_references(plugin, plugins, {*installed, *(other.name for other in plugins)}, recipe)
     try:
         graphlib.TopologicalSorter(predecessors(plugins)).prepare()
     except graphlib.CycleError as error:
@@ -125,8 +126,9 @@ def _keep_one(rivals: Sequence[Plugin]) -> tuple[str, str]:
     return f"{', '.join(others)} and {last}", f"Keep one: {' or '.join(fixes)}."
 
 
-def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collection[str], where: str) -> None:
+def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collection[str], recipe: Recipe) -> None:
     """Check the names of other plugins in a plugin's declarations. Warns about a name that is close to a known one."""
+    where = recipe.where
     slots = {other.slot for other in plugins if other.slot}
     for declaration in REFERENCES:
         for reference in getattr(plugin, declaration):
@@ -139,7 +141,7 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                     place=where,
                 )
             if not present and declaration == "requires":
-                missing = _explain_missing(reference, plugins, names)
+                missing = _explain_missing(plugin, reference, plugins, names, recipe)
                 raise PluginError(
                     f"plugin {plugin.name!r} requires {missing.text}",
                     code="missing-plugin",
@@ -181,7 +183,9 @@ def _explain_cycle(names: list[str], plugins: Sequence[Plugin]) -> str:
     )
 
 
-def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collection[str]) -> Problem:
+def _explain_missing(
+    plugin: Plugin, reference: str, plugins: Sequence[Plugin], names: Collection[str], recipe: Recipe
+) -> Problem:
     """The end of the message for a requirement that no plugin of the run meets, and the remedy."""
     slot = reference.removeprefix("slot:")
     if slot != reference:
@@ -199,6 +203,10 @@ def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collectio
         return Problem(
             f"the task {reference!r}, and the task of this run is {task}.",
             remedy="If any task will do, its class requires 'slot:task'.",
+        )
+    if recipe.leaves_out(reference):
+        return Problem(
+            f"{reference!r}, which is left out.", remedy=f"Leave out both: --without {reference},{plugin.name}."
         )
     return Problem(f"{reference!r}, which the recipe does not list.", remedy=f"Add it: --with {reference}.")
 

@@ -219,7 +219,7 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     _add_defaults(recipe, plugins, reasons)
     if recipe.inference is None:
         declarations.check_strategy(recipe, plugins, world_size())
-    declarations.check_together(plugins, names, recipe.where)
+    declarations.check_together(plugins, names, recipe)
     ordered = order(plugins, reasons)
     declarations.check_exclusive_hooks(ordered, reasons, recipe.where)
     return ResolvedRecipe(recipe, PluginSet(ordered, reasons))

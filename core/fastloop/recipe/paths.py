@@ -39,9 +39,24 @@ def find_path(path: str, source: Path | None) -> Path:
         RecipeError: See ``check_path``.
     """
     given = check_path(path, source)
-    if not given.exists() and source is not None and (source.parent / given).exists():
-        return source.parent / given
+    if not given.exists() and source is not None:
+        beside = source.parent / given
+        if beside.exists() or (beside.is_symlink() and not given.is_symlink()):  # a broken link is the user's file, too
+            return beside
     return given
+
+
+def nothing_at(path: Path, kind: str = "file") -> str:
+    """Why there is no file or folder at a path, as the beginning of a sentence: "no such file", or that a symbolic link
+    is there, and where it points.
+
+    Args:
+        kind: ``file``, ``folder`` or both, for the sentence.
+    """
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            return f"no such {kind}: the symbolic link {place} points to {place.readlink()}, which does not exist"
+    return f"no such {kind}"
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -65,7 +80,7 @@ def find_recipe(name: str) -> Path:
     stem = path.stem if path.suffix in (".yaml", ".yml") and path.parent.name in ("", "recipes") else name
     if stem in shipped and (path.parent == Path() or path.parent.name == "recipes"):
         return shipped[stem]
-    kind = "a folder" if path.is_dir() else "no such file"
+    kind = "a folder" if path.is_dir() else nothing_at(path)
     raise RecipeError(
         f"{kind}, and no shipped recipe has this name.",
         code="file-missing",

@@ -182,6 +182,10 @@ class Recipe:
         """Replace plugin names by their listed form."""
         return {self.references.get(name, name): options for name, options in plugins.items()}
 
+    def leaves_out(self, name: str) -> bool:
+        """Whether the recipe or `--without` turns a plugin off. Messages then do not propose to add it."""
+        return self.plugins.get(name) is False
+
     def place(self, name: str) -> str:
         """The key of a plugin in messages, in its listed form."""
         return f"{self.where}: plugins.{self.references.get(name, name)}"

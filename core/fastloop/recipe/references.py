@@ -11,6 +11,7 @@ from fastloop import no_code
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_code, import_file
+from fastloop.recipe.paths import nothing_at
 
 
 def check_reference(reference: str, recipe: Recipe, key: str) -> tuple[str, str]:
@@ -34,8 +35,11 @@ def check_reference(reference: str, recipe: Recipe, key: str) -> tuple[str, str]
     is_file = home.endswith(".py")
     if is_file:
         if not recipe.find(home).is_file():
+            problem = nothing_at(recipe.find(home))
+            if problem == "no such file":
+                problem = f"no such file: {home}, neither in the current folder nor beside the recipe"
             raise RecipeError(
-                f"no such file: {home}, neither in the current folder nor beside the recipe.",
+                f"{problem}.",
                 code="file-missing",
                 place=where,
             )

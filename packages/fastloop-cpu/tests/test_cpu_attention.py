@@ -25,6 +25,7 @@ from text_helpers import train_to_numbers
 from fastloop_cpu import _cpu_attention, _native
 from fastloop_cpu._cpu_attention import HEAD_SIZES, SOURCE, RowAttention, attention, unavailable
 from fastloop_cpu.cpu_attention import CpuAttention
+from fastloop_cpu.cpu_layers import CpuLayers
 
 REASON = unavailable()
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"cpu-attention: {REASON}")
@@ -367,3 +368,16 @@ def test_several_processes_compile_at_once_and_the_library_is_kept(tmp_path):
     changed = kept_files[0].stat().st_mtime_ns
     assert forked.run("compile.py", env=environment).stdout.strip() == "None"
     assert kept_files[0].stat().st_mtime_ns == changed
+
+
+@pytest.mark.parametrize("plugin", [CpuAttention, CpuLayers])
+def test_a_plugin_that_the_user_left_out_is_not_proposed(plugin, caplog):
+    """`fastloop predict RUN --without amp`, of a run whose recipe lists the plugins that were selected for it."""
+    chosen = plugin()
+    built = run(BERT, chosen)
+    assert "add amp" in caplog.text
+    caplog.clear()
+    built.recipe.plugins["amp"] = False
+    chosen.before_prepare(run=built, model=built.unwrap_model())
+    assert "in torch.float32" in caplog.text
+    assert "add amp" not in caplog.text

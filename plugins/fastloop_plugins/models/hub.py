@@ -16,6 +16,7 @@ from typing import Any
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
 from fastloop.problem import clause
+from fastloop.recipe.paths import nothing_at
 from fastloop_plugins._names import list_names
 
 logger = logging.getLogger("fastloop")
@@ -64,10 +65,20 @@ def check_name(where: str, name: str, path: Path, wanted: Sequence[str] = ("conf
                 place=where,
                 expected="a folder that save_pretrained wrote",
             )
-    elif path.exists() or not is_hub_name(name):
-        raise RecipeError(
-            "no such folder, and not a name that the hub could have.", code="file-missing", place=f"{where}: {name}"
-        )
+    else:
+        check_hub_name(name, path, f"{where}: {name}")
+
+
+def check_hub_name(name: str, path: Path, place: str) -> None:
+    """Raise an error for a name that is no folder at ``path``, and that the hub could not have. A symbolic link that
+    points nowhere is an error, too: its name was not meant for the hub."""
+    if path.is_dir():
+        return
+    if path.is_symlink():
+        raise RecipeError(f"{nothing_at(path, 'folder')}.", code="file-missing", place=place)
+    if path.exists() or not is_hub_name(name):
+        problem = nothing_at(path, "folder")
+        raise RecipeError(f"{problem}, and not a name that the hub could have.", code="file-missing", place=place)
 
 
 @cache

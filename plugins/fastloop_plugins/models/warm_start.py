@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
+from fastloop.recipe.paths import nothing_at
 from fastloop_plugins._names import list_names
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def weight_files(recipe: Recipe) -> list[Path]:
         return [path]
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("model/*.safetensors"))
     if not files:
-        problem = "no such file or folder."
+        problem = f"{nothing_at(path, 'file or folder')}."
         if path.is_dir():
             problem = "holds no .safetensors file, and neither does its folder model."
         raise RecipeError(

@@ -92,7 +92,7 @@ class SpeedCheck(Plugin):
         if run.is_main and not self.saving and saving >= SAVING and saving >= (WORTH - 1) * training:
             self.saving = True
             background = ", write in the background (`--with async-save`)"
-            if "async-save" in run.plugins.names():
+            if "async-save" in run.plugins.names() or run.recipe.leaves_out("async-save"):
                 background = ""
             share = saving / (saving + training)
             self.log.warning(

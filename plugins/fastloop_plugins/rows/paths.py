@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.errors import RecipeError
+from fastloop.recipe.paths import nothing_at
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, FORMATS, format_of
 
@@ -56,7 +57,7 @@ def find_files(
     for path in paths:
         if not path.is_file():
             raise RecipeError(
-                f"{'a folder, expected a file' if path.is_dir() else 'no such file'}.",
+                f"{'a folder, expected a file' if path.is_dir() else nothing_at(path)}.",
                 code="file-missing",
                 place=f"{where}: {path}",
             )

@@ -21,7 +21,7 @@ from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._mapped import flatnonzero, zeros
-from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.models.hub import check_hub_name, explain, offline, quiet
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop, with_drop_line
@@ -192,12 +192,7 @@ class TextData(StreamedData):
                 place=f"{self.where}.name",
                 remedy=f"Give it as data.files.train={name}.",
             )
-        if not path.is_dir() and not is_hub_name(name):
-            raise RecipeError(
-                "no such folder, and not a name that the hub could have.",
-                code="file-missing",
-                place=f"{self.where}.name: {name}",
-            )
+        check_hub_name(name, path, f"{self.where}.name: {name}")
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -329,7 +324,9 @@ class TextData(StreamedData):
 
             yield self.parse(block, at_row)
         if unreadable.problems:
-            skips = "" if self.inference is not None else f"To skip such {self.unit}: --with skip-unreadable"
+            skips = f"To skip such {self.unit}: --with skip-unreadable"
+            if self.inference is not None or self.recipe.leaves_out("skip-unreadable"):
+                skips = ""
             raise unreadable.error(self.unit, skips)
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:

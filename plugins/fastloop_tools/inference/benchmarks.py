@@ -13,6 +13,7 @@ from fastloop.distributed import ranks
 from fastloop.errors import FastloopError, UsageError, did_you_mean
 from fastloop.problem import clause, typed_clause
 from fastloop.recipe import Inference, Recipe, Train
+from fastloop.recipe.paths import nothing_at
 
 SPLIT = "lm-eval"
 """The value of ``split`` in the results, and the beginning of their file's name."""
@@ -104,7 +105,7 @@ def check_folder(folder: Path | None, trusted: bool) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise UsageError("no such folder.", code="file-missing", place=f"--task-folder {folder}")
+        raise UsageError(f"{nothing_at(folder, 'folder')}.", code="file-missing", place=f"--task-folder {folder}")
     if no_code.is_forbidden():
         raise UsageError(
             f"task files run code, which {no_code.OPTION} refuses.",

@@ -16,6 +16,7 @@ from fastloop.cli.arguments import NoCode, With, Without, names, output_file
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, secrets
+from fastloop.recipe.paths import nothing_at
 from fastloop_tools.inference.evaluate import Target
 
 if TYPE_CHECKING:
@@ -126,10 +127,13 @@ def read_source(name: str) -> Path | Iterable[str]:
     if len(name) < 4096 and "\n" not in name:
         from fastloop_plugins.rows.suffixes import COMPRESSIONS, CONLL, FORMATS, installed_formats
 
-        if Path(name).exists():
-            return Path(name)
+        path = Path(name)
+        if path.exists():
+            return path
+        if path.is_symlink():
+            raise UsageError(f"{nothing_at(path)}.", code="file-missing", place=name)
         if " " not in name and name.lower().endswith((*FORMATS, *installed_formats(), CONLL, *COMPRESSIONS)):
-            raise UsageError("no such file.", code="file-missing", place=name)
+            raise UsageError(f"{nothing_at(path)}.", code="file-missing", place=name)
     return [name]
 
 

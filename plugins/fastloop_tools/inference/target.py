@@ -16,6 +16,7 @@ from fastloop.cli import startup
 from fastloop.cli.startup import reduced_gc, start_run, started_from
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
+from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def load(
     folder = Path(target)
     if not folder.is_dir():
         raise UsageError(
-            "no such folder.",
+            f"{nothing_at(folder, 'folder')}.",
             code="not-a-run",
             place=str(target),
             expected="a run folder, such as runs/quickstart, or an exported model",
@@ -134,7 +135,7 @@ def read_file_instead(recipe: Recipe, file: Path) -> None:
     """Make a file the recipe's only data, as the evaluated split."""
     assert recipe.inference is not None
     if not file.is_file():
-        raise UsageError("no such file.", code="file-missing", place=f"--file {file}")
+        raise UsageError(f"{nothing_at(file)}.", code="file-missing", place=f"--file {file}")
     elsewhere = {"name", "subset", "revision", "sources", "module", "arguments", "splits", "limit"}
     elsewhere |= {"streaming", "shuffle_buffer", "lanes", "mix"}  # of training rows
     recipe.data = {key: value for key, value in recipe.data.items() if key not in elsewhere}

@@ -13,6 +13,7 @@ from typing import Any
 from fastloop.errors import UsageError
 from fastloop.problem import clause, typed_clause
 from fastloop.recipe import safe_yaml
+from fastloop.recipe.paths import nothing_at
 from fastloop_tools.report.metrics import Series, read_log
 from fastloop_tools.shared.json_files import MALFORMED, read_json
 
@@ -123,7 +124,9 @@ def read(folders: Iterable[Path]) -> Found:
             continue
         file = next((file for file in RECORDS if (folder / file).is_file()), None)
         if file is None:
-            what = "contains no run, sweep, ablation or profile" if folder.is_dir() else "no such folder"
+            what = "contains no run, sweep, ablation or profile"
+            if not folder.is_dir():
+                what = nothing_at(folder, "folder")
             raise UsageError(
                 f"{what}.",
                 code="not-a-run",

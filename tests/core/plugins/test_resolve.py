@@ -260,6 +260,7 @@ def test_a_conflict_is_refused_with_its_reason(reference):
 
 def test_missing_required_plugin_is_rejected_with_repair():
     assert_problem(problem_of(make("a", requires=("ema",))), "missing-plugin recipe 'a' 'ema' --with")
+    assert problem_of({"ema": False}, make("a", requires=("ema",))).proposals == ["--without ema,a"]
     problem = problem_of(make("a", requires=("slot:strategy",)))
     assert_problem(problem, "missing-plugin recipe 'a' 'strategy'")
     assert "--with slot" not in str(problem)

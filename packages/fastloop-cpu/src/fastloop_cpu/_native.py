@@ -142,5 +142,6 @@ def reason_against(run: Run, model: nn.Module) -> str | None:
         return "the kernel would break compile's graph"
     dtype = computing_dtype(run, model)
     if dtype != bfloat16:
-        return f"the run computes in {dtype}, not in bf16 (add amp: {{dtype: bf16}})"
+        advice = "" if run.recipe.leaves_out("amp") else " (add amp: {dtype: bf16})"
+        return f"the run computes in {dtype}, not in bf16{advice}"
     return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
+from fastloop.recipe.paths import nothing_at
 from fastloop_plugins._cache import digest
 from fastloop_plugins._names import list_names
 from fastloop_plugins.rows.source import call_source, check_source
@@ -213,7 +214,7 @@ class ImageData:
         if folder.is_dir():
             return
         raise RecipeError(
-            "a file, expected a folder." if folder.is_file() else "no such folder.",
+            "a file, expected a folder." if folder.is_file() else f"{nothing_at(folder, 'folder')}.",
             code="file-missing",
             place=f"{self.where}.images: {self.options.images}",
             expected="FOLDER/train/CLASS/IMAGE",
@@ -444,7 +445,7 @@ class ImageData:
     def _existing(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
             if not Path(name).is_file():
-                problem = "a folder, expected an image" if Path(name).is_dir() else "no such file"
+                problem = "a folder, expected an image" if Path(name).is_dir() else nothing_at(Path(name))
                 raise RecipeError(
                     f"{problem}.",
                     code="file-missing",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop.problem import clause
+from fastloop.recipe.paths import nothing_at
 from fastloop_plugins.rows.roles import ROLES, meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
@@ -69,7 +70,7 @@ def template_text(recipe: Recipe, name: str) -> str:
     if not path.is_file():
         names = ", ".join(BUILT_IN)
         raise RecipeError(
-            "no such file.",
+            f"{nothing_at(path)}.",
             code="file-missing",
             place=f"{recipe.where}: data.chat_template: {name}",
             expected=f"a Jinja file, or a built-in name: {names}",

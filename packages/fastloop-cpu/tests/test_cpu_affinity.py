@@ -15,7 +15,7 @@ from fastloop.cli import startup
 from fastloop.estimates import StepProfile
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop_plugins.toolkit import ForeignLoad
+from fastloop_plugins.toolkit import ForeignLoad, cores
 
 from fastloop_cpu.cpu_affinity import CpuAffinity
 
@@ -58,6 +58,37 @@ def test_processes_of_a_machine_share_its_processors(tiny_run, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("variable", "count", "processes", "threads"),
+    [
+        ("1", None, 1, 1),
+        ("1,4", None, 1, 1),
+        ("1", 2, 1, 2),
+        ("none", None, 1, "all"),
+        (None, None, 1, "all"),
+        ("999", None, 1, "all"),
+        ("1", None, 2, "half"),
+    ],
+)
+def test_the_users_number_of_threads_is_kept_without_a_launcher(
+    tiny_run, monkeypatch, caplog, variable, count, processes, threads
+):
+    """A launcher sets OMP_NUM_THREADS for each of several processes, torchrun to 1, so it does not count there."""
+    caplog.set_level(logging.INFO, "fastloop")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    available = min(len(os.sched_getaffinity(0)), cores())
+    expected = {"all": available, "half": max(1, available // 2)}.get(threads, threads)
+    result = tiny_run([CpuAffinity(count=count, pin=False)], epochs=1)
+    assert result.summary["threads"] == expected
+    is_said = any("OMP_NUM_THREADS" in message for message in caplog.messages)
+    follows = variable in ("1", "1,4") and (count is None and processes == 1)
+    overridden = variable == "1" and expected != 1
+    assert is_said == (follows or overridden or variable == "999")
+
+
+@pytest.mark.parametrize(
     ("wait", "others", "expected"),
     [
         ("auto", 1.0, "passive"),
@@ -85,6 +116,7 @@ def test_a_policy_of_the_users_environment_is_kept(monkeypatch):
 
 def test_a_busy_machine_makes_it_worth_a_line(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     profile = StepProfile(device="cpu", cores=2, threads=2, seconds=1.0, foreign_cores=0.98)
     estimate = CpuAffinity.estimate_speedup(profile, make_recipe({}))
     assert estimate is not None
@@ -95,7 +127,10 @@ def test_a_busy_machine_makes_it_worth_a_line(monkeypatch):
     assert CpuAffinity.estimate_speedup(single, make_recipe({})) is None, (
         "one thread waits for no other, and the second core is busy"
     )
-    assert CpuAffinity.estimate_speedup(dataclasses.replace(single, foreign_cores=0.0), make_recipe({})) is not None
+    idle = dataclasses.replace(single, foreign_cores=0.0)
+    assert CpuAffinity.estimate_speedup(idle, make_recipe({})) is not None
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert CpuAffinity.estimate_speedup(idle, make_recipe({})) is None, "the plugin keeps the user's single thread"
 
 
 @pytest.mark.slow

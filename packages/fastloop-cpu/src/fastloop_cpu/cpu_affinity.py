@@ -4,9 +4,12 @@
       - cpu-affinity: {denormals: false}
 
 The processes of a machine divide its cores evenly, with one thread for each core, or as many as a container's quota
-permits. Some processors compute with numbers below 1e-38 a hundred times slower. OpenMP's threads spin while they wait,
-and sleep if other programs use half a core or more at the start. ``wait: passive`` is for machines whose load comes
-later.
+permits. In a run of one process, ``OMP_NUM_THREADS`` of the environment sets the threads, unless ``count`` does.
+Launchers such as torchrun set the variable for several processes, so the plugin does not follow it there, and logs
+that.
+
+Some processors compute with numbers below 1e-38 a hundred times slower. OpenMP's threads spin while they wait, and
+sleep if other programs use half a core or more at the start. ``wait: passive`` is for machines whose load comes later.
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ class CpuAffinity(Plugin):
     name = "cpu-affinity"
     numerics = "reassociated"
 
-    count: int | None = option("Threads of a process; null: one for each of its cores.", default=None, ge=1)
+    count: int | None = option(
+        "Threads of a process; null: OMP_NUM_THREADS in a run of one process, or one for each of its cores.",
+        default=None,
+        ge=1,
+    )
     pin: bool = option("Pin each process to its own cores (Linux).", default=True)
     wait: Literal["auto", "passive", "active"] | None = option(
         "Waiting threads sleep (passive) or spin (active); auto: sleep if other programs are busy; null: as "
@@ -64,6 +71,8 @@ class CpuAffinity(Plugin):
                 "for each other spin.",
             )
         if cls.name in recipe.plugins or profile.device != "cpu" or profile.threads >= share:
+            return None
+        if profile.world_size == 1 and threads_of_user() is not None:  # the plugin would not add threads
             return None
         return SpeedupEstimate(
             seconds=profile.computing * (1 - profile.threads / share),
@@ -93,10 +102,32 @@ class CpuAffinity(Plugin):
             pin(share)
         # fewer threads than cores in a control group with a quota
         quota = max(1, len(share) * cores() // len(pinned))
-        torch.set_num_threads(self.count or quota)
+        self._set_threads(quota, size)
         if not self.denormals and not torch.set_flush_denormal(True):
             self.log.warning(Problem("this processor cannot flush denormal numbers to zero.", code="no-effect"))
         self.log.info("%d threads on cores %s", torch.get_num_threads(), ", ".join(map(str, share)))
+
+    def _set_threads(self, quota: int, size: int) -> None:
+        """Set the number of threads: that of ``count``, of the user's environment, or one for each core.
+
+        Args:
+            quota: Cores of this process.
+            size: Processes on this machine.
+        """
+        import torch
+
+        given = threads_of_user()
+        if self.count is not None or given is None:
+            torch.set_num_threads(self.count or quota)
+        elif size == 1:
+            torch.set_num_threads(min(given, quota))
+            self.log.info("OMP_NUM_THREADS sets the number of threads (plugins.cpu-affinity.count: another one)")
+            return
+        else:
+            torch.set_num_threads(quota)
+        if given is not None and given != torch.get_num_threads():
+            reason = "count sets" if self.count is not None else "a launcher may have set it, and the plugin sets"
+            self.log.info("OMP_NUM_THREADS=%d has no effect: %s %d threads", given, reason, torch.get_num_threads())
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -114,6 +145,12 @@ class CpuAffinity(Plugin):
         torch.set_num_threads(self.before["threads"])
         torch.set_flush_denormal(False)
         pin(self.before["processors"])
+
+
+def threads_of_user() -> int | None:
+    """The number of threads in ``OMP_NUM_THREADS``, of which the first counts: 4 of ``4,2``. None: it has none."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def pin(processors: list[int]) -> None:

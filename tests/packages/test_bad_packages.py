@@ -194,7 +194,7 @@ def test_broken_packages_affect_no_other_run(venv, recipe):
         "version": "0.7",
         "group": "",
         "slot": None,
-        "numerics": "bitwise",
+        "numerics": "not declared",
         "summary": "A package.",
     }
     assert rows["gone"]["summary"] == "cannot be found: there is no module nowhere.to_be"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastloop.plugins.installed import GROUP, name_and_version
-from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, When
+from fastloop.plugins.plugin import NOT_DECLARED, Device, Dtype, Package, Plugin, When, shown_numerics
 from fastloop.problem import clause
 from fastloop.strategy import Strategy
 
@@ -150,9 +150,9 @@ def _class_facts(tree: ast.Module, name: str) -> dict[str, str | None]:
     facts: dict[str, str | None] = {}
     for base in bases:
         if base == "Plugin":
-            facts = {"slot": Plugin.slot, "numerics": Plugin.numerics}
+            facts = {"slot": Plugin.slot, "numerics": NOT_DECLARED}
         elif base == "Strategy":
-            facts = {"slot": Strategy.slot, "numerics": Strategy.numerics}
+            facts = {"slot": Strategy.slot, "numerics": NOT_DECLARED}
         else:
             path = _find_import(tree, base)
             if path is not None:
@@ -162,6 +162,9 @@ def _class_facts(tree: ast.Module, name: str) -> dict[str, str | None]:
     for key in ("slot", "numerics"):
         if key in literals and isinstance(literals[key], str | None):
             facts[key] = literals[key]
+    promises = literals.get("read_only") is True or facts.get("slot") == "task"
+    if promises and facts.get("numerics") == NOT_DECLARED:
+        facts["numerics"] = Plugin.numerics
     return facts
 
 
@@ -292,7 +295,7 @@ def _show_declarations(cls: type[Plugin]) -> None:
     rows: dict[str, Iterable[str]] = {
         "in a run": [cls.description],
         "slot": [cls.slot or "none"],
-        "numerics": [cls.numerics],
+        "numerics": [shown_numerics(cls)],
         "requirements": _requirements(cls),
         "requires": cls.requires,
         "conflicts": [f"{other}: {reason}" for other, reason in cls.conflicts.items()],

@@ -51,6 +51,9 @@ Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-trai
 """How a plugin affects the numbers: same bits; same mathematics in another summation order; fewer bits; different
 training. Tests and `bench` verify it."""
 
+NOT_DECLARED = "not declared"
+"""Shown in the place of a numerics class that a plugin does not declare."""
+
 Trait = Literal[
     "token-ids", "padded", "output-per-text", "fixed-length", "deterministic", "cached-token-ids", "next-token-loss"
 ]
@@ -203,7 +206,7 @@ class Plugin:
     sections: ClassVar[Mapping[str, type]] = {}
     """For a task: ``model`` and ``data`` -> the dataclass of their keys. `fastloop schema` and the docs show them."""
     numerics: ClassVar[Numerics] = "bitwise"
-    """How the plugin affects the numbers."""
+    """How the plugin affects the numbers. Commands show a plugin that declares none as `not declared`."""
     on_resume: ClassVar[Mapping[str, Literal["fixed", "free"]]] = {}
     """Option -> whether a run that resumes must have the checkpoint's value (``fixed``), or may have another one
     (``free``), which is logged and must take effect. The options that it leaves out are fixed in a task and
@@ -358,6 +361,15 @@ class Plugin:
 
 
 declare(Plugin)
+
+
+def shown_numerics(cls: type[Plugin]) -> str:
+    """The numerics class of a plugin in tables: ``not declared`` for a class that only has the default, which its
+    author did not promise. A read-only plugin promises it, and there is no training without a task to compare with."""
+    declaring = [base for base in cls.__mro__ if base is not Plugin and "numerics" in vars(base)]
+    if declaring or cls.read_only or cls.slot == "task":
+        return cls.numerics
+    return NOT_DECLARED
 
 
 def first_sentence(text: str) -> str:

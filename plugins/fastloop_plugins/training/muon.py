@@ -35,6 +35,7 @@ class MuonOptimizer(Plugin):
     """
 
     name = "muon-optimizer"
+    numerics = "bitwise"
     fallback_hooks = ("build_optimizer",)
 
     adamw: list[str] = option("Patterns of 2-D weights that AdamW steps, such as head.*.", default_factory=list)

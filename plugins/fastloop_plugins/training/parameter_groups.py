@@ -53,6 +53,7 @@ class ParameterGroups(Plugin):
     """
 
     name = "parameter-groups"
+    numerics = "bitwise"  # the keys of the recipe change training
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

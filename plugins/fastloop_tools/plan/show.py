@@ -20,7 +20,7 @@ from fastloop.distributed import ranks
 from fastloop.lifecycle import check_task
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.manager import PluginSet
-from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.plugin import Plugin, shown_numerics
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, secrets
 from fastloop.runtime import hardware
@@ -117,13 +117,13 @@ def show_table(plugins: PluginSet) -> None:
         # a reason such as "on by default: every run logs; moved after 'x'", without the details of the default
         reasons = plugins.reasons[plugin.name].split("; ")
         short = "; ".join(reason.partition(":")[0] for reason in reasons)
-        table.add_row(f"{number:>2}.", plugin.name, plugin.numerics, escape(short))
+        table.add_row(f"{number:>2}.", plugin.name, numerics_of(plugin), escape(short))
     rich.print(table)
 
 
 def show_plugin(number: int, plugin: Plugin, plan: Plan) -> None:
     """Print a plugin in detail: slot, numerics class, reason, effect, options and the settings that it changes."""
-    details = [plugin.numerics, plan.plugins.reasons[plugin.name]]
+    details = [numerics_of(plugin), plan.plugins.reasons[plugin.name]]
     if plugin.slot:
         details.insert(0, f"slot {plugin.slot}")
     reference = plan.recipe.references.get(plugin.name)
@@ -137,6 +137,11 @@ def show_plugin(number: int, plugin: Plugin, plan: Plan) -> None:
     for line in lines:
         if line:
             typer.echo(f"      {secrets.hide(line)}")
+
+
+def numerics_of(plugin: Plugin) -> str:
+    """The numerics class of a plugin with its options, which may change it: ``not declared`` if it declares none."""
+    return plugin.numerics if "numerics" in vars(plugin) else shown_numerics(type(plugin))
 
 
 def changed_options(plugin: Plugin) -> list[str]:

@@ -387,3 +387,23 @@ def test_doctor_reports_environment(cli):
 def test_the_list_of_commands_reads_the_help_of_each_command():
     for name, point in own().items():
         assert summary(point).split() == own_command(name).help.split(), name
+
+
+def test_a_numerics_class_that_no_author_declared_is_not_shown_as_a_promise(cli):
+    Path("own.py").write_text(
+        "from fastloop import Plugin, Strategy\n\n\n"
+        "class Averaging(Strategy):\n    name = 'averaging'\n\n\n"
+        "class Counting(Plugin):\n    name = 'counting'\n\n\n"
+        "class Kept(Counting):\n    name = 'kept'\n    numerics = 'reassociated'\n\n\n"
+        "class Watching(Plugin):\n    name = 'watching'\n    read_only = True\n"
+    )
+    files = [f"./own.py:{name}" for name in ("Averaging", "Kept", "Counting", "Watching")]
+    code, out, _ = cli("plan", "quickstart", "--with", ",".join(files))
+    assert code == 0
+    rows = {line.split()[1]: line for line in out.splitlines() if re.match(r" *\d+\. ", line)}
+    assert "not declared" in rows["averaging"]
+    assert "reassociated" in rows["kept"]
+    assert "not declared" in rows["counting"]
+    assert "bitwise" in rows["watching"]
+    _, out, _ = cli("plan", "quickstart", "-v", "--with", files[0])
+    assert "not declared" in out

@@ -110,6 +110,37 @@ def test_worst_samples_equal_those_of_the_exported_model(run, trained, cli, plug
     assert found[0]["target"] != found[0]["prediction"], "a tenth of the labels is wrong"
 
 
+def test_each_worst_sample_names_its_line_and_columns(tmp_path, cli, monkeypatch):
+    """Rows of validation are held out of train, and one row is dropped: their numbers are not those of the samples."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("a.csv", "b.csv")):
+        rows = [{"id": f"{name}-{row}", **values} for row, values in enumerate(texts(40, 100 * number))]
+        rows[7]["text"] = "remove this"
+        rows[9]["text"] += "\nover two lines"
+        write_csv(tmp_path / name, rows)
+    data = {"files": {"train": ["a.csv", "b.csv"]}, "text": "text", "label": "label", "max_length": 32}
+    data |= {"validation_fraction": 0.25, "drop": [{"column": "text", "equals": "remove this"}]}
+    recipe = write_recipe(tmp_path, data=data, train={"max_steps": 1, "batch_size": 8, "device": "cpu"})
+    train(recipe)
+    out = evaluate(cli, "run", "--split", "validation", "--worst", "12", "--keep", "id,wrong=label")
+    found = stored(Path("run"), "validation")["worst"]
+    assert {row["place"].partition(",")[0] for row in found} == {"a.csv", "b.csv"}
+    for row in found:
+        name, _, line = row["place"].partition(", line ")
+        first = Path(name).read_text().splitlines()[int(line) - 1]
+        assert first.startswith(f"{row['kept']['id']},{row['input'].split(' over')[0]}")
+        assert row["kept"]["wrong"] == row["target"]
+        assert row["place"] in out
+        assert row["kept"]["id"] in out
+    assert found[0]["place"] in page(cli, "run")
+    code, _, err = cli("evaluate", "run", "--split", "validation", "--worst", "2", "--keep", "idd")
+    assert code == 2
+    assert_problem(err, "unknown-column --keep 'idd' 'id'?")
+    code, _, err = cli("evaluate", "run", "--keep", "id")
+    assert code == 2
+    assert_problem(err, "missing-value --keep --worst")
+
+
 @pytest.mark.slow
 def test_results_are_stored_in_the_run_without_texts(run, cli):
     out = evaluate(cli, run)

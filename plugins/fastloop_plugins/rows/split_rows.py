@@ -29,6 +29,7 @@ class Rows:
         characters: (rows,) int32, those of the row's texts. Blank texts count as empty.
         labels: The label of each row, if the task has labels: 0..n-1, or as ``text.targets`` reads them.
         sources: The number of each row's source, with ``data.sources``.
+        numbers: (rows,) int64, the number of each row among all rows of the split's tables, from 0; None: not kept.
     """
 
     columns: Mapping[str, Column]
@@ -36,6 +37,7 @@ class Rows:
     characters: NDArray[np.int32]
     labels: NDArray[Any] | None = None
     sources: NDArray[np.int64] | None = None
+    numbers: NDArray[np.int64] | None = None
 
     @property
     def texts(self) -> Sequence[Any]:
@@ -54,6 +56,7 @@ class Rows:
             characters=take(self.characters, ids),
             labels=None if self.labels is None else take(self.labels, ids),
             sources=None if self.sources is None else take(self.sources, ids),
+            numbers=None if self.numbers is None else take(self.numbers, ids),
         )
 
 

@@ -9,6 +9,7 @@ data, sources                       # finds the files and reads their rows; ``da
 columns                             # the texts of a row: one column, or several
 labels, label_names, targets        # classes and their names, numbers, and sets of classes
 dropped_rows, repeats               # rows that are left out, or repeat each other
+row_places                          # the file and the line of a row
 tokenizers, special_tokens, new_tokens, positions   # tokenizers, and what they lack
 tokens, known_tokens                # token ids and their cache, and those of earlier runs
 split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads

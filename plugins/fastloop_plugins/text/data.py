@@ -95,6 +95,8 @@ class TextData(StreamedData):
         self.several = isinstance(self.options.label, list)
         self.label_type = self.options.label_type or ("classes" if self.several else "class")
         self.classes: list[str] = []  # in inference: set before ``load``, from the model
+        self.keeps_places = False  # whether ``load`` keeps ``tables`` and ``Rows.numbers``, for ``row_places``
+        self.tables: dict[str, list[Table]] = {}  # the rows of each split as read, without dropped ones
         self.messages: list[str | Problem] = []  # lines for the log, and warnings
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
         check_label_options(self, labelled)
@@ -219,6 +221,10 @@ class TextData(StreamedData):
         if self.options.deduplicate and "train" in used:
             used["train"] = drop_repeats(used["train"], self)
         rows = {role: self._rows(role, found) for role, found in used.items()}
+        if self.keeps_places:
+            self.tables = used
+            for of_role in rows.values():
+                of_role.numbers = np.arange(len(of_role))
         notes = [note for found in used.values() for part in found for note in part.notes]
         self.messages += notes[:NOTES]
         if len(notes) > NOTES:

@@ -54,9 +54,14 @@ def evaluate(
         typer.Option(
             min=0,
             metavar="N",
-            help="Also show and store the N samples whose targets have the lowest probability, with their input.",
+            help="Also show and store the N samples whose targets have the lowest probability, with file, line and "
+            "input.",
         ),
     ] = 0,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="A,B", help="With --worst: columns of the file to show, such as id; all: every one."),
+    ] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,7 +95,7 @@ def evaluate(
             place=f"--task-folder {task_folder}",
         )
     if tasks:
-        others = {"--file": file, "--worst": worst, "--nproc": nproc, "--with": with_, "--without": without}
+        others = {"--file": file, "--worst": worst, "--keep": keep, "--nproc": nproc, "--with": with_, "--without": without}
         given = [name for name, value in others.items() if value]
         if given:
             raise UsageError(
@@ -108,6 +113,13 @@ def evaluate(
                 json_file,
             )
         return
+    if keep and not worst:
+        raise UsageError(
+            "it adds columns to the samples of --worst.",
+            code="missing-value",
+            place="--keep",
+            remedy="Give --worst N, too. For the predictions of all rows: `fastloop predict RUN FILE --keep ...`.",
+        )
     if split is None:
         split = "test" if file is not None else default_split(target, arguments or ())
     recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
@@ -119,6 +131,8 @@ def evaluate(
         command = ["evaluate", target, *(arguments or ()), "--split", split, "--worst", str(worst), *plugins]
         if file is not None:
             command += ["--file", str(file)]
+        if keep:
+            command += ["--keep", ",".join(names(keep))]
         if json_file:
             command += ["--json", json_file]
         assert recipe.inference is not None
@@ -150,7 +164,7 @@ def evaluate(
                 "seconds": perf_counter() - started,
             }
             if worst:
-                record["worst"] = worst_samples(run, split, worst)
+                record["worst"] = worst_samples(run, split, worst, names(keep))
             if run.is_main:
                 report(record, json_file)
         ending.end(run)
@@ -234,12 +248,15 @@ def show_worst(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cells.append(
             [
-                str(row["index"]),
+                row["place"] or str(row["index"]),
                 row["target"],
                 f"{row['target_probability']:.4f}",
                 row["prediction"],
                 f"{row['prediction_probability']:.4f}",
+                *(str(value) for value in row["kept"].values()),
                 row["input"] or "",
             ]
         )
-    show_table(["sample", "target", "probability", "prediction", "probability", "input"], cells, wraps=-1)
+    kept = list(rows[0]["kept"])
+    head = ["sample", "target", "probability", "prediction", "probability", *kept, "input"]
+    show_table(head, cells, wraps=-1)

@@ -64,16 +64,43 @@ class KeptColumns:
         """
         task = reading_task(run, path)
         layout = task.data.layout(predicts=True)
+        names = self._open(layout, path)
+        self.check_names(task.output_columns())
+        self.rows = islice(self._read(layout, names), start, None)
+
+    def at(self, run: Run, path: Path, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
+        """The columns of some rows of a file, by the numbers of their lines or rows, from 1.
+
+        Raises:
+            UsageError: The task reads no rows, or the file has no such column.
+        """
+        from fastloop_plugins.rows.formats import FEW
+
+        layout = reading_task(run, path).data.layout(predicts=True)
+        self._open(layout, path)
+        sources = [column.source for column in self.columns]
+        count = 0
+        kept = {}
+        with layout.reading(str(path)) as file:
+            for block in file.blocks(sources, size=FEW):
+                lines = block.lines or range(count + 1, count + block.rows + 1)
+                count += block.rows
+                for number, values in zip(lines, block.tuples(sources), strict=True):
+                    if number in numbers:
+                        kept[number] = {column.name: value for column, value in zip(self.columns, values, strict=True)}
+        return kept
+
+    def _open(self, layout: FileLayout, path: Path) -> list[str]:
+        """Find the columns in a file. Returns the names of all columns of its first rows."""
         self.path = path
         with layout.reading(str(path)) as file:
             next(file.blocks(list(layout.columns), size=FIRST_ROWS), None)
             names = list(file.names)
             schema = file.schema
         self.columns = self._choose(names)
-        self.check_names(task.output_columns())
         if schema is not None:
             self.types = {column.name: schema.field(column.source).type for column in self.columns}
-        self.rows = islice(self._read(layout, names), start, None)
+        return names
 
     def _read(self, layout: FileLayout, first_names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         """Yield the kept columns of each row; None for one that the row lacks.

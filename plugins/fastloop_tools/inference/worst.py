@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastloop import Run, loop
+from fastloop import Run, UsageError, loop
 from fastloop.evaluation_results import evaluating
+from fastloop_plugins.text.row_places import RowPlace, find_places
+from fastloop_plugins.text.task import TextTask
 from fastloop_tools.inference.classes import class_names, classifies
+from fastloop_tools.inference.keep import KeptColumns
 from fastloop_tools.shared.sample_text import describe_sample
 
 
@@ -28,13 +33,32 @@ class ScoredSample(NamedTuple):
     classes: int
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a sample comes from.
+
+    Attributes:
+        place: Its file and line, such as ``reviews.csv, line 12``; None: unknown.
+        kept: Columns of its row in the file.
+    """
+
+    place: str | None
+    kept: dict[str, Any]
+
+
 @torch.no_grad()
-def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
+def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The ``count`` samples whose targets have the lowest probability, lowest first. Computes the split once more.
 
-    Each has ``index``, ``input``, ``target``, ``prediction``, ``target_probability`` and ``prediction_probability``.
-    Probabilities are the softmax of the scores in float32. Empty for a task that does not classify. Every process must
-    call it.
+    Each has ``index``, ``place``, ``input``, ``target``, ``prediction``, ``target_probability``,
+    ``prediction_probability`` and ``kept``. The place is a file and a line, the file of an image, or None. Probabilities
+    are the softmax of the scores in float32. Empty for a task that does not classify. Every process must call it.
+
+    Args:
+        keep: The option ``--keep``: columns of the file of each sample, for ``kept``.
+
+    Raises:
+        UsageError: The samples are no rows of files that have these columns.
     """
     own: list[ScoredSample] = []
     with evaluating(run.model):
@@ -56,12 +80,15 @@ def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
     names = class_names(run, worst[0].classes)
     tokenizer = load_tokenizer(run.recipe.inference.model)
     dataset = run.datasets[split]
+    origins = find_origins(run, split, [one.sample for one in worst], keep)
     samples = []
-    for one in worst:
+    for one, origin in zip(worst, origins, strict=True):
         shown = describe_sample(dataset[one.sample], tokenizer) if hasattr(dataset, "__getitem__") else None
         samples.append(
             {
                 "index": one.sample,
+                "place": origin.place,
+                "kept": origin.kept,
                 "input": shown,
                 "target": names[one.target],
                 "prediction": names[one.prediction],
@@ -70,6 +97,53 @@ def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
             }
         )
     return samples
+
+
+def find_origins(run: Run, split: str, samples: Sequence[int], keep: Sequence[str]) -> list[Origin]:
+    """The origin of each sample: a row of a file, or an image.
+
+    Args:
+        keep: Columns of the files, as in ``KeptColumns``.
+
+    Raises:
+        UsageError: There are columns to keep, and the samples are no rows of files.
+    """
+    task = run.plugins.task
+    dataset = run.datasets[split]
+    if isinstance(task, TextTask) and task.samples_are_rows:
+        places = find_places(task.data, split, samples)
+        if places is not None:
+            columns = kept_columns(run, places, keep)
+            return [Origin(str(place), kept) for place, kept in zip(places, columns, strict=True)]
+    if keep:
+        raise UsageError(
+            f"the samples of the split {split!r} are no rows of files.",
+            code="unsupported-task",
+            place="--keep",
+            remedy="Leave it out.",
+        )
+    name_of = getattr(dataset, "place_of", None)  # of images
+    return [Origin(None if name_of is None else name_of(sample), {}) for sample in samples]
+
+
+def kept_columns(run: Run, places: Sequence[RowPlace], keep: Sequence[str]) -> list[dict[str, Any]]:
+    """The columns to keep of each row. Reads each file once."""
+    if not keep:
+        return [{} for _ in places]
+    by_file: dict[str, set[int]] = {}
+    for place in places:
+        by_file.setdefault(place.table.where, set()).add(place.number)
+    rows = {file: KeptColumns(keep).at(run, Path(file), numbers) for file, numbers in by_file.items()}
+    kept = []
+    for place in places:
+        values = rows[place.table.where][place.number]
+        kept.append({name: _json_value(value) for name, value in values.items()})
+    return kept
+
+
+def _json_value(value: Any) -> Any:
+    """A cell as JSON: a date or another type of Parquet as text."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def score(predictions: Tensor, targets: Tensor, ids: Sequence[int]) -> list[ScoredSample]:

@@ -38,7 +38,7 @@ class Class:
 
 @dataclass
 class WorstSample:
-    """A sample that the model got wrong. ``input`` is None if it has no text."""
+    """A sample that the model got wrong. ``input`` is None if it has no text, and ``place`` if its file is unknown."""
 
     index: int
     target: str
@@ -46,6 +46,8 @@ class WorstSample:
     target_probability: float
     prediction_probability: float
     input: str | None
+    place: str | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

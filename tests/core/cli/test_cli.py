@@ -353,7 +353,7 @@ def test_plan_shows_wrappers_of_the_loss_and_the_default_that_a_plugin_replaces(
     arguments = "plan", "quickstart", "train.device=cpu", "--with"
     inner, outer, rival = (f"{tmp_path / 'own.py'}:{name}" for name in ("Inner", "Outer", "Rival"))
     _, out, _ = cli(*arguments, f"{inner},{outer}", "-v")
-    assert "inner  (slot progress, bitwise, listed in the recipe; replaces 'progress'" in out
+    assert "inner  (slot progress, not declared, listed in the recipe; replaces 'progress'" in out
     assert ". progress" not in out
     assert "loss     outer around inner around text-classification\n" in out
     for other, name in ((rival, "rival"), ("progress", "progress")):

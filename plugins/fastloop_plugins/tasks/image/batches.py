@@ -330,6 +330,10 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
         other.transform = self.training if split == "train" else self.plain
         return other
 
+    def place_of(self, index: int) -> str:
+        """The path of an image."""
+        return str(self.files.root / self.files.names[index])
+
     def __len__(self) -> int:
         return len(self.files.names)
 

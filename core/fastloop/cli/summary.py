@@ -45,6 +45,11 @@ def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         rows["best"] = f"{best.get('metric', '')} {best['value']:.4f} at step {best['step']}{better}".lstrip()
     if summary["model_step"] is not None:
         rows["model"] = describe_model(summary)
+    scored: dict[str, list[str]] = {}  # class -> the metrics that score only this one
+    for metric, name in summary.get("metric_classes", {}).items():
+        scored.setdefault(name, []).append(metric)
+    if scored:
+        rows["positive"] = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in scored.items())
     rows["steps"] = f"{summary['steps']} ({summary['epochs']} epochs, {summary['samples']} samples)"
     seconds = [(phase, summary[f"{phase}_seconds"]) for phase in PHASES]
     rows["seconds"] = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds if spent)

@@ -27,11 +27,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, Package, RecipeError, hookimpl, option
+from fastloop import Output, Package, RecipeError, hookimpl
 from fastloop_plugins.tasks.image.data import ImageData, ImageDataOptions
 from fastloop_plugins.tasks.image.model import ImageModel, ImageModelOptions
-from fastloop_plugins.tasks.shared.losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks.shared.metrics import classifier_metrics, find_metrics
+from fastloop_plugins.tasks.shared.losses import ClassLoss
+from fastloop_plugins.tasks.shared.metrics import binary_metrics, classifier_metrics, find_metrics
+from fastloop_plugins.tasks.shared.two_classes import TwoClassOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,19 +50,15 @@ TOP = 5
 """Number of classes among which ``top5_accuracy`` looks for the label."""
 
 
-class ImageClassification(ClassifierOptions):
+class ImageClassification(TwoClassOptions):
     """Trains a classifier of images: one class for each."""
 
     name = "image-classification"
-    on_resume = {"metrics": "free", "threshold": "free"}
+    on_resume = {"metrics": "free", "threshold": "free", "positive": "free"}
     slot = "task"
     fallback_hooks = ("compute_loss",)
     requirements = (Package("pillow", ">=11", extra="vision"),)
     sections = {"model": ImageModelOptions, "data": ImageDataOptions}
-
-    threshold: float | None = option(
-        "Predict class 1 of two if its probability is above this; null: the likelier.", default=None, gt=0, lt=1
-    )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -108,6 +105,7 @@ class ImageClassification(ClassifierOptions):
         self.criterion.set_weights(
             (lambda: datasets["train"].labels) if "train" in datasets else None, self.labels.names
         )
+        self.decision(self.labels.names)  # refuses an unknown class before the model is built
         return datasets
 
     @hookimpl(optionalhook=True)
@@ -155,8 +153,11 @@ class ImageClassification(ClassifierOptions):
         from torchmetrics.classification import MulticlassAccuracy
 
         where = f"{run.recipe.where}: plugins.{self.name}.metrics"
-        count = len(self.labels.names)
-        metrics = classifier_metrics(self.metric_classes, self.metrics, where, count, self.threshold)
+        names = self.labels.names
+        count = len(names)
+        decision = self.decision(names)
+        metrics = classifier_metrics(self.metric_classes, self.metrics, where, count, decision)
+        self.scored_classes = dict.fromkeys(binary_metrics(self.metric_classes, count), names[decision.positive])
         if count > TOP:
             if "top5_accuracy" in self.metrics:
                 raise RecipeError(
@@ -184,7 +185,8 @@ class ImageClassification(ClassifierOptions):
         from fastloop_plugins.tasks.shared.metrics import prediction_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
-        return {"file": list(batch[2]), **prediction_columns(output, self.labels.names, self.threshold)}
+        names = self.labels.names
+        return {"file": list(batch[2]), **prediction_columns(output, names, self.decision(names))}
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

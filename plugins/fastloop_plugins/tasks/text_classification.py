@@ -21,10 +21,12 @@ Options of loss and metrics:
       - text-classification:
           loss: {name: cross_entropy, class_weights: balanced, label_smoothing: 0.1}     # or {name: focal, gamma: 2}
           metrics: {auroc: {type: BinaryAUROC}, recall: {type: MulticlassRecall}}         # beside accuracy and f1
-          threshold: 0.3                                                                 # above it, predict class 1
+          positive: spam          # of two classes, the one of f1, of metrics such as BinaryAUROC, and of threshold
+          threshold: 0.3          # above it, predict the positive class
 
 ``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training
-labels. ``f1`` follows scikit-learn: of class 1 with two classes, else the mean over the classes.
+labels. ``f1`` follows scikit-learn: of the positive class with two classes, else the mean over the classes. Without
+``positive``, it is the second in sorted order. The table at the end of a run names it.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, check_trains, shortest
-from fastloop_plugins.tasks.shared.losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks.shared.metrics import find_metrics
-from fastloop_plugins.tasks.shared.problems import make_problem
+from fastloop_plugins.tasks.shared.losses import ClassLoss
+from fastloop_plugins.tasks.shared.metrics import binary_metrics, find_metrics
+from fastloop_plugins.tasks.shared.problems import SingleLabel, make_problem
+from fastloop_plugins.tasks.shared.two_classes import TwoClassOptions
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import ModelOptions, TextModel
 from fastloop_plugins.text.options import DataOptions
@@ -56,11 +59,11 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.tokens import Split
 
 
-class TextClassification(ClassifierOptions, TextTask):
+class TextClassification(TwoClassOptions, TextTask):
     """Trains a classifier of texts: one class, any number of classes, or a number for each."""
 
     name = "text-classification"
-    on_resume = {"metrics": "free", "threshold": "free"}
+    on_resume = {"metrics": "free", "threshold": "free", "positive": "free"}
     labels = "required"
     sections = {"model": ModelOptions, "data": DataOptions}
     auto_class = "AutoModelForSequenceClassification"
@@ -71,7 +74,8 @@ class TextClassification(ClassifierOptions, TextTask):
     order: LabelOrder
 
     threshold: float | None = option(
-        "Predict class 1 of two, or each of any number, if its probability is above this; null: the likelier, or 0.5.",
+        "Predict the positive class of two, or each of any number, if its probability is above this; null: the "
+        "likelier, or 0.5.",
         default=None,
         gt=0,
         lt=1,
@@ -103,7 +107,7 @@ class TextClassification(ClassifierOptions, TextTask):
         self.text_model = TextModel(recipe, classify=True)
         where = f"{recipe.where}: plugins.{self.name}"
         self.criterion = ClassLoss(self.loss, f"{where}.loss")
-        self.problem = make_problem(self.data.label_type, self.criterion, self.threshold, where)
+        self.problem = make_problem(self.data.label_type, self.criterion, self, where)
         self.adds_metrics = self.problem.modes
         self.metric_classes = find_metrics(self.metrics, recipe, f"plugins.{self.name}.metrics")
 
@@ -147,6 +151,8 @@ class TextClassification(ClassifierOptions, TextTask):
         datasets = super().build_datasets(run=run)
         train = datasets.get("train")
         self.criterion.set_weights(None if train is None else lambda: train.labels, self.order.names)
+        if isinstance(self.problem, SingleLabel):
+            self.decision(self.order.names)  # refuses an unknown class before the model is built
         return datasets
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
@@ -164,7 +170,11 @@ class TextClassification(ClassifierOptions, TextTask):
     @hookimpl
     def build_metrics(self, run: Run) -> MetricCollection:
         where = f"{run.recipe.where}: plugins.{self.name}.metrics"
-        return self.problem.metrics(self.order.names, self.metric_classes, self.metrics, where)
+        names = self.order.names
+        if isinstance(self.problem, SingleLabel):
+            scored = binary_metrics(self.metric_classes, len(names))
+            self.scored_classes = {metric: names[self.decision(names).positive] for metric in scored}
+        return self.problem.metrics(names, self.metric_classes, self.metrics, where)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:

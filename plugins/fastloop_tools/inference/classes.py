@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from fastloop import Plugin, Run, hookimpl
-from fastloop_plugins.tasks.shared.metrics import predicted_classes
+from fastloop_plugins.tasks.shared.two_classes import Decision, TwoClassOptions
 
 KEY = "fastloop_class_counts"
 """Name of the additional metric. It is removed from the results."""
@@ -22,7 +22,7 @@ class Counts(Metric):
 
     Attributes:
         matrix: (classes, classes), int64, target by prediction; None: no output had one score for each class.
-        threshold: That of the task, see ``predicted_classes``.
+        decision: That of the task between two classes.
     """
 
     full_state_update = False
@@ -30,7 +30,7 @@ class Counts(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.matrix: Tensor | None = None
-        self.threshold: float | None = None
+        self.decision = Decision()
 
     def reset(self) -> None:
         super().reset()
@@ -41,7 +41,7 @@ class Counts(Metric):
         if not classifies(predictions, targets) or len(targets) == 0:
             return
         classes = predictions.shape[1]
-        pairs = targets * classes + predicted_classes(predictions, self.threshold)
+        pairs = targets * classes + self.decision.classes(predictions)
         matrix = torch.bincount(pairs[targets >= 0], minlength=classes**2).reshape(classes, classes)
         self.matrix = matrix if self.matrix is None else self.matrix + matrix
 
@@ -62,7 +62,9 @@ class ClassCounts(Plugin):
     def build_metrics(self, run: Run) -> Generator[None, MetricCollection | None, MetricCollection | None]:
         metrics = yield
         if metrics is not None:
-            self.counts.threshold = getattr(run.plugins.task, "threshold", None)  # of tasks with two classes
+            task = run.plugins.task
+            if isinstance(task, TwoClassOptions):
+                self.counts.decision = task.decided
             metrics.add_metrics({KEY: self.counts})
             self.counts = metrics[KEY]  # type: ignore[assignment]
         return metrics
@@ -103,6 +105,12 @@ def entity_scores(run: Run) -> list[dict[str, Any]]:
         if isinstance(classes, list):
             return classes
     return []
+
+
+def scored_classes(run: Run) -> dict[str, str]:
+    """Metric -> the name of the only class that it scores, such as ``f1`` of two classes."""
+    task = run.plugins.task
+    return dict(task.scored_classes) if isinstance(task, TwoClassOptions) else {}
 
 
 def classifies(predictions: Any, targets: Any) -> bool:

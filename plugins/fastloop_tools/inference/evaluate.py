@@ -95,7 +95,14 @@ def evaluate(
             place=f"--task-folder {task_folder}",
         )
     if tasks:
-        others = {"--file": file, "--worst": worst, "--keep": keep, "--nproc": nproc, "--with": with_, "--without": without}
+        others = {
+            "--file": file,
+            "--worst": worst,
+            "--keep": keep,
+            "--nproc": nproc,
+            "--with": with_,
+            "--without": without,
+        }
         given = [name for name, value in others.items() if value]
         if given:
             raise UsageError(
@@ -142,7 +149,7 @@ def evaluate(
         read_file_instead(recipe, file)
     startup.end_with_launcher()
     with signals.on_signals(signals.stop_now):
-        from fastloop_tools.inference.classes import ClassCounts
+        from fastloop_tools.inference.classes import ClassCounts, scored_classes
         from fastloop_tools.inference.worst import worst_samples
 
         log_to_stderr(json_file)
@@ -158,6 +165,7 @@ def evaluate(
                 "file": str(file) if file else None,
                 "arguments": [*(arguments or ()), *plugins],
                 "metrics": run.state.metrics[split],
+                "metric_classes": scored_classes(run),
                 **counts.results(run),
                 "device": str(run.device),
                 "world_size": run.world_size,
@@ -194,6 +202,7 @@ def report(record: dict[str, Any], json_file: str) -> None:
 def show(record: dict[str, Any], json_file: str) -> None:
     """Print the results as tables, and write them to ``json_file``; ``-``: print JSON only."""
     import rich
+    from rich.markup import escape
     from rich.table import Table
 
     from fastloop.runtime.files import write
@@ -210,7 +219,9 @@ def show(record: dict[str, Any], json_file: str) -> None:
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
         for name, value in record["metrics"].items():
-            table.add_row(f"{record['file'] or record['split']} {name}", f"{value:.4f}")
+            scored = record["metric_classes"].get(name)
+            of_class = f" of {scored}" if scored else ""
+            table.add_row(escape(f"{record['file'] or record['split']} {name}{of_class}"), f"{value:.4f}")
         rich.print(table)
     columns = ("precision", "recall", "f1")
     for key, title in (("entities", "entity"), ("classes", "class")):

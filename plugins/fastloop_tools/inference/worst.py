@@ -51,8 +51,9 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
     """The ``count`` samples whose targets have the lowest probability, lowest first. Computes the split once more.
 
     Each has ``index``, ``place``, ``input``, ``target``, ``prediction``, ``target_probability``,
-    ``prediction_probability`` and ``kept``. The place is a file and a line, the file of an image, or None. Probabilities
-    are the softmax of the scores in float32. Empty for a task that does not classify. Every process must call it.
+    ``prediction_probability`` and ``kept``. The place is a file and a line, the file of an image, or None.
+    Probabilities are the softmax of the scores in float32. Empty for a task that does not classify. Every process must
+    call it.
 
     Args:
         keep: The option ``--keep``: columns of the file of each sample, for ``kept``.

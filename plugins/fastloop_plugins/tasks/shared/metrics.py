@@ -14,11 +14,11 @@ from fastloop.errors import did_you_mean
 from fastloop.problem import typed_clause
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torchmetrics import Metric, MetricCollection
 
     from fastloop import Output
     from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks.shared.two_classes import Decision
 
 
 def import_torchmetrics() -> None:
@@ -155,18 +155,16 @@ def classifier_metrics(
     options: Mapping[str, Mapping[str, Any]],
     where: str,
     num_classes: int,
-    threshold: float | None,
+    decision: Decision,
 ) -> MetricCollection:
     """``accuracy`` and ``f1``, and the recipe's metrics, of logits (N, num_classes) and labels (N,).
 
-    Metrics of two classes, such as ``BinaryAUROC``, get the probability of class 1. With a threshold, metrics of
-    predicted classes, such as ``MulticlassRecall``, get the classes that it decides.
-
-    Args:
-        threshold: Predict class 1 if its probability is above this; None: the class with the largest logit.
+    Metrics of two classes, such as ``BinaryAUROC``, get the probability of the positive class, and ``f1`` of two
+    classes is its own: see ``binary_metrics``. With a threshold, metrics of predicted classes, such as
+    ``MulticlassRecall``, get the classes that it decides.
 
     Raises:
-        RecipeError: A name is taken, or a metric or the threshold is for two classes and there are others.
+        RecipeError: A name is taken, or a metric is for two classes and there are others.
     """
     from torchmetrics.classification import (
         BinaryF1Score,
@@ -177,25 +175,16 @@ def classifier_metrics(
     )
     from torchmetrics.wrappers import LambdaInputTransformer
 
-    if threshold is not None and num_classes != 2:
-        raise RecipeError(
-            f"is for two classes, and the data has {num_classes}.",
-            code="unknown-option",
-            place=f"{where.removesuffix('.metrics')}.threshold",
-            remedy="Remove it.",
-        )
-
-    def decide(logits: Tensor) -> Tensor:
-        return predicted_classes(logits, threshold)
-
+    threshold = decision.threshold
     metrics: dict[str, Any] = {
         "accuracy": MulticlassAccuracy(num_classes, average="micro"),
         "f1": MulticlassF1Score(num_classes, average="macro"),
     }
     if threshold is not None:
-        metrics["accuracy"] = LambdaInputTransformer(metrics["accuracy"], transform_pred=decide)
+        metrics["accuracy"] = LambdaInputTransformer(metrics["accuracy"], transform_pred=decision.classes)
     if num_classes == 2:
-        metrics["f1"] = LambdaInputTransformer(BinaryF1Score(validate_args=False), transform_pred=decide)
+        f1 = BinaryF1Score(validate_args=False)
+        metrics["f1"] = LambdaInputTransformer(f1, decision.positives, decision.are_positive)
     arguments: dict[str, Any] = {"num_classes": num_classes, "task": "multiclass"}
     if threshold is not None:
         arguments["threshold"] = threshold
@@ -203,7 +192,7 @@ def classifier_metrics(
     for name, cls in classes.items():
         # also what a class such as MatthewsCorrCoef makes, by its argument ``task``
         if threshold is not None and isinstance(metrics[name], MulticlassStatScores | MulticlassConfusionMatrix):
-            metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decide)
+            metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decision.classes)
         if not cls.__name__.startswith("Binary"):
             continue
         if num_classes != 2:
@@ -212,36 +201,26 @@ def classifier_metrics(
                 code="wrong-metric",
                 place=f"{where}.{name}.type",
             )
-        metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=probability)
+        metrics[name] = LambdaInputTransformer(metrics[name], decision.probability, decision.are_positive)
     return collect(metrics, where)
 
 
-def probability(logits: Tensor) -> Tensor:
-    """The probability of class 1: (N, 2) -> (N,), float32."""
-    return logits.float().softmax(1)[:, 1]
-
-
-def predicted_classes(scores: Tensor, threshold: float | None) -> Tensor:
-    """The class that each row of scores predicts: (N, classes) -> (N,) int64.
-
-    Args:
-        threshold: Class 1 of two, if its probability is above this; None: the class with the largest score.
-    """
-    if threshold is None:
-        return scores.argmax(1)
-    return (probability(scores) > threshold).long()
+def binary_metrics(classes: Mapping[str, type[Metric]], num_classes: int) -> list[str]:
+    """The names of the metrics of ``classifier_metrics`` that score one of two classes."""
+    if num_classes != 2:
+        return []
+    return ["f1", *(name for name, cls in classes.items() if cls.__name__.startswith("Binary"))]
 
 
 def prediction_columns(
-    output: Output, names: Sequence[str] | None = None, threshold: float | None = None
+    output: Output, names: Sequence[str] | None = None, decision: Decision | None = None
 ) -> dict[str, list[Any]]:
     """``label``, ``probability`` and the probability of each class, if the output has class scores (N, C) and class ids
     (N,) as targets. Otherwise ``output``: the values as they are.
 
     Args:
         names: Names of the classes; None: their numbers.
-        threshold: The label is class 1 if its probability is above this; None: the label is the class with the largest
-            probability.
+        decision: The label that the scores give; None: the class with the largest score.
 
     Raises:
         PluginError: The output has no predictions.
@@ -263,7 +242,7 @@ def prediction_columns(
     if not classifies or scores.shape[1] < 2:
         return {"output": scores.float().tolist() if scores.is_floating_point() else scores.tolist()}
     rows = scores.float().softmax(1).tolist()
-    best = predicted_classes(scores, threshold).tolist()
+    best = scores.argmax(1).tolist() if decision is None else decision.classes(scores).tolist()
     labels: Sequence[Any] = names if names is not None else range(scores.shape[1])
     columns: dict[str, list[Any]] = {
         "label": [labels[index] for index in best],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Output, RecipeError
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
 
     from fastloop import MetricMode
     from fastloop_plugins.tasks.shared.losses import ClassLoss
+    from fastloop_plugins.tasks.shared.two_classes import Decision, TwoClassOptions
 
 
 class SingleLabel:
     """One class for each text.
 
     Args:
-        threshold: As in ``classifier_metrics``.
+        decide: Returns the decision between classes of some names.
     """
 
     modes: ClassVar[Mapping[str, MetricMode]] = {}
 
-    def __init__(self, loss: ClassLoss, threshold: float | None) -> None:
+    def __init__(self, loss: ClassLoss, decide: Callable[[Sequence[str]], Decision]) -> None:
         self.loss = loss
-        self.threshold = threshold
+        self.decide = decide
 
     def output(self, logits: Tensor, targets: Tensor) -> Output:
         """Of logits (N, C) and targets (N,)."""
@@ -39,7 +40,7 @@ class SingleLabel:
         self, names: Sequence[str], classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
     ) -> MetricCollection:
         """See ``classifier_metrics``."""
-        return classifier_metrics(classes, options, where, len(names), self.threshold)
+        return classifier_metrics(classes, options, where, len(names), self.decide(names))
 
     def column_names(self, names: Sequence[str]) -> list[str]:
         """The names of ``columns``."""
@@ -47,7 +48,7 @@ class SingleLabel:
 
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
         """See ``prediction_columns``."""
-        return prediction_columns(output, names, self.threshold)
+        return prediction_columns(output, names, self.decide(names))
 
 
 class Regression:
@@ -141,20 +142,27 @@ class MultiLabel:
 
 
 def make_problem(
-    label_type: str, loss: ClassLoss, threshold: float | None, where: str
+    label_type: str, loss: ClassLoss, task: TwoClassOptions, where: str
 ) -> SingleLabel | MultiLabel | Regression:
     """The problem of a label type.
 
     Args:
         loss: The task's option ``loss``.
-        threshold: The task's option ``threshold``.
+        task: With the options ``threshold`` and ``positive``.
         where: The recipe and the task, for messages.
 
     Raises:
         RecipeError: An option is for another problem.
     """
     if label_type == "class":
-        return SingleLabel(loss, threshold)
+        return SingleLabel(loss, task.decision)
+    if task.positive is not None:
+        raise RecipeError(
+            f"is for two classes, and data.label_type is {label_type}.",
+            code="unknown-option",
+            place=f"{where}.positive",
+            remedy="Remove it.",
+        )
     if loss.options != LossOptions():
         used = "mean squared error" if label_type == "number" else "binary cross entropy"
         raise RecipeError(
@@ -163,6 +171,7 @@ def make_problem(
             place=f"{where}.loss",
             remedy="Remove it.",
         )
+    threshold = task.threshold
     if label_type == "number" and threshold is not None:
         raise RecipeError(
             "is for classes, and data.label_type is number.",

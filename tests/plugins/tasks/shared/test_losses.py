@@ -16,6 +16,7 @@ from torchmetrics.functional.classification import binary_auroc, binary_f1_score
 from training_runs import execute
 
 from fastloop import RecipeError
+from fastloop.cli.summary import summary_rows
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
@@ -220,9 +221,31 @@ def test_metrics_and_a_threshold_beside_the_built_in_ones():
     assert found["acc"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
 
 
+@pytest.mark.parametrize("threshold", [None, 0.4])
+@pytest.mark.parametrize(("positive", "chosen"), [(None, 1), ("1", 1), ("0", 0), (0, 0)])
+def test_the_recipe_names_the_class_that_metrics_of_two_classes_score(positive, chosen, threshold):
+    metrics = {"auroc": {"type": "BinaryAUROC"}, "hits": {"type": "BinaryRecall"}}
+    run = text_run(metrics=metrics, threshold=threshold, positive=positive)
+    summary = execute(run)
+    logits, labels = validation_logits(run)
+    values = run.state.metrics["validation"]
+    probability = logits.softmax(1)[:, chosen]
+    predicted = (probability > (threshold or 0.5)).long()  # whether the chosen class is predicted
+    targets = (labels == chosen).long()
+    if threshold is None:
+        assert 0 < predicted.sum() < len(predicted)
+    assert values["f1"] == pytest.approx(binary_f1_score(predicted, targets).item())
+    assert values["hits"] == pytest.approx((predicted * targets).sum().item() / targets.sum().item())
+    assert values["auroc"] == pytest.approx(binary_auroc(probability, targets).item(), abs=1e-6)
+    assert values["accuracy"] == pytest.approx((predicted == targets).float().mean().item())
+    assert summary["metric_classes"] == dict.fromkeys(("f1", "auroc", "hits"), str(chosen))
+    assert summary_rows(summary, run.folder)["positive"] == f"{chosen} (f1, auroc, hits)"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"positive": "10"}, "unknown-label text-classification.positive '10' '1'?"),
         ({"loss": "hinge"}, "invalid-value text-classification.loss.name 'hinge'"),
         (
             {"loss": {"label_smothing": 0.1}},

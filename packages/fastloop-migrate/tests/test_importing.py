@@ -287,7 +287,7 @@ def test_values_of_lora():
         "amp": {"dtype": "auto"},
         "lora": {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]},
     }
-    assert recipe.output == "./outputs/lora"
+    assert recipe.output == "runs/lora"
     noted = [line.partition(": ")[0] for line in shown.splitlines() if ": " in line]
     assert noted == ["evals_per_epoch", "datasets", "micro_batch_size", "wandb_name", "special_tokens"]
     assert "  fastloop plan recipe.yaml\n  fastloop train recipe.yaml\n" in shown
@@ -458,7 +458,26 @@ def test_every_default_of_training_arguments_needs_no_note():
     assert (recipe.train.optimizer, recipe.train.evaluate_every, recipe.train.device) == ("SGD", "epoch", "cpu")
     assert (recipe.train.lr, recipe.train.batch_size, recipe.train.max_grad_norm) == (5e-5, 8, 1.0)
     assert recipe.plugins == {"lr-scheduler": {"schedule": "linear"}}
-    assert recipe.output == "out"
+    assert recipe.output == "runs/out"
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        ("runs/lora/", "runs/lora-fastloop"),
+        ("/data/hf/", "runs/hf"),
+        ("./runs/a", "runs/a-fastloop"),
+        (None, "runs/args"),
+    ],
+)
+def test_a_run_gets_a_folder_of_its_own(old, expected):
+    """The old trainer's folder may hold its files, or get them later."""
+    config = {"learning_rate": 1e-3, "num_train_epochs": 2, "per_device_train_batch_size": 4}
+    recipe, _ = imported(config | ({"output_dir": old} if old else {}), name="args.json")
+    assert recipe.output == expected
+    (line,) = [line for line in Path("recipe.yaml").read_text().splitlines() if line.startswith("output: ")]
+    assert ("#" in line) == (old is not None)
+    assert old is None or old in line.partition("#")[2]
 
 
 def test_best_model_and_schedules_of_transformers():
@@ -694,12 +713,12 @@ def test_the_recipe_trains_by_the_proposed_commands():
     for command in proposed:
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-    assert json.loads(Path("run", "summary.json").read_text())["steps"] == 3
+    assert json.loads(Path("runs/run/summary.json").read_text())["steps"] == 3
 
 
 def test_text_of_a_config_cannot_leave_its_comment():
     recipe, _ = imported({**MUON, "chat_template": "x\noutput: elsewhere", "owls\u2028output": 3})
-    assert recipe.output == "./model-out"
+    assert recipe.output == "runs/config"
     assert "#   owls output: fastloop has no such key" in Path("recipe.yaml").read_text()
 
 

@@ -18,7 +18,7 @@ def recipe_text(
 
     Args:
         head: Lines of the comment at the top.
-        remarks: Plugin, or ``SECTION.KEY`` -> comment behind its line.
+        remarks: Plugin, ``SECTION.KEY`` or ``output`` -> comment behind its line.
     """
     lines = [f"# {line}".rstrip() for line in head]
     for section, value in recipe.items():
@@ -34,7 +34,7 @@ def recipe_text(
                 text = name if options == {} else f"{name}: {inline(options)}"
                 lines.append(_remarked(f"  - {text}", remarks.get(name)))
         else:
-            lines.append(f"{section}: {inline(value)}")
+            lines.append(_remarked(f"{section}: {inline(value)}", remarks.get(section)))
     return "\n".join(lines) + "\n"
 
 

@@ -114,10 +114,26 @@ def convert(
         value = result.take_number(key) if key in keys.NUMBERS else result.take(key)
         if value is not None:
             result.put(dotted, value)
+    result.put("output", own_folder(result.take("output_dir"), given, file))
     if result.take("use_cpu"):
         result.put("train.device", "cpu")
     explain_rest(result, given, format)
     return build_recipe(result), result.notes
+
+
+def own_folder(old: Any, given: Mapping[str, Any], file: Path) -> str:
+    """The folder of the run, in runs/, with the name of the old trainer's. That one keeps its own: fastloop refuses a
+    folder with other files, and one name would mix the two.
+
+    Args:
+        old: The old trainer's folder, or its default.
+        file: The config, whose name the folder gets if the config names none.
+    """
+    name = Path(str(old)).name if "output_dir" in given else file.stem
+    folder = Path("runs", name or file.stem)
+    if folder == Path(str(old)):
+        folder = folder.with_name(f"{folder.name}-fastloop")
+    return folder.as_posix()
 
 
 def build_recipe(result: Conversion) -> dict[str, Any]:

@@ -55,6 +55,8 @@ def import_config(
         for key, value in (recipe.get(section) or {}).items():
             if value == MISSING:
                 remarks[f"{section}.{key}"] = "fill this in"
+    if config.get("output_dir"):
+        remarks["output"] = f"instead of {' '.join(str(config['output_dir']).split())}, the old trainer's folder"
     text = recipe_text(recipe, head, remarks)
     if output is None:
         typer.echo(text, nl=False)

@@ -121,7 +121,6 @@ DIRECT = {
     "weight_decay": "train.weight_decay",
     "seed": "train.seed",
     "save_total_limit": "train.keep_checkpoints",
-    "output_dir": "output",
 }
 """Key -> the recipe's key with the same value."""
 NUMBERS = (

@@ -405,7 +405,7 @@ def test_bench_stops_if_baseline_fails(recipe, bench):
 def test_bench_says_before_the_start_how_many_processes_it_needs(recipe, bench, options, processes):
     _, out, record = bench(recipe("honest"), *SHORT, *options)
     started = out.index("repeat 1/2")
-    assert f"{processes} processes, about {8 * processes} s" in " ".join(out[:started].split())
+    assert f"{processes} processes, at least {8 * processes} s" in " ".join(out[:started].split())
     assert sum(len(row["measurements"]) for row in record["variants"]) + 2 * len(record["numerics"]) == processes
 
 
@@ -416,6 +416,35 @@ def test_an_ablation_that_exceeds_its_budget_ends_after_the_first_measurement(re
     assert code == 2
     assert "--budget: 1000000000 processes of" in out
     assert [len(row["measurements"]) for row in record["variants"]] == [1, 0]
+
+
+def test_the_time_is_told_again_by_what_the_first_measurements_took(recipe, bench):
+    """Steps may take longer than `--seconds`, and variants other times than the baseline."""
+    _, out, record = bench(recipe("honest"), *SHORT, "--no-numerics")
+    took = [row["measurements"][0]["process_seconds"] for row in record["variants"]]
+    words = " ".join(out.split())
+    repeats = record["settings"]["repeats"]
+    all_as_baseline = len(took) * repeats * took[0]
+    first = words.index("repeat 1/2 baseline")
+    second = words.index("repeat 2/2")
+    assert f"{ablation.show_time(all_as_baseline)} in all if" in words[first:second]
+    assert (
+        f"{ablation.show_time(sum(took) * repeats)} in all" in words[first:second].rpartition("a measurement takes")[2]
+    )
+
+
+@pytest.mark.parametrize(("budget", "is_over"), [(1.0, True), (10**9, False), (None, False)])
+def test_after_the_first_repeat_a_budget_that_is_too_small_is_named(recipe, budget, is_over):
+    lines: list[str] = []
+    settings = ablation.AblationSettings(repeats=5, numerics=False, budget=budget)
+    plan = make_ablation(load_recipe(recipe("honest")), [], leave_one_out=False)
+    measured = ablation.Bench(plan, settings, None, {}, lines.append, lambda record: None)
+    for seconds, variant in zip((30.0, 90.0), plan.measured(), strict=True):
+        measured.measured[variant.plugins] = [{"process_seconds": seconds}]
+    measured.tell_time()
+    assert "30 to 90 s" in lines[0]
+    assert "10 minutes in all" in lines[0], "five times 30 and 90 seconds"
+    assert ("--budget" in lines[0]) == is_over
 
 
 @pytest.mark.parametrize(

@@ -462,3 +462,27 @@ def test_what_needs_trials_is_refused_without_them(cli, arguments, expected):
     code, _, err = cli("sweep", "recipe.yaml", *arguments)
     assert code == 2
     assert_problem(err, expected)
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        (("recipe.yaml", "summary.json"), "a run of `fastloop train`"),
+        (("bench.json", "bench.md"), "bench.json, bench.md"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sweep", "search"])
+def test_a_folder_of_another_command_is_named_with_a_free_one(cli, kind, files, shown):
+    if kind == "search":
+        pytest.importorskip("optuna")
+        if files[0] != "recipe.yaml":
+            pytest.skip("a search may begin in a folder with other files")
+    Path("runs/a").mkdir(parents=True)
+    Path(f"runs/a-{kind}").mkdir()
+    for name in files:
+        Path("runs/a", name).touch()
+    options = ("--trials", "2", "--mode", "min") if kind == "search" else ()
+    code, _, err = cli("sweep", "digits_module", "train.lr=1e-3,1e-4", "output=runs/a", *options)
+    assert code == 2
+    assert_problem(err, f"folder-not-empty output runs/a output=runs/a-{kind}2")
+    assert shown in err

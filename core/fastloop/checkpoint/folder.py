@@ -57,12 +57,13 @@ def check_contents(folder: Path, where: str) -> None:
         RecipeError: It holds other files.
     """
     if folder.is_dir() and _files(folder) and not (folder / "recipe.yaml").is_file():
+        other = shlex.quote(f"output={files.free_name(folder, 'run')}")
         raise RecipeError(
-            f"{folder} holds other files than a run's.",
+            f"{folder} holds {files.list_entries(folder)}, which are not those of a run.",
             code="folder-not-empty",
             place=f"{where}: output",
-            expected="a new or empty folder, or a run's",
-            remedy=f"Give another one: {shlex.quote(f'output={folder}-run')}",
+            expected="a new or empty folder, or that of a run, which is moved aside",
+            remedy=f"Train into another one, {other}, or remove the folder if nobody needs it.",
         )
 
 

@@ -49,6 +49,25 @@ def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> 
         sync(path.parent)
 
 
+def list_entries(folder: Path, most: int = 3) -> str:
+    """The entries of a folder, for a message: ``bench.json, bench.md and 4 more``. Hidden ones come last."""
+    names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name.startswith("."), name))
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def free_name(folder: Path, kind: str) -> Path:
+    """A path beside a folder that does not exist: ``runs/a-sweep``, or ``runs/a-sweep2`` if that is there. For the
+    current folder, it is in it."""
+    name = folder.name if folder.name not in ("", "..") else folder.resolve().name
+    proposal = folder.parent / f"{name}-{kind}"
+    number = 2
+    while os.path.lexists(proposal):
+        proposal = folder.parent / f"{name}-{kind}{number}"
+        number += 1
+    return proposal
+
+
 def no_follow(path: str, flags: int) -> int:
     """For ``open(..., opener=no_follow)``: opens a file that grows, such as a log, but not through a link.
 

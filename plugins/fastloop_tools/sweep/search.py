@@ -199,9 +199,9 @@ def check_folder(folder: Path) -> None:
     Raises:
         UsageError: It has other content.
     """
-    from fastloop.errors import UsageError
     from fastloop.runtime.files import check_links
     from fastloop_tools.shared.json_files import read_json
+    from fastloop_tools.trials.record import used_folder
 
     if not folder.exists():
         return
@@ -212,9 +212,4 @@ def check_folder(folder: Path) -> None:
     else:
         may_be_used = folder.is_dir() and not (folder / "recipe.yaml").is_file()
     if not may_be_used:
-        raise UsageError(
-            f"{folder} contains a run or a sweep.",
-            code="folder-not-empty",
-            place="output",
-            remedy=f"Set another output, such as output={folder}-search.",
-        )
+        raise used_folder(folder, "search")

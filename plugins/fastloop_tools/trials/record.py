@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -63,12 +64,7 @@ class Record:
             files.check_links(folder)
             self._take_over(read_json(self.file))
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(
-                f"{folder} is not an empty folder.",
-                code="folder-not-empty",
-                place="output",
-                remedy=f"Set another output, such as output={folder}-sweep.",
-            )
+            raise used_folder(folder, "sweep")
         folder.mkdir(parents=True, exist_ok=True)
         self.write()
 
@@ -119,6 +115,29 @@ class Record:
                 row.append(f"{cell.text} (best)" if cell.best else cell.text)
             rows.append(row)
         show_table([table.corner, *table.columns], rows)
+
+
+def used_folder(folder: Path, kind: str) -> UsageError:
+    """The error for an output folder that holds something else, such as a run of the same recipe.
+
+    Args:
+        kind: ``sweep`` or ``search``, whose runs get folders of their own in the output folder.
+    """
+    other = shlex.quote(f"output={files.free_name(folder, kind)}")
+    if not folder.is_dir():
+        contents = "a file"
+    elif (folder / "recipe.yaml").is_file():
+        contents = "a folder with a run of `fastloop train`"
+    elif (folder / "sweep.json").is_file():
+        contents = "a folder with a sweep"
+    else:
+        contents = f"a folder with {files.list_entries(folder)}"
+    return UsageError(
+        f"{folder} is {contents}, and a {kind} needs a folder of its own for its runs.",
+        code="folder-not-empty",
+        place="output",
+        remedy=f"Add {other} to the command.",
+    )
 
 
 def compare(runs: Sequence[TrialRun], monitor: str, mode: MetricMode | None) -> tuple[list[dict[str, Any]], str | None]:

@@ -11,6 +11,8 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NoReturn
 
 from fastloop.distributed import ranks, signals
@@ -75,6 +77,35 @@ class Messages(logging.Handler):
         if isinstance(record.msg, Problem):
             text = with_code(text, record.msg)
         rich.get_console().print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+class FirstOfEachText(logging.Filter):
+    """Lets the first message of each text pass, and drops those that repeat it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if text in self._texts:
+            return False
+        self._texts.add(text)
+        return True
+
+
+@contextmanager
+def without_repeated_messages() -> Iterator[None]:
+    """Show each message once, in a command that builds the same run again."""
+    handlers = [handler for handler in logging.getLogger("fastloop").handlers if isinstance(handler, Messages)]
+    first_of_each_text = FirstOfEachText()
+    for handler in handlers:
+        handler.addFilter(first_of_each_text)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(first_of_each_text)
 
 
 def report_as_json() -> None:

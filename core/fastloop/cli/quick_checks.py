@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from fastloop.cli.ending import end
+from fastloop.cli.messages import without_repeated_messages
 from fastloop.cli.startup import start_run
 from fastloop.distributed import ranks
 from fastloop.errors import UsageError
@@ -216,10 +217,11 @@ def run_fast_dev_run(resolved: ResolvedRecipe) -> int:
     folder = Path(resolved.recipe.output)
     remove(folder)  # an earlier check was killed
     try:
-        first = _train(resolved, FastDevRun(stops=True))
-        run = first
-        if not first.interrupted:
-            run = _train(resolve(resolved.recipe), FastDevRun(stops=False), step_folder(folder, 1))
+        with without_repeated_messages():
+            first = _train(resolved, FastDevRun(stops=True))
+            run = first
+            if not first.interrupted:
+                run = _train(resolve(resolved.recipe), FastDevRun(stops=False), step_folder(folder, 1))
         if not run.interrupted and run.is_main:
             done = [f"{run.state.step} steps, saved and resumed after step {first.state.step}"]
             done += [f"one batch of {split}" for split in run.state.metrics]

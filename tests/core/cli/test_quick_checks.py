@@ -24,6 +24,18 @@ class Mine(Plugin):
     def before_fit(self):
         Path("sent").touch()
 """
+DESCRIBES = """
+import logging
+from fastloop import Plugin, hookimpl
+
+class Describes(Plugin):
+    name = "describes"
+
+    @hookimpl
+    def before_fit(self):
+        logging.getLogger("fastloop").info("data: 64 rows")
+        logging.getLogger("fastloop").warning("data: 3 rows are empty")
+"""
 TRAIN = {"batch_size": 8, "lr": 1e-2, "device": "cpu"}
 
 
@@ -39,11 +51,15 @@ def train(*arguments: str) -> Any:
 
 def test_a_fast_dev_run_trains_evaluates_saves_resumes_and_leaves_nothing():
     Path("out").mkdir()
+    Path("describes.py").write_text(DESCRIBES)
     before = sorted(Path().rglob("*"))
-    done = train("--fast-dev-run")
+    done = train("--with", "./describes.py", "--fast-dev-run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed from out.fast-dev-run/checkpoints/step-00000001 at step 1" in done.stdout
     assert "fast-dev-run: 2 steps, saved and resumed after step 1; one batch of validation; export." in done.stdout
+    lines = done.stdout.splitlines()
+    assert (lines.count("data: 64 rows"), lines.count("warning: data: 3 rows are empty")) == (1, 1)
+    assert len(set(lines)) == len(lines)
     assert [path for path in sorted(Path().rglob("*")) if path not in before and "__pycache__" not in path.parts] == []
 
 

@@ -6,10 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import FunctionType, NoneType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+UNCHANGEABLE = frozenset({NoneType, bool, bytes, float, int, str, FunctionType})
+"""Types of most attributes of a model, in which there is nothing to restore."""
 
 
 @contextmanager
@@ -58,6 +63,8 @@ def remember(model: nn.Module) -> list[Callable[[], None]]:
     waiting = list[Any]([model])
     while waiting:
         value = waiting.pop()
+        if type(value) in UNCHANGEABLE:
+            continue
         if id(value) in known or isinstance(value, nn.Parameter):
             continue
         known.add(id(value))

@@ -159,18 +159,27 @@ def _comparable(state: object) -> object:
     if isinstance(state, np.ndarray):
         return state.tobytes()
     if isinstance(state, tuple):
-        return [_comparable(part) for part in state]
+        # an inner tuple is Python's: 625 integers, which compare as they are
+        return [part if isinstance(part, tuple) else _comparable(part) for part in state]
     return state
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights, buffers and gradients with a description of each: the local part of those that are sharded."""
-    for name, parameter in model.named_parameters():
-        yield from _local(f"the weight {name!r}", parameter)
-        if parameter.grad is not None:
-            yield from _local(f"the gradient of {name!r}", parameter.grad)
-    for name, buffer in model.named_buffers():
-        yield from _local(f"the buffer {name!r}", buffer)
+    """Weights, buffers and gradients with a description of each: the local part of those that are sharded.
+
+    This visits the modules once. ``named_parameters`` and ``named_buffers`` visit them twice, and look for tensors that
+    modules share, which takes longer than to copy the elements of a small model."""
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            yield from _local(f"the weight '{start}{name}'", parameter)
+            if parameter.grad is not None:
+                yield from _local(f"the gradient of '{start}{name}'", parameter.grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield from _local(f"the buffer '{start}{name}'", buffer)
 
 
 def _local(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

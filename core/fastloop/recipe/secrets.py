@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastloop.errors import RecipeError
@@ -81,12 +81,7 @@ def forget() -> None:
 
 def hide(text: str, urls: bool = True) -> str:
     """Replace secret values in a text, and with ``urls`` the users and passwords of all URLs."""
-    values = _remembered | {value for name, value in os.environ.items() if _is_secret_variable(name)}
-    values.update(password for value in os.environ.values() for password in _PASSWORD.findall(value))
-    for value in sorted((value for value in values if len(value) >= MIN_LENGTH), key=len, reverse=True):
-        for shown in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
-            text = text.replace(shown, HIDDEN)
-    return _URL_USER.sub(HIDDEN, text) if urls else text
+    return _replace(text, _secret_texts(), urls)
 
 
 def hidden(tree: Any, secret: bool = False) -> Any:
@@ -95,11 +90,40 @@ def hidden(tree: Any, secret: bool = False) -> Any:
 
     A key in lower case, such as ``status``, stays.
     """
+    return _hidden(tree, secret, _secret_texts())
+
+
+def _secret_texts() -> list[str]:
+    """All texts to replace, longest values first: each secret value as it is, and as Python and JSON write it."""
+    values = set(_remembered)
+    for name, value in os.environ.items():
+        if _is_secret_variable(name):
+            values.add(value)
+        if "://" in value:
+            values.update(_PASSWORD.findall(value))
+    texts = []
+    for value in sorted(values, key=len, reverse=True):
+        if len(value) >= MIN_LENGTH:
+            texts += [value, repr(value)[1:-1], json.dumps(value)[1:-1]]
+    return texts
+
+
+def _replace(text: str, secrets: Iterable[str], urls: bool = True) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return _URL_USER.sub(HIDDEN, text) if urls else text
+
+
+def _hidden(tree: Any, secret: bool, secrets: Sequence[str]) -> Any:
+    """``hidden``, with the texts to replace: a recipe has a hundred values, and the environment is read once."""
     if isinstance(tree, Mapping):
-        keys = {key: hide(key) if isinstance(key, str) and not re.fullmatch("[a-z_]+", key) else key for key in tree}
-        return {keys[key]: hidden(value, is_secret(key)) for key, value in tree.items()}
+        without_secrets = {}
+        for key, value in tree.items():
+            is_text = isinstance(key, str) and not re.fullmatch("[a-z_]+", key)
+            without_secrets[_replace(key, secrets) if is_text else key] = _hidden(value, is_secret(key), secrets)
+        return without_secrets
     if isinstance(tree, list | tuple):
-        return [hidden(value, secret) for value in tree]
+        return [_hidden(value, secret, secrets) for value in tree]
     if secret and tree is not None and not isinstance(tree, bool):
         return HIDDEN
-    return hide(tree) if isinstance(tree, str) else tree
+    return _replace(tree, secrets) if isinstance(tree, str) else tree

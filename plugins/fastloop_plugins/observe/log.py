@@ -14,6 +14,7 @@ step. ``log.txt`` begins with the lines about data and model, which are logged b
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
+
+
+@functools.cache
+def installed_version(package: str) -> str:
+    """The version of a package, from its metadata. A process may train many runs, and reads it once."""
+    return version(package)
 
 
 class _EarlyRecords(logging.Handler):
@@ -101,7 +108,7 @@ class Log(Plugin):
             return
         # Read now: at the end of a run that failed, there may be no memory for it.
         self.versions = {"python": platform.python_version(), "fastloop": __version__}
-        self.versions |= {name: version(name) for name in ("torch", "accelerate")}
+        self.versions |= {name: installed_version(name) for name in ("torch", "accelerate")}
         path = run.folder / "metrics.jsonl"
         self.metrics = open(path, "ab", opener=no_follow)  # noqa: SIM115 # teardown closes it
         # a resumed run repeats the steps after its last checkpoint

@@ -240,8 +240,9 @@ for place in (-6, -2):
     wrong = bytearray(gzip.compress(cells(ROWS).encode()))
     wrong[place] ^= 1
     broken(f"a csv.gz with another checksum or size ({place})", "a.csv.gz", bytes(wrong), code="file-unreadable")
-SPACES = objects([("x" * 1000, "0"), ("y", "1")]) + " " * 60_000_000 + "\n"
-broken("60 MB of spaces in 60 kB", "a.jsonl.gz", gzip.compress(SPACES.encode()), code="too-large")
+# Sixty equal parts of a gzip file: every worker imports this module, and compresses one of them.
+SPACES = gzip.compress(objects([("x" * 1000, "0"), ("y", "1")]).encode()) + gzip.compress(b" " * 1_000_000) * 60
+broken("60 MB of spaces in 60 kB", "a.jsonl.gz", SPACES + gzip.compress(b"\n"), code="too-large")
 
 # -- other contents than the name says ---------------------------------------------------------------------------------
 

@@ -308,8 +308,10 @@ IMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
                                                                             r"data\.max_pixels"),
     "2**31 - 1 squared": (lambda path: png(path, 2**31 - 1, 2**31 - 1, written=1), r"exceeds limit of \d+ pixels.* "
                                                                                    r"data\.max_pixels"),
-    "a text of 512 MiB in it": (lambda path: png(path, 20, 20, more=[long_text()]), "cannot be read as an image: Decompressed "
-                                                                             "data too large"),
+    "a text of 512 MiB in it": (
+        lambda path: png(path, 20, 20, more=[long_text()]),
+        "cannot be read as an image: Decompressed data too large",
+    ),
     "a PPM of 10**9 x 10**9": (lambda path: path.write_bytes(b"P6 1000000000 1000000000 255\n"), r"data\.max_pixels"),
     "a BMP of 50,000 x 50,000": (
         lambda path: path.write_bytes(

@@ -6,6 +6,11 @@
 On Linux, ``fastloop train`` restarts itself with tcmalloc if that is installed (Debian: libtcmalloc-minimal4), else
 with glibc's malloc configured to keep freed memory. From Python, a warning shows what to set.
 
+oneDNN keeps the kernels that it compiles for each number of tokens, in two caches of 1,024 kernels. Batches of many
+lengths fill them: 30 numbers of tokens in three linear layers took 157 MiB. With the environment variables
+``ONEDNN_PRIMITIVE_CACHE_CAPACITY=128`` and ``LRU_CACHE_CAPACITY=64``, they took 54 MiB. A kernel that a cache has
+dropped is compiled again, in about 1 ms.
+
 On CUDA, the plugin sets ``expandable_segments:True``. A user's own value and a backend other than ``native`` are kept.
 """
 

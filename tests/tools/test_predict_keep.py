@@ -18,6 +18,8 @@ from pyarrow import parquet
 from text_helpers import TINY_GPT
 
 from fastloop.testing import assert_problem
+from fastloop_plugins.rows.json import Json
+from fastloop_tools.inference import keep
 from fastloop_tools.inference.output import PredictionOutput
 
 ROWS = [{"id": f"{index:03}", "when": f"2026-01-{index:02}", **row} for index, row in enumerate(texts(20), 1)]
@@ -233,3 +235,20 @@ def test_a_label_map_may_have_text_and_numbers(run, cli):
     path = write(Path("rows.csv"), ROWS)
     options = ["data.label_map={1: bad, b: good}", "--keep", "id"]
     assert len(predict(cli, run, path, "out.jsonl", *options)) == len(ROWS)
+
+
+def test_the_file_is_parsed_once(run, cli, monkeypatch):
+    """And a few first rows once more, for the names of the columns."""
+    parsed: list[str] = []
+    parse = Json.parse
+
+    def record(self: Json, line: str, place: str) -> Any:
+        parsed.append(place)
+        return parse(self, line, place)
+
+    monkeypatch.setattr(Json, "parse", record)
+    monkeypatch.setattr(keep, "FIRST_ROWS", 3)
+    path = write(Path("rows.jsonl"), ROWS)
+    found = predict(cli, run, path, "out.jsonl", "--keep", "id,when", "--chunk", "6")
+    assert [(row["id"], row["when"]) for row in found] == [(row["id"], row["when"]) for row in ROWS]
+    assert len(parsed) == len(ROWS) + 3

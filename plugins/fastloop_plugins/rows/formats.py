@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -96,6 +97,23 @@ def is_untyped(path: str) -> bool:
     return suffix != CONLL and reader_of(suffix).untyped
 
 
+@dataclass
+class KeptColumns:
+    """Columns of a file to predict that the task does not need. They are read together with those of the task.
+
+    Attributes:
+        columns: Their names.
+        start: The first row whose values are kept.
+        rows: The values of each row that ``FileLayout.rows`` has read since, None for one that the row lacks.
+        names: All columns of the file, once it is read to its end.
+    """
+
+    columns: Sequence[str]
+    start: int = 0
+    rows: deque[tuple[Any, ...]] = field(default_factory=deque)
+    names: Sequence[str] | None = None
+
+
 @dataclass(frozen=True)
 class FileLayout:
     """How the files of a ``data`` section are read.
@@ -107,6 +125,7 @@ class FileLayout:
         conll_suffixes: Suffixes of files that are CoNLL files.
         skip_unreadable: Skip rows that cannot be read, and count them.
         predicts: See ``File``.
+        kept: Columns that ``rows`` collects beside those that it yields; None: no others.
         drop: The rows that a stream leaves out.
         names: For each file of a stream, if columns have other names there: column -> its name in the file, and the
             option that names it. See ``of_file``.
@@ -119,6 +138,7 @@ class FileLayout:
     conll_suffixes: Sequence[str] = field(default=(CONLL,))
     skip_unreadable: bool = False
     predicts: bool = False
+    kept: KeptColumns | None = None
     drop: Drop = field(default_factory=Drop)
     names: Sequence[Mapping[str, tuple[str, str]]] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -176,9 +196,11 @@ class FileLayout:
             RecipeError: The file cannot be read, or lacks a column.
         """
         count = 0
+        names = dict.fromkeys([*self.columns, *self.optional])
+        others = () if self.kept is None else self.kept.columns
         with self.reading(path) as file:
             file.check_whole()
-            for block in self._blocks(file, FEW):
+            for block in self._blocks(file, FEW, others):
                 if not count:
                     self.check(file)
                 unit = "row"
@@ -186,14 +208,24 @@ class FileLayout:
                 if block.lines is not None:
                     unit = "line"
                     numbers = block.lines
-                count += block.rows
-                for number, values in zip(numbers, zip(*block.columns.values(), strict=True), strict=True):
+                kept_rows = block.tuples(others)
+                rows = zip(*(block.columns[name] for name in names), strict=True)
+                for row, (number, values, kept) in enumerate(zip(numbers, rows, kept_rows, strict=True), count):
+                    if self.kept is not None and row >= self.kept.start:
+                        self.kept.rows.append(kept)
                     yield f"{path}, {unit} {number}", values
+                count += block.rows
+            if self.kept is not None:
+                self.kept.names = list(file.names)
 
-    def _blocks(self, file: File, size: int) -> Iterator[Block]:
-        """Yield all rows of a file, ``size`` at once, with each column as a list; of None for one that is not there."""
+    def _blocks(self, file: File, size: int, others: Sequence[str] = ()) -> Iterator[Block]:
+        """Yield all rows of a file, ``size`` at once, with each column as a list; of None for one that is not there.
+
+        Args:
+            others: Further columns.
+        """
         first = next(iter(self.columns.values()))
-        names = [*self.columns, *self.optional]
+        names = list(dict.fromkeys([*self.columns, *self.optional, *others]))
         for block in file.blocks(names, size=size):
             columns = dict[str, list[Any]]()
             for name in names:

@@ -25,7 +25,7 @@ from fastloop_plugins.models.hub import check_hub_name, explain, offline, quiet
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop, with_drop_line
-from fastloop_plugins.rows.formats import FileLayout
+from fastloop_plugins.rows.formats import FileLayout, KeptColumns
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_repeated, refuse_url
 from fastloop_plugins.rows.source import call_source, check_source
@@ -98,6 +98,7 @@ class TextData(StreamedData):
         self.keeps_places = False  # whether ``load`` keeps ``tables`` and ``Rows.numbers``, for ``row_places``
         self.tables: dict[str, list[Table]] = {}  # the rows of each split as read, without dropped ones
         self.messages: list[str | Problem] = []  # lines for the log, and warnings
+        self.kept: KeptColumns | None = None  # of a file to predict, see ``FileLayout``
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
         check_label_options(self, labelled)
         self.files: dict[str, list[Path]] = {}
@@ -279,7 +280,7 @@ class TextData(StreamedData):
         """How files are read: those of a split, or a file to predict, which has no labels."""
         if predicts:
             columns = dict.fromkeys(self.columns, self.text_key)
-            return FileLayout(self.how, columns, self.optional_columns(), predicts=True)
+            return FileLayout(self.how, columns, self.optional_columns(), predicts=True, kept=self.kept)
         columns = self.text_columns() | self.label_columns() | self.text_columns()
         columns |= {name: key for name, key in self.drop.columns().items() if name not in columns}
         return FileLayout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
@@ -299,7 +300,7 @@ class TextData(StreamedData):
         """A column of texts, of a split or of a file to predict."""
         return text_column(values, name, self.text_key, bad)
 
-    def parse_rows(self, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:
+    def parse_rows(self, rows: Sequence[Sequence[Any]], names: Sequence[object]) -> list[Any]:
         """Streamed rows as ``Rows.texts`` has those in memory. They may have more columns.
 
         Raises:

@@ -14,7 +14,7 @@ from fastloop.evaluation_results import evaluating
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
-    from fastloop_tools.inference.keep import KeptColumns
+    from fastloop_tools.inference.keep import KeepOption
 
 
 class Chunks(Plugin):
@@ -32,7 +32,7 @@ class Chunks(Plugin):
 
     name = "prediction-chunks"
 
-    def __init__(self, name: str | None, kept: KeptColumns | None = None) -> None:
+    def __init__(self, name: str | None, kept: KeepOption | None = None) -> None:
         super().__init__()
         self.kept = kept
         self.input = "stdin" if name == "-" else name
@@ -46,9 +46,14 @@ class Chunks(Plugin):
         source = wanted.source
         if isinstance(source, Iterator):
             source, self.lines = tee(self.lines or source)
+        kept = None if self.kept is None or not self.kept.listed else self.kept
+        if kept is not None and wanted.source is not None:
+            kept.open(run, source, wanted.start)
         parts = run.hooks.build_prediction_data(run=run, source=source, start=wanted.start, size=wanted.chunk)
         if parts is None:
             parts = split_chunks(run, source, wanted.start, wanted.chunk)
+        if kept is not None and wanted.source is not None:
+            kept.check_predicted(run)
         chunks = iter(parts)
         first: Any = next(chunks, [])
         if self.input is not None and len(first) == 0:
@@ -58,11 +63,9 @@ class Chunks(Plugin):
                 found="nothing to predict",
                 expected="at least one sample",
             )
-        if self.kept is not None and self.kept.listed:
-            from fastloop_tools.inference.keep import split_file
-
-            path = source if wanted.source is not None else split_file(run, wanted.split, first)
-            self.kept.open(run, path, wanted.start)
+        if kept is not None and wanted.source is None:
+            kept.open_split(run, wanted.split, first, wanted.start)
+            kept.check_predicted(run)
         self.chunks = chain([first], chunks)
         return {wanted.split: first}
 

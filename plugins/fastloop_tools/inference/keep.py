@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
 from fastloop.errors import UsageError, did_you_mean
+from fastloop_plugins.rows.formats import FEW, KeptColumns
+from fastloop_plugins.rows.paths import find_files
 
 if TYPE_CHECKING:
     from fastloop import Run
-    from fastloop_plugins.rows.formats import FileLayout
     from fastloop_plugins.text.task import TextTask
 
 log = logging.getLogger("fastloop")
@@ -38,8 +38,8 @@ class KeptColumn:
     source: str
 
 
-class KeptColumns:
-    """The columns of a file that ``--keep`` lists.
+class KeepOption:
+    """The option ``--keep``: columns of a file to write beside the predictions of its rows.
 
     Args:
         listed: ``COLUMN``, ``NAME=COLUMN`` or ``all``.
@@ -47,6 +47,7 @@ class KeptColumns:
     Attributes:
         columns: The columns, in the order of the output; known when the file is open.
         types: Name -> type in pyarrow, for the columns of a format that has types.
+        kept: Values of the columns in the rows that are read and not taken yet.
     """
 
     def __init__(self, listed: Sequence[str]) -> None:
@@ -54,19 +55,47 @@ class KeptColumns:
         self.columns: list[KeptColumn] = []
         self.types: dict[str, Any] = {}
         self.path = Path()
-        self.rows: Iterator[tuple[Any, ...]] = iter(())
+        self.kept = KeptColumns([])
+        self._first_names: list[str] = []  # of the columns of the first rows
+        self._rows: Iterator[object] | None = None  # reads them; None: the task does
 
     def open(self, run: Run, path: Path, start: int) -> None:
-        """Find the columns in the file, and begin at row ``start``.
+        """Find the columns in the first rows of a file to predict. The task then reads them with its own, from row
+        ``start``.
 
         Raises:
-            UsageError: The task reads no rows, the file has no such column, or a name is taken.
+            UsageError: The task reads no rows, or the file has no such column.
         """
         task = reading_task(run, path)
+        self._find_columns(task, find_files(task.data.recipe, str(path), "predict", "FILE", task.data.formats)[0])
+        self.kept = task.data.kept = KeptColumns([column.source for column in self.columns], start)
+        self._rows = None
+
+    def open_split(self, run: Run, split: str, first: Any, start: int) -> None:
+        """Find the columns in the file of a split, whose samples may come from a cache. Begin at row ``start``.
+
+        Args:
+            first: See ``split_file``.
+
+        Raises:
+            UsageError: The task reads no rows, the split has no file with its rows, or that has no such column.
+        """
+        path = split_file(run, split, first)
+        task = reading_task(run, path)
+        self._find_columns(task, path)
+        self.kept = KeptColumns([column.source for column in self.columns], start)
+        self._rows = replace(task.data.layout(predicts=True), kept=self.kept).rows(str(path))
+
+    def _find_columns(self, task: TextTask, path: Path) -> None:
         layout = task.data.layout(predicts=True)
-        names = self._open(layout, path)
-        self.check_names(task.output_columns())
-        self.rows = islice(self._read(layout, names), start, None)
+        self.path = path
+        with layout.reading(str(path)) as file:
+            next(file.blocks(list(layout.columns), size=FIRST_ROWS), None)
+            self._first_names = list(file.names)
+            schema = file.schema
+        self.columns = self._choose(self._first_names)
+        if schema is not None:
+            self.types = {column.name: schema.field(column.source).type for column in self.columns}
 
     def at(self, run: Run, path: Path, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
         """The columns of some rows of a file, by the numbers of their lines or rows, from 1.
@@ -74,10 +103,9 @@ class KeptColumns:
         Raises:
             UsageError: The task reads no rows, or the file has no such column.
         """
-        from fastloop_plugins.rows.formats import FEW
-
-        layout = reading_task(run, path).data.layout(predicts=True)
-        self._open(layout, path)
+        task = reading_task(run, path)
+        layout = task.data.layout(predicts=True)
+        self._find_columns(task, path)
         sources = [column.source for column in self.columns]
         count = 0
         kept = {}
@@ -90,40 +118,9 @@ class KeptColumns:
                         kept[number] = {column.name: value for column, value in zip(self.columns, values, strict=True)}
         return kept
 
-    def _open(self, layout: FileLayout, path: Path) -> list[str]:
-        """Find the columns in a file. Returns the names of all columns of its first rows."""
-        self.path = path
-        with layout.reading(str(path)) as file:
-            next(file.blocks(list(layout.columns), size=FIRST_ROWS), None)
-            names = list(file.names)
-            schema = file.schema
-        self.columns = self._choose(names)
-        if schema is not None:
-            self.types = {column.name: schema.field(column.source).type for column in self.columns}
-        return names
-
-    def _read(self, layout: FileLayout, first_names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Yield the kept columns of each row; None for one that the row lacks.
-
-        Args:
-            first_names: The columns of the first rows.
-        """
-        from fastloop_plugins.rows.formats import FEW
-
-        sources = [column.source for column in self.columns]
-        with layout.reading(str(self.path)) as file:
-            for block in file.blocks(sources, size=FEW):
-                yield from block.tuples(sources)
-            later = [name for name in file.names if name not in first_names]
-        if ALL in self.listed and later:
-            log.warning(
-                Problem(
-                    f"the first {FIRST_ROWS} rows lack the columns {', '.join(later)}, which are not kept.",
-                    code="columns-left-out",
-                    place=f"--keep all: {self.path}",
-                    remedy="Write every key in each.",
-                )
-            )
+    def check_predicted(self, run: Run) -> None:
+        """``check_names`` with the columns that the task predicts. Call it after ``build_prediction_data``."""
+        self.check_names(reading_task(run, self.path).output_columns())
 
     def _choose(self, names: Sequence[str]) -> list[KeptColumn]:
         """The columns that ``listed`` names, of a file with columns of these names."""
@@ -180,19 +177,36 @@ class KeptColumns:
         """
         if not self.columns:
             return {}
-        rows = list(islice(self.rows, count))
-        if len(rows) < count:
+        while self._rows is not None and len(self.kept.rows) < count:
+            if next(self._rows, None) is None:
+                break
+        if len(self.kept.rows) < count:
             raise self._other_count()
+        rows = [self.kept.rows.popleft() for _ in range(count)]
         return {column.name: [row[place] for row in rows] for place, column in enumerate(self.columns)}
 
     def finish(self) -> None:
-        """Check that every row is predicted.
+        """Check that every row is predicted, and log the columns that only later rows have.
 
         Raises:
             UsageError: The file has more rows.
         """
-        if self.columns and next(self.rows, None) is not None:
+        if not self.columns:
+            return
+        if self._rows is not None:
+            next(self._rows, None)
+        if self.kept.rows:
             raise self._other_count()
+        later = [name for name in self.kept.names or () if name not in self._first_names]
+        if ALL in self.listed and later:
+            log.warning(
+                Problem(
+                    f"the first {FIRST_ROWS} rows lack the columns {', '.join(later)}, which are not kept.",
+                    code="columns-left-out",
+                    place=f"--keep all: {self.path}",
+                    remedy="Write every key in each.",
+                )
+            )
 
     def _other_count(self) -> UsageError:
         return UsageError(
@@ -211,7 +225,6 @@ def split_file(run: Run, split: str, first: Any) -> Path:
     Raises:
         UsageError: The split has no file of its own, or has other rows than its file.
     """
-    from fastloop_plugins.rows.formats import FEW
     from fastloop_plugins.text.task import TextTask
 
     task = next((plugin for plugin in run.plugins if isinstance(plugin, TextTask)), None)

@@ -21,7 +21,7 @@ from fastloop_tools.inference.evaluate import Target
 
 if TYPE_CHECKING:
     from fastloop.run import Run
-    from fastloop_tools.inference.keep import KeptColumns
+    from fastloop_tools.inference.keep import KeepOption
     from fastloop_tools.inference.output import PredictionOutput
 
 log = logging.getLogger("fastloop")
@@ -137,13 +137,13 @@ def read_source(name: str) -> Path | Iterable[str]:
     return [name]
 
 
-def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: Path | None) -> KeptColumns:
+def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: Path | None) -> KeepOption:
     """The option ``--keep``.
 
     Raises:
         UsageError: The texts have no columns, or the output has no place for them.
     """
-    from fastloop_tools.inference.keep import KeptColumns
+    from fastloop_tools.inference.keep import KeepOption
 
     listed = names(keep)
     if listed and source is not None and not isinstance(source, Path):
@@ -159,7 +159,7 @@ def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: 
             place=f"--out {out}",
             remedy="Write .parquet.",
         )
-    return KeptColumns(listed)
+    return KeepOption(listed)
 
 
 def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
@@ -180,9 +180,7 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     }
 
 
-def predict_chunks(
-    run: Run, chunks: Iterator[Any], kept: KeptColumns, output: PredictionOutput, threaded: bool
-) -> None:
+def predict_chunks(run: Run, chunks: Iterator[Any], kept: KeepOption, output: PredictionOutput, threaded: bool) -> None:
     """Predict chunks in order.
 
     Args:

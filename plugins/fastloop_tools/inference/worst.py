@@ -18,7 +18,7 @@ from fastloop.evaluation_results import evaluating
 from fastloop_plugins.text.row_places import RowPlace, find_places
 from fastloop_plugins.text.task import TextTask
 from fastloop_tools.inference.classes import class_names, classifies
-from fastloop_tools.inference.keep import KeptColumns
+from fastloop_tools.inference.keep import KeepOption
 from fastloop_tools.shared.sample_text import describe_sample
 
 
@@ -104,7 +104,7 @@ def find_origins(run: Run, split: str, samples: Sequence[int], keep: Sequence[st
     """The origin of each sample: a row of a file, or an image.
 
     Args:
-        keep: Columns of the files, as in ``KeptColumns``.
+        keep: Columns of the files, as in ``KeepOption``.
 
     Raises:
         UsageError: There are columns to keep, and the samples are no rows of files.
@@ -134,7 +134,7 @@ def kept_columns(run: Run, places: Sequence[RowPlace], keep: Sequence[str]) -> l
     by_file: dict[str, set[int]] = {}
     for place in places:
         by_file.setdefault(place.table.where, set()).add(place.number)
-    rows = {file: KeptColumns(keep).at(run, Path(file), numbers) for file, numbers in by_file.items()}
+    rows = {file: KeepOption(keep).at(run, Path(file), numbers) for file, numbers in by_file.items()}
     kept = []
     for place in places:
         values = rows[place.table.where][place.number]

@@ -313,17 +313,17 @@ def _calls(value: Any, where: str) -> Any:
     """The tool calls of a message, without the keys that are null, which Parquet adds; None if there are none."""
     if value is None:
         return None
-    calls = [_without_nulls(call) for call in value] if isinstance(value, list) else [value]
+    expected = json.dumps([_call("search", {"text": "owls"})])
+    if not isinstance(value, list):
+        raise RowError(f"{where} one whose tool_calls are {show(value)}. Expected a list, such as {expected}.")
+    calls = [_without_nulls(call) for call in value]
     for call in calls:
         function = _without_nulls(call.get("function", call)) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            expected = [_call("search", {"text": "owls"})]
-            raise RowError(f"{where} one whose tool_calls hold {show(call)}. Expected such as {json.dumps(expected)}.")
+            raise RowError(f"{where} one whose tool_calls hold {show(call)}. Expected such as {expected}.")
         if "function" in call:
             call["function"] = function
-    if isinstance(value, list):
-        return calls or None
-    return value
+    return calls or None
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:

@@ -214,6 +214,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         answer("b", tool_calls="weather()"),
         "tool_calls 'weather()' (str)",
     ),
+    "a call without a list": (answer("b", tool_calls=call({"city": "Rome"})[0]), "tool_calls 'function' (dict)"),
+    "a function without a list": (answer("b", tool_calls={"name": "f", "arguments": {}}), "tool_calls 'name' (dict)"),
     "no name": (answer("b", tool_calls=[{"function": {"arguments": {}}}]), "tool_calls"),
     "sender": ({"from": "bing", "value": "b"}, "'bing' human user gpt"),
     "call": (

@@ -371,13 +371,13 @@ def test_a_stream_does_not_take_booleans_for_numbers(first, later):
     """Far behind the rows that are in memory, a label 1 would get the class of true."""
     values = [first] * (2 * HEAD) + [later, 2]
     problem = problem_of(jsonl_file(values), streaming=True)
-    assert_problem(problem, "mixed-labels train.jsonl, row")
+    assert_problem(problem, "mixed-labels train.jsonl, line")
     assert_problem(problem_of(jsonl_file(values)), "mixed-labels train.jsonl, line")
 
 
 def test_a_stream_of_rows_without_a_number_has_one_label_for_them():
     values = [0.0, 1.0] * 10 + [float("nan")] * (LABELS + 1)
-    assert_problem(problem_of(jsonl_file(values), streaming=True), f"missing-label train.jsonl, row {LABELS + 1}")
+    assert_problem(problem_of(jsonl_file(values), streaming=True), f"missing-label train.jsonl, line {LABELS + 1}")
 
 
 # -- names that no file can hold ---------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Conll(LineFormat):
         def make(place: int, found: list[Sentence]) -> Block:
             table = {name: [getattr(sentence, key) for sentence in found] for key, name in self.keys.items()}
             there = {name: values for name, values in table.items() if name in columns}
-            lines = None if start else [sentence.line for sentence in found]
+            lines = [sentence.line for sentence in found]
             return Block(place, len(found), there, lines)
 
         yield from self.in_blocks(self._sentences(start, tagged, comments), read, make, size, skip)

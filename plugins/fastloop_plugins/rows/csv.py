@@ -158,7 +158,7 @@ class Delimited(LineFormat):
         while rows:
             there = {name: self.header.index(name) for name in columns if name in self.names}
             cells = {name: [row[index] for _, row in rows] for name, index in there.items()}
-            numbers = None if start else [line for line, _ in rows]
+            numbers = [line for line, _ in rows]
             yield Block(place, len(rows), cells, numbers)
             place = start if self.is_whole else lines.offset
             rows, problem = self._some(records, size) if problem is None else ([], problem)

@@ -48,8 +48,8 @@ class Block:
             group, which may have several blocks.
         rows: Their number.
         columns: Name -> list, or column of pyarrow. A column that the file lacks is missing.
-        lines: The first line of each row, in a format of lines; None: messages name rows by their number, also where
-            a stream begins inside a file.
+        lines: The first line of each row, in a format of lines, counted from the position where reading began; None:
+            messages name rows by their number.
     """
 
     start: int

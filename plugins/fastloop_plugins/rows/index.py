@@ -93,6 +93,17 @@ def _remote(url: str, where: str) -> list[str]:
     return [system.unstrip_protocol(path) for path in paths]
 
 
+@dataclass(frozen=True)
+class RowName:
+    """The name of a row in messages. It is found when it is shown: that may read a part of the file."""
+
+    index: Index
+    row: int
+
+    def __str__(self) -> str:
+        return self.index.describe(self.row)
+
+
 @dataclass
 class Index:
     """The row groups of some files, in the files' order.
@@ -104,6 +115,8 @@ class Index:
         labels: Label -> its rows and the first of them.
         facts: Facts about each file that change with its rows.
         dropped: Rows that each condition of ``data.drop`` leaves out. The other attributes count the rest.
+        lines: (row groups,) the line of the first row of each, 0 in a format without lines.
+        layout: How the files are read; None: a row of the index is no row of a file.
     """
 
     paths: list[str]
@@ -113,6 +126,8 @@ class Index:
     labels: dict[Any, list[int]] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    lines: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    layout: FileLayout | None = None
 
     def __post_init__(self) -> None:
         self.firsts = np.cumsum(self.rows) - self.rows
@@ -121,11 +136,44 @@ class Index:
         """The row group of a row."""
         return int(np.searchsorted(self.firsts, row, side="right")) - 1
 
-    def name(self, row: int) -> str:
+    def name(self, row: int) -> RowName:
         """The name of a row in messages."""
+        return RowName(self, row)
+
+    def describe(self, row: int) -> str:
+        """The file of a row and its line, or its number in a format without lines."""
         group = self.group_of(row)
+        line = self._find_line(group, row - int(self.firsts[group]))
+        if line is not None:
+            return f"{self.paths[self.file[group]]}, line {line}"
         before = int(self.firsts[np.searchsorted(self.file, self.file[group])])
         return f"{self.paths[self.file[group]]}, row {row - before + 1}" + " of those kept" * any(self.dropped)
+
+    def _find_line(self, group: int, offset: int) -> int | None:
+        """The line of a row of a row group, which may be one that cannot be read. None: it is not known."""
+        if self.layout is None or not self.lines[group]:
+            return None
+        line = int(self.lines[group])
+        if offset == 0:
+            return line
+        layout = self.layout.of_file(int(self.file[group]))
+        first, seen = 0, 0  # the line of the first row, counted from the start of the group; rows that are read
+        try:
+            with layout.open(self.paths[self.file[group]]) as file:
+                for block in layout.drop.blocks(file, (), int(self.key[group]), FEW):
+                    if not block.lines:
+                        continue
+                    first = first or block.lines[0]
+                    if offset < seen + block.rows:
+                        return line + block.lines[offset - seen] - first
+                    seen += block.rows
+        except BadRow as error:
+            match = re.fullmatch(r"line (\d+)", error.place)
+            if match is not None and seen == offset:
+                return line + int(match[1]) - first
+        except (OSError, ValueError, RecipeError, ArrowException):
+            pass  # the file was changed
+        return None
 
 
 def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bool = False) -> Index:
@@ -140,16 +188,16 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
         RecipeError: A file has no rows or not these columns, cannot be read, or has too many labels.
     """
     about = [*layout.columns, str(label), str(lists), str(layout.how), str(layout.drop), str(layout.names)]
-    kept = kept_entry(["index", *about], paths)
+    kept = kept_entry(["index with lines", *about], paths)
     if kept is not None and (kept / "index.json").is_file():
         found = json.loads((kept / "index.json").read_text(encoding="utf-8"))
-        file, key, rows = np.array(found["groups"], np.int64)
+        file, key, rows, lines = np.array(found["groups"], np.int64)
         labels = {value: [count, row] for value, count, row in found["labels"]}
-        return Index(list(paths), file, key, rows, labels, found["facts"], found["dropped"])
+        return Index(list(paths), file, key, rows, labels, found["facts"], found["dropped"], lines, layout)
     index = _scan(paths, layout, label, lists)
     if kept is not None and all(isinstance(value, str | int | float | None) for value in index.labels):
         facts = {
-            "groups": [array.tolist() for array in (index.file, index.key, index.rows)],
+            "groups": [array.tolist() for array in (index.file, index.key, index.rows, index.lines)],
             "labels": [[value, *counts] for value, counts in index.labels.items()],
             "facts": index.facts,
             "dropped": index.dropped,
@@ -194,7 +242,7 @@ class LabelCounts:
                     f"column {column!r} (data.label) mixes booleans and numbers: it holds {switch}, and "
                     f"{index.name(self.counts[switch][1])} holds {int(switch)}.",
                     code="mixed-labels",
-                    place=index.name(row),
+                    place=str(index.name(row)),
                     remedy="Write all one way.",
                 )
         return self.counts | self.switches
@@ -240,12 +288,14 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                             f"column {label!r} (data.label) holds {show(value)}, expected text, or whole numbers "
                             "from 0.",
                             code="wrong-label",
-                            place=f"{path}, row {total - start + row + 1}",
+                            place=f"{path}, row {total - start + row + 1}"
+                            if block.lines is None
+                            else f"{path}, line {block.lines[row]}",
                         ) from None
                 if groups and groups[-1][:2] == [number, block.start]:
                     groups[-1][2] += block.rows
                 elif block.rows:
-                    groups.append([number, block.start, block.rows])
+                    groups.append([number, block.start, block.rows, block.lines[0] if block.lines else 0])
                 total += block.rows
                 if len(labels.counts) > LABELS:
                     raise RecipeError(
@@ -259,8 +309,8 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
             raise RecipeError(
                 f"has no rows{left}.", code="empty-file", place=str(path), remedy="Remove it from data.files.train."
             )
-    found, key, rows = np.array(groups, np.int64).T
-    index = Index(list(paths), found, key, rows, {}, facts, dropped)
+    found, key, rows, lines = np.array(groups, np.int64).T
+    index = Index(list(paths), found, key, rows, {}, facts, dropped, lines, layout)
     index.labels = labels.all(index, str(label))
     return index
 
@@ -321,7 +371,9 @@ class Reader:
                     return
         except BadRow as error:
             raise DataError(
-                str(error), code="invalid-row", place=self.index.name(int(self.index.firsts[group]) + error.before)
+                str(error),
+                code="invalid-row",
+                place=str(self.index.name(int(self.index.firsts[group]) + error.before)),
             ) from None
         except UnicodeDecodeError as error:  # reading Parquet does not validate its text
             raise DataError(

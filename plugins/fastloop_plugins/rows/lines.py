@@ -259,6 +259,7 @@ class LineFormat(File):
         def read(item: tuple[Any, int]) -> Any:
             content, number = item
             if not columns and self.names and not self.parses_all:
+                numbers.append(number)
                 return None
             place = f"{self.unit} {number}"
             row = self.parse(content, place)
@@ -272,7 +273,7 @@ class LineFormat(File):
         def make(place: int, rows: list[Any]) -> Block:
             there = [name for name in columns if name in self.names]
             lines = None
-            if not start and self.unit == "line" and len(numbers) == len(rows):
+            if self.unit == "line":
                 lines = numbers.copy()
             numbers.clear()
             return Block(place, len(rows), {name: [row.get(name) for row in rows] for name in there}, lines)

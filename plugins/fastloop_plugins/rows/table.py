@@ -48,7 +48,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
     unit: str = "row"
     numbers: NDArray[np.int64] | None = None
-    places: Sequence[str] | None = None
+    places: Sequence[object] | None = None
     source: int = 0
     sampled: bool = False
     label_counts: Mapping[Any, int] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Table:
     def row(self, number: int) -> str:
         """The name of a row in messages; the first row is 1."""
         if self.places is not None:
-            return self.places[number - 1]
+            return str(self.places[number - 1])
         return f"{self.where}, {self.unit} {number if self.numbers is None else self.numbers[number - 1]}"
 
     def keep(self, rows: NDArray[np.int64]) -> Table:

@@ -34,7 +34,7 @@ class Text(LineFormat):
 
         def make(place: int, rows: list[tuple[str, int]]) -> Block:
             texts = [text for text, _ in rows]
-            lines = None if start else [line for _, line in rows]
+            lines = [line for _, line in rows]
             return Block(place, len(rows), {name: texts for name in columns if name in self.names}, lines)
 
         if self.how.blank_lines:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fastloop.recipe import Recipe
-    from fastloop_plugins.rows.index import Row
+    from fastloop_plugins.rows.index import Row, RowName
     from fastloop_plugins.rows.table import Bad
     from fastloop_plugins.tasks.shared.losses import ClassLoss
     from fastloop_plugins.tasks.tags.data import TagTextData
@@ -362,7 +362,7 @@ class TagRows:
         self.room, self.special = model.room(data.options.max_length)
         self.spare = {**spare, "input_ids": spare["input_ids"].copy(), "targets": spare["targets"].copy()}
 
-    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+    def __call__(self, rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:
         sentences = self.data.parse_rows(rows, names)
         for (_, tags), name in zip(sentences, names, strict=True):
             new = next((tag for tag in tags if tag not in self.table), None)
@@ -370,7 +370,7 @@ class TagRows:
                 raise DataError(
                     f"found the tag {new!r} (data.tags), which was not there when the run started.",
                     code="data-changed",
-                    place=name,
+                    place=str(name),
                     remedy="Start it again.",
                 )
         texts = [(words, [self.table[tag] for tag in tags]) for words, tags in sentences]

@@ -126,7 +126,7 @@ class TagTextData(TextData):
         part = self.stream.head
         table = {tag: ids.get(self._name(part, tag), -1) for tag in self._stream_tags()}
         for tag in (tag for tag, index in table.items() if index < 0):
-            raise self._unknown_tag(self.stream.index.name(self.stream.index.labels[tag][1]), tag, "train")
+            raise self._unknown_tag(str(self.stream.index.name(self.stream.index.labels[tag][1])), tag, "train")
         return self.stream.datasets(run, datasets, TagRows(self, model, table, datasets["train"][0]))
 
     def _stream_tags(self) -> list[Any]:

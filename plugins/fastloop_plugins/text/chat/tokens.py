@@ -29,7 +29,7 @@ from fastloop_plugins.text.tokens import encode
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastloop_plugins.rows.index import Row
+    from fastloop_plugins.rows.index import Row, RowName
     from fastloop_plugins.text.chat.data import LanguageTextData
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
@@ -337,7 +337,7 @@ class LanguageRows(StreamedRows):
         super().__init__(data, tokenizer, encode, row_sequences, arguments)
         self.spare = {name: value.copy() for name, value in spare.items()}
 
-    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+    def __call__(self, rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:
         samples = super().__call__(rows, names)
         if not any((sample["targets"] >= 0).any() for sample in samples):
             samples[0] = self.spare
@@ -374,12 +374,12 @@ class Documents:
         self.data = data
         self.tokenizer = tokenizer
 
-    def __call__(self, rows: list[Row], names: list[str]) -> NDArray[np.int32]:
+    def __call__(self, rows: list[Row], names: list[RowName]) -> NDArray[np.int32]:
         texts = [text for text in self.data.parse_rows(rows, names) if text.strip()]
         return flat(encode_rows(self.tokenizer, texts, self.data.encoding_arguments()))[0]
 
 
-def blocks(rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+def blocks(rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:
     """Samples of blocks of tokens, see ``text.streaming.blocks``."""
     return [{"input_ids": ids} for (ids,) in rows]
 

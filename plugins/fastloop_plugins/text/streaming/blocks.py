@@ -18,7 +18,7 @@ import numpy as np
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.formats import FEW
-from fastloop_plugins.rows.index import Index, Reader, Row, kept_entry
+from fastloop_plugins.rows.index import Index, Reader, Row, RowName, kept_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fastloop import Run
 
-    Tokens = Callable[[list[Row], list[str]], NDArray[np.int32]]
+    Tokens = Callable[[list[Row], list[RowName]], NDArray[np.int32]]
     """Columns and names of some rows -> the ids of all their tokens, end to end."""
 
 logger = logging.getLogger("fastloop")
@@ -177,4 +177,4 @@ def index_blocks(index: Index, counts: NDArray[np.int64], sources: Sequence[int]
                 place=where,
             )
         rows.append(np.diff(np.minimum(-(-ends // size), blocks), prepend=0))
-    return replace(index, rows=np.concatenate(rows).astype(np.int64), labels={})
+    return replace(index, rows=np.concatenate(rows).astype(np.int64), labels={}, layout=None)

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fastloop import Run
-    from fastloop_plugins.rows.index import Index, Row
+    from fastloop_plugins.rows.index import Index, Row, RowName
     from fastloop_plugins.text.data import TextData
     from fastloop_plugins.text.model import TextModel
     from fastloop_plugins.text.streaming.blocks import BlockReader, Tokens
 
-    Encoder = Callable[[list[Row], list[str]], list[dict[str, Any]]]
+    Encoder = Callable[[list[Row], list[RowName]], list[dict[str, Any]]]
     """Columns and names of some rows -> their samples. A data worker calls it."""
 
 logger = logging.getLogger("fastloop")
@@ -182,7 +182,7 @@ class LabelReader:
         self.column, self.table, self.numbers = data.labels[0], table, data.label_type == "number"
         self.untyped = data.stream is not None and data.stream.head.untyped
 
-    def read(self, rows: list[Row], names: list[str]) -> NDArray[Any]:
+    def read(self, rows: list[Row], names: list[RowName]) -> NDArray[Any]:
         """The labels of rows: classes int64, or numbers float32.
 
         Raises:
@@ -191,12 +191,15 @@ class LabelReader:
         labels = [self._label(row[-1], name) for row, name in zip(rows, names, strict=True)]
         return np.array(labels, np.float32 if self.numbers else np.int64)
 
-    def _label(self, value: Any, name: str) -> float:
-        where = f"{name}: column {self.column!r} (data.label) holds {show(value)}"
+    def _label(self, value: Any, name: RowName) -> float:
+        problem = f"column {self.column!r} (data.label) holds {show(value)}"
         if not self.numbers:
             if value not in self.table:
                 raise DataError(
-                    f"{where}, which was not there when the run started.", code="data-changed", remedy="Start it again."
+                    f"{problem}, which was not there when the run started.",
+                    code="data-changed",
+                    place=str(name),
+                    remedy="Start it again.",
                 )
             label: float = self.table[value]
             return label
@@ -205,7 +208,10 @@ class LabelReader:
             if is_unlabelled(value):
                 remedy = f" {drop_line(self.column, 'empty: true')}"
             raise DataError(
-                f"{where}, expected a finite number (data.label_type=number).", code="wrong-label", remedy=remedy
+                f"{problem}, expected a finite number (data.label_type=number).",
+                code="wrong-label",
+                place=str(name),
+                remedy=remedy,
             )
         return number
 
@@ -222,7 +228,7 @@ class LabelledRows:
         self.types = token_types(data.columns, model)
         self.arguments: dict[str, Any] = {"truncation": True, "max_length": data.options.max_length, **self.types}
 
-    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+    def __call__(self, rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:
         texts = join_columns(self.data.parse_rows(rows, names), self.model)
         ids = flat(encode(self.model.tokenizer, texts, self.arguments))
         samples = Sequences(*ids, self.labels.read(rows, names), bool(self.types))

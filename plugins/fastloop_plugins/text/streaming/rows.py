@@ -9,7 +9,7 @@ from fastloop.errors import DataError
 from fastloop_plugins.rows.table import Bad, RowError
 
 if TYPE_CHECKING:
-    from fastloop_plugins.rows.index import Row
+    from fastloop_plugins.rows.index import Row, RowName
     from fastloop_plugins.text.data import TextData
     from fastloop_plugins.text.tokens import Split
 
@@ -50,7 +50,7 @@ class StreamedRows:
         self.encode, self.build = encode, build
         self.labels = LabelReader(data, table or {}) if data.labels else None
 
-    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+    def __call__(self, rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:
         from fastloop_plugins._mapped import flat
         from fastloop_plugins.text.tokens import Split
 

@@ -255,7 +255,7 @@ def test_a_role_that_the_template_leaves_out_is_named():
         data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 64}),
     )
     run.datasets["train"].encode.tokenizer.chat_template = QWEN
-    with expect_problem(f"invalid-row rows.jsonl, row 2: {facts}", DataError):
+    with expect_problem(f"invalid-row rows.jsonl, line 2: {facts}", DataError):
         run.datasets["train"][1]
 
 

@@ -159,8 +159,8 @@ def test_a_row_with_other_columns_names_its_file_and_row():
     table[141]["short"] = 7
     write_lines("b.jsonl", table[90:])
     for case, message in (
-        ("tags", r"b.jsonl, row 51: found 5 words and 4 tags|b.jsonl, row 51: found \d words"),
-        ("seq2seq", "b.jsonl, row 52: column 'short'"),
+        ("tags", r"b.jsonl, line 51: found 5 words and 4 tags|b.jsonl, line 51: found \d words"),
+        ("seq2seq", "b.jsonl, line 52: column 'short'"),
     ):
         with pytest.raises((DataError, RecipeError, UsageError), match=message):
             list(loader(stream(case)).batches())

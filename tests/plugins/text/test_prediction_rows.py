@@ -57,3 +57,18 @@ def test_sentences_of_a_split_and_of_texts_are_those_of_its_files():
     data = TagTextData(make_recipe({"data": {"files": {"train": "a.jsonl"}, "validation_fraction": 0}}))
     assert [words for words, _ in data.sentences(Path("a.jsonl"), 1, 1)] == [[["c"]], [[]]]
     assert [words for words, _ in data.sentences(["a b", "c"], 0, 8)] == [[["a", "b"], ["c"]]]
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skip-unreadable"])
+@pytest.mark.parametrize(
+    "options",
+    [{"label_map": {"": None}}, {"drop": [{"column": "text", "equals": "b"}]}, {"deduplicate": True}],
+    ids=["label_map", "drop", "deduplicate"],
+)
+def test_no_row_is_left_out_of_a_prediction(options, skip):
+    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": ""}, {"text": "a", "label": "y"}]
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    section = {"files": {"train": "a.jsonl"}, "label": "label", **options}
+    data = TextData(make_recipe({"data": section}), labelled=True)
+    data.skip_unreadable = skip
+    assert [texts for texts, _ in text_chunks(data, Path("a.jsonl"), 0, 2)] == [["a", "b"], ["a"]]

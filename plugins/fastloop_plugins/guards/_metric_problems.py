@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from torch import Tensor
 
-from fastloop import Output
+from fastloop import Output, UsageError
 from fastloop.errors import MetricError
 from fastloop.problem import typed_clause
 from fastloop.runtime.tracebacks import user_line
 from fastloop_plugins.guards.metric_check import MetricCheck
+from fastloop_plugins.tasks.shared.broadcasts import BroadcastWatch
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -37,7 +38,8 @@ def find_problem(run: Run, split: str, output: Output) -> str | None:
                 "Have the model return `logits` and the batch hold `labels`, or leave the metric out."
             )
         try:
-            metric.update(output.predictions, output.targets)
+            with BroadcastWatch(output.predictions, output.targets):
+                metric.update(output.predictions, output.targets)
             for key, value in batch_values(metric, name, output).items():
                 problem = find_shape_problem(where, key, split, value)
                 if problem is not None:
@@ -59,6 +61,8 @@ def batch_values(metric: Metric, name: str, output: Output) -> Mapping[str, Any]
             warnings.simplefilter("ignore")  # a batch may contain only one class
             # a metric whose call raised would never sync again
             value = metric.clone()(output.predictions, output.targets)
+    except UsageError:  # a function of arrays that broadcasts them
+        raise
     except Exception:
         return {}
     return value if isinstance(value, Mapping) else {name: value}

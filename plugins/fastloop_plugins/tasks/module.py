@@ -174,6 +174,10 @@ class Module(Plugin):
     def build_model(self, run: Run) -> nn.Module:
         from torch import nn
 
+        from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
+
+        self.broadcasts = BroadcastCheck()
+
         model = self._call("model")
         if not isinstance(model, nn.Module):
             raise RecipeError(
@@ -201,7 +205,7 @@ class Module(Plugin):
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
         from fastloop_plugins.tasks.shared.forward import forward
 
-        return forward(model, batch, self.criterion)
+        return forward(model, batch, self.criterion, self.broadcasts)
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:

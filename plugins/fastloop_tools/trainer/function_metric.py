@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, SupportsFloat
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+
+from fastloop_plugins.tasks.shared.broadcasts import check_shapes
 
 
 class FunctionMetric(Metric):
@@ -19,6 +22,9 @@ class FunctionMetric(Metric):
 
     Args:
         function: ``function(predictions, targets)`` returns a number.
+
+    Raises:
+        UsageError: The function broadcasts predictions of shape (N, 1) with targets of shape (N,).
     """
 
     full_state_update = False
@@ -36,10 +42,46 @@ class FunctionMetric(Metric):
         self.targets.append(targets)
 
     def compute(self) -> float:
-        return float(self.function(as_array(self.predictions), as_array(self.targets)))
+        predictions = as_array(self.predictions)
+        targets = as_array(self.targets)
+        if predictions.ndim == targets.ndim:
+            return float(self.function(predictions, targets))
+        return float(self.function(predictions.view(Predictions), targets.view(Targets)))
 
 
 def as_array(batches: list[Tensor] | Tensor) -> Any:
     """The batches as one numpy array."""
     values = dim_zero_cat(batches).detach().cpu()
     return values.float().numpy() if values.dtype == torch.bfloat16 else values.numpy()
+
+
+class WatchedArray(np.ndarray):
+    """An array that raises an error if numpy broadcasts predictions with targets to a larger shape.
+
+    Computed arrays keep their class: ``predictions * 2`` are predictions. An array of both is an ordinary one.
+    """
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **keywords: Any) -> Any:
+        predictions = [value for value in inputs if isinstance(value, Predictions)]
+        targets = [value for value in inputs if isinstance(value, Targets)]
+        if method == "__call__" and ufunc.signature is None:  # with a signature: matmul and others, without broadcasts
+            for prediction in predictions:
+                for target in targets:
+                    check_shapes(prediction.shape, target.shape)
+        plain = [value.view(np.ndarray) if isinstance(value, WatchedArray) else value for value in inputs]
+        if "out" in keywords:
+            keywords["out"] = tuple(
+                value.view(np.ndarray) if isinstance(value, WatchedArray) else value for value in keywords["out"]
+            )
+        result = getattr(ufunc, method)(*plain, **keywords)
+        if not isinstance(result, np.ndarray) or (predictions and targets):
+            return result
+        return result.view(Predictions if predictions else Targets)
+
+
+class Predictions(WatchedArray):
+    """The predictions of a split."""
+
+
+class Targets(WatchedArray):
+    """The targets of a split."""

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
 from fastloop import Batch, Output, Plugin, Problem, Run, UsageError, hookimpl
+from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
 from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter
 from fastloop_plugins.tasks.shared.forward import forward, outputs
 from fastloop_plugins.tasks.shared.losses import check_mean
@@ -61,6 +62,7 @@ class TrainerTask(Plugin):
         self.metrics = metrics
         self.processing_class = processing_class
         self.optimizer = optimizer
+        self.broadcasts = BroadcastCheck()
         self.has_warned = False
         has_samplers = any(loader.sampler is not None for loader in splits.values())  # otherwise only datasets
         given = {
@@ -155,7 +157,7 @@ class TrainerTask(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
-        output = forward(model, batch, self.loss)
+        output = forward(model, batch, self.loss, self.broadcasts)
         if self.loss is not None and not self.has_warned and isinstance(batch, Mapping):
             self.has_warned = True
             log.warning(

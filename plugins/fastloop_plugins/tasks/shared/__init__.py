@@ -4,6 +4,7 @@ problems                  # one class a text, sets of classes, or numbers
 losses, metrics           # those that a recipe names
 two_classes               # the positive class of two, and the threshold of its probability
 forward                   # loss and outputs of a batch of two common forms
+broadcasts                # losses and metrics that compare each prediction with every target
 collate                   # collators of datasets without one
 micro_batches             # whether the loss of a batch is the mean over its samples
 """

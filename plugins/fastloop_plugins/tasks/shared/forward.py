@@ -13,20 +13,28 @@ from fastloop.problem import clause
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
 
-def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Output:
+
+def forward(
+    model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None, broadcasts: BroadcastCheck
+) -> Output:
     """Compute the loss of a batch in one of two common forms.
 
     * a mapping: ``model(**batch)`` returns an object or mapping with ``loss`` (and ``logits``), like Hugging Face
       models;
     * ``(inputs, targets)``: ``loss(model(inputs), targets)``.
 
+    Args:
+        broadcasts: Calls the loss or the model, and watches the first calls.
+
     Raises:
-        UsageError: The batch has another form, or the model returned no loss.
+        UsageError: The batch has another form, the model returned no loss, or the loss broadcasts predictions with
+            targets.
     """
     if isinstance(batch, dict | Mapping):  # first dict: its check calls no Python function
         try:
-            result = model(**batch)
+            result = broadcasts.call_model(model, batch)
         except TypeError as error:
             _check_arguments(model, batch, error)
             raise
@@ -45,7 +53,7 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
     if isinstance(batch, Sequence) and len(batch) == 2 and loss is not None:
         inputs, targets = batch
         predictions = model(inputs)
-        return Output(loss(predictions, targets), predictions, targets)
+        return Output(broadcasts.call_loss(loss, predictions, targets), predictions, targets)
     raise UsageError(
         f"the loss of a batch cannot be computed: found {_describe(batch)}, and "
         f"{'no loss function' if loss is None else 'a loss function'}. Expected a mapping for model(**batch), which "

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
 from fastloop.problem import clause
+from fastloop.runtime.files import naming
 from fastloop.runtime.platform_support import sync
 from fastloop_plugins._partial_entry import partial_entry, read_type
 
@@ -244,9 +245,10 @@ def written(entry: Path) -> Iterator[Path]:
     entry.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".", dir=entry.parent))  # readable by this user only
     try:
-        yield made
-        for file in made.iterdir():
-            sync(file)
+        with naming(entry.parent):
+            yield made
+            for file in made.iterdir():
+                sync(file)
         made.rename(entry)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)

@@ -8,13 +8,13 @@ import shutil
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from fastloop.runtime.files import write
+from fastloop.runtime.files import naming, write
 from fastloop.runtime.platform_support import sync
 
 try:
@@ -175,12 +175,14 @@ def partial_entry(entry: Path, facts: dict[str, int], is_narrow: bool = False) -
         folder = Path(tempfile.mkdtemp(prefix=".", dir=entry.parent))  # readable by this user only
     partial = PartialEntry(folder, facts)
     try:
-        yield partial
-        partial.finish(is_narrow)
-        folder.rename(entry)
-        sync(entry.parent)
+        with naming(entry.parent):
+            yield partial
+            partial.finish(is_narrow)
+            folder.rename(entry)
+            sync(entry.parent)
     except BaseException as error:
-        partial.close()
+        with suppress(OSError):  # a full disk rejects the rest once more
+            partial.close()
         is_interrupted = not isinstance(error, Exception)
         if lock is None or not is_interrupted or not partial.rows:
             shutil.rmtree(folder, ignore_errors=True)

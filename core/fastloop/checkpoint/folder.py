@@ -81,6 +81,9 @@ def make(run: Run) -> None:
         run._until_closed.callback(lock.release)
         _write_recipe(run)
     except OSError as error:
+        full = files.full_disk(error, run.folder)
+        if full is not None:
+            raise full from error
         raise RecipeError(
             f"{run.folder} cannot be written: {clause(error)}.",
             code="folder-not-writable",

@@ -20,6 +20,7 @@ from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, 
 from fastloop.plugins.packages import DISTRIBUTION
 from fastloop.problem import Problem, clause
 from fastloop.recipe import secrets
+from fastloop.runtime.files import full_disk
 
 SUBJECT = re.compile(
     r"\b(?:(data|model|train)(?:\.(?!(?:csv|tsv|jsonl?|parquet|tar|txt|yaml|py)\b)\w|:)|(plugins?|slot|optimizer|Trainer)\b)"
@@ -186,10 +187,14 @@ def exit_with(error: BaseException) -> NoReturn:
             problem = dataclasses.replace(problem, remedy=remedy)
         print_error(problem)
         sys.exit(error.exit_code)
-    if isinstance(error, OSError) and error.filename is not None:
-        # not of a plugin: those are explained
-        print_error(Problem(f"{error.strerror}.", code="file-failed", place=str(error.filename)))
-        sys.exit(1)
+    if isinstance(error, OSError):  # not of a plugin: those are explained
+        full = full_disk(error)
+        if full is not None:
+            print_error(full.problem)
+            sys.exit(full.exit_code)
+        if error.filename is not None:
+            print_error(Problem(f"{error.strerror or clause(error)}.", code="file-failed", place=str(error.filename)))
+            sys.exit(1)
     if isinstance(error, TypeError | ValueError):
         package = unreadable_package()
         if package is not None:

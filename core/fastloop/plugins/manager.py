@@ -20,13 +20,14 @@ import pluggy
 
 from fastloop import hookspecs
 from fastloop.distributed.signals import Stopped
-from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
+from fastloop.errors import FastloopError, PluginCrash, PluginError, SaveError, UsageError, UserCodeError
 from fastloop.plugins.call import HookCallers, make_caller
 from fastloop.plugins.hook_checks import check_hooks
 from fastloop.plugins.installed import GROUP, entry_points
 from fastloop.plugins.plugin import Plugin
 from fastloop.problem import Problem
 from fastloop.recipe import Recipe, importing
+from fastloop.runtime.files import full_disk
 from fastloop.runtime.tracebacks import user_line
 from fastloop.settings import Settings, merge_settings
 from fastloop.strategy import Strategy, method_that_raised
@@ -308,6 +309,7 @@ class PluginSet:
         Raises:
             PluginCrash: A plugin's hook raised; the error is its cause.
             UserCodeError: User code raised; the error is its cause.
+            SaveError: The disk is full.
         """
         try:
             yield
@@ -320,11 +322,15 @@ class PluginSet:
                     raise explained from error
             raise
 
-    def attribute_error(self, error: BaseException) -> PluginCrash | UserCodeError | None:
-        """An error that names the line of user code or the plugin that raised ``error``; None for errors of the core.
+    def attribute_error(self, error: BaseException) -> PluginCrash | UserCodeError | SaveError | None:
+        """An error that names the line of user code or the plugin that raised ``error``, or the file that a full disk
+        rejected; None for errors of the core.
 
         User code counts only if the core or a task called it."""
         failure = self.manager.take_failure(error)
+        full = full_disk(error)
+        if full is not None:
+            return full
         if failure is None:
             method = method_that_raised(self.strategy, error)
             if method is not None:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from time import sleep
 from typing import Any
 
-from fastloop.errors import UsageError
+from fastloop.errors import SaveError, UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime.platform_support import sync
 
 RETRY_SECONDS = (0.1, 0.5, 2.0)
 """Seconds between attempts to read a file: a server of a network file system may need a moment to find a file that was
 replaced."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that writing gives on a full disk, over a quota, and over a limit of file sizes."""
+FULL_TEXT = re.compile(rf"{'|'.join(os.strerror(number) for number in FULL)}|\d+ requested and \d+ written")
+"""Messages of libraries about such an error. The last one is numpy's."""
 
 
 def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> None:
@@ -43,10 +49,59 @@ def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> 
         if durable:
             sync(aside)
         aside.replace(path)
+        if durable:
+            sync(path.parent)
+    except OSError as error:
+        error.filename = str(path)  # not the temporary name
+        raise
     finally:
         aside.unlink(missing_ok=True)
-    if durable:
-        sync(path.parent)
+
+
+def full_disk(error: BaseException, place: Path | None = None) -> SaveError | None:
+    """The error of a full disk, a quota or a limit of file sizes; None: ``error`` has another reason.
+
+    Libraries raise it as errors of their own: safetensors, ``shutil.copytree`` and torch's exporter only mention it.
+
+    Args:
+        place: The file or folder that is written, if the error names none.
+    """
+    filename: Any = place
+    while True:
+        if isinstance(error, OSError) and error.filename is not None:
+            filename = error.filename
+        number = getattr(error, "errno", None)
+        if number in FULL or FULL_TEXT.search(str(error)):
+            break
+        if error.__cause__ is None:
+            return None
+        error = error.__cause__
+    reason = os.strerror(number) if number in FULL else os.strerror(errno.ENOSPC)
+    return SaveError(
+        f"{reason}.",
+        code="disk-full",
+        place="a file" if filename is None else str(filename),
+        remedy="Free disk space or raise the limit, then repeat the command.",
+    )
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a file or folder in errors of the block about a full disk: those of ``write``, ``flush`` and ``close`` name
+    none.
+
+    Raises:
+        OSError: The error of the block, with a ``filename``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or full_disk(error) is None:
+            raise
+        if error.errno is None:  # numpy and shutil.copytree raise one with a text only
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        error.filename = str(path)
+        raise
 
 
 def list_entries(folder: Path, most: int = 3) -> str:

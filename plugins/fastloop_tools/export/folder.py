@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from fastloop.errors import SaveError, UsageError
 from fastloop.problem import clause
-from fastloop.runtime.files import apply_umask, sync_folder
+from fastloop.runtime.files import apply_umask, full_disk, naming, sync_folder
 from fastloop.runtime.platform_support import sync
 
 
@@ -57,7 +59,8 @@ def written(folder: Path) -> Iterator[Path]:
         for leftover in (aside, old):
             shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir(parents=True)
-        yield aside
+        with naming(folder):
+            yield aside
         apply_umask(aside)
         sync_folder(aside)
         if folder.exists():
@@ -69,6 +72,9 @@ def written(folder: Path) -> Iterator[Path]:
         if old.exists() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError):
+        full = full_disk(error, folder)
+        if full is not None:
+            raise full from error
+        if isinstance(error, OSError | SafetensorError):
             raise SaveError(f"{folder} was not written: {clause(error)}.", code="save-failed") from error
         raise

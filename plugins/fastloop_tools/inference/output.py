@@ -66,7 +66,8 @@ class PredictionOutput:
                 remedy="Remove it, or give another file.",
             )
         files.check_links(self.folder)
-        self._start_job(job)
+        with files.naming(path):
+            self._start_job(job)
         self.parts = self._complete_parts()
 
     def _start_job(self, job: Mapping[str, Any] | None) -> None:
@@ -118,8 +119,9 @@ class PredictionOutput:
         suffix = ".last" if last else ""
         part = self.folder / f"{len(self.parts):08}{suffix}"
         unfinished = self.folder / "unfinished"
-        FORMATS[self.path.suffix].write(PredictedRows(table, types or {}, list(self.parts)), unfinished)
-        unfinished.replace(part)
+        with files.naming(self.path):
+            FORMATS[self.path.suffix].write(PredictedRows(table, types or {}, list(self.parts)), unfinished)
+            unfinished.replace(part)
         self.parts.append(part)
 
     def finish(self) -> None:
@@ -127,8 +129,9 @@ class PredictionOutput:
         if self.path is None:
             return
         joined = self.folder / "joined"
-        FORMATS[self.path.suffix].join(self.parts, joined)
-        joined.replace(self.path)
+        with files.naming(self.path):
+            FORMATS[self.path.suffix].join(self.parts, joined)
+            joined.replace(self.path)
         shutil.rmtree(self.folder)
 
 
@@ -317,17 +320,19 @@ def write_npy(part: PredictedRows, path: Path) -> None:
 
 
 def join_npy(parts: Sequence[Path], path: Path) -> None:
-    """One array with the rows of all parts, copied part by part."""
+    """One array with the rows of all parts, copied part by part.
+
+    The file is not mapped: on a full disk, the system ends a process that writes to a mapped file, without an error.
+    """
     import numpy as np
 
     arrays = [np.load(part, mmap_mode="r", allow_pickle=False) for part in parts]
     shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
-    joined = np.lib.format.open_memmap(path, mode="w+", dtype=arrays[0].dtype, shape=shape)
-    start = 0
-    for array in arrays:
-        joined[start : start + len(array)] = array
-        start += len(array)
-    joined.flush()
+    header = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False, "shape": shape}
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for array in arrays:
+            file.write(np.ascontiguousarray(array, arrays[0].dtype).tobytes())
 
 
 class Format(NamedTuple):

@@ -1,0 +1,176 @@
+"""A full disk while a command writes its result: one error that names the file, nothing half-written, and the same
+command works with free space."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import inference_runs
+import numpy as np
+import pytest
+import torch
+from saving_helpers import mounted, train, write_recipe
+
+from fastloop.runtime.files import full_disk, naming, write
+from fastloop_tools.inference.output import PredictionOutput
+
+KEPT = 4096
+"""Bytes that are free in the second part of each test: the result begins to be written there."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 6 MB."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=6m", "none") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recipe and the run of a text classifier."""
+    folder = tmp_path_factory.mktemp("trained")
+    inference_runs.train(inference_runs.write_recipe(folder))
+    return folder
+
+
+def fill(disk: Path, kept: int) -> None:
+    """Fill a disk, except ``kept`` bytes."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        size = 2**16
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+        file.truncate(file.tell() - kept)
+
+
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "predict jsonl": (["predict", "{run}", "{folder}/test.csv", "--out", "{disk}/p.jsonl"], "p.jsonl"),
+    "predict csv": (["predict", "{run}", "{folder}/test.csv", "--out", "{disk}/p.csv"], "p.csv"),
+    "predict parquet": (["predict", "{run}", "{folder}/test.csv", "--out", "{disk}/p.parquet"], "p.parquet"),
+    "evaluate": (["evaluate", "{run}", "--split", "test", "--json", "{disk}/e.json"], "e.json"),
+    "export": (["export", "{run}", "--out", "{disk}/model"], "model"),
+    "report": (["report", "{run}", "--output", "{disk}/report.html"], "report.html"),
+    "schema": (["schema", "--output", "{disk}/schema.json"], "schema.json"),
+    "plan": (["plan", "{folder}/recipe.yaml", "--json", "{disk}/plan.json"], "plan.json"),
+    "train": (["train", "{folder}/recipe.yaml", "output={disk}/run"], "run"),
+    "tokens": (
+        ["prepare", "{folder}/recipe.yaml", "--with", "token-cache", "plugins.token-cache.folder={disk}/tokens"],
+        "tokens",
+    ),
+}
+"""Arguments, and the file or folder that they write on the disk."""
+QUICK = ("predict parquet", "export", "report", "tokens")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+)
+def test_a_full_disk_is_named_and_the_command_works_later(name: str, disk: Path, trained: Path, cli: Any):
+    """a full disk: the error names the file, and what is there before it is whole"""
+    words, result = COMMANDS[name]
+    arguments = [word.format(run=trained / "run", folder=trained, disk=disk) for word in words]
+    for kept in (0, KEPT):
+        fill(disk, kept)
+        code, _, said = cli("--json", *arguments)
+        [problem] = [line for line in map(json.loads, said.splitlines()) if line["level"] == "error"]
+        assert code == 1
+        assert problem["code"] == "disk-full"
+        assert str(disk) in problem["place"]
+        assert problem["remedy"]
+    (disk / "filler").unlink()
+    assert cli(*arguments)[0] == 0
+    assert (disk / result).exists()
+
+
+@pytest.mark.slow
+def test_onnx_on_a_full_disk(disk: Path, trained: Path, cli: Any):
+    """a full disk while an ONNX model is written"""
+    pytest.importorskip("onnxscript")
+    fill(disk, KEPT)
+    code, _, said = cli("export", str(trained / "run"), "--to", "onnx", "--out", str(disk / "onnx"))
+    assert (code, "disk-full" in said) == (1, True)
+    assert sorted(path.name for path in disk.iterdir()) == ["filler"]
+
+
+def test_an_array_on_a_full_disk_ends_with_an_error_and_no_signal(disk: Path):
+    """a full disk while parts of an array are joined: an error, and later the whole array"""
+    output = PredictionOutput(disk / "p.npy", None)
+    values = np.arange(2**16, dtype=np.float32)
+    output.add({"output": list(torch.from_numpy(values))}, last=False)
+    output.add({"output": list(torch.from_numpy(values + 1))}, last=True)
+    fill(disk, KEPT)
+    with pytest.raises(OSError) as caught:
+        output.finish()
+    error = full_disk(caught.value)
+    assert error is not None
+    assert error.problem.place == str(disk / "p.npy")
+    (disk / "filler").unlink()
+    output.finish()
+    assert np.array_equal(np.load(disk / "p.npy"), np.concatenate([values, values + 1]))
+
+
+def test_what_a_command_replaces_stays_on_a_full_disk(disk: Path):
+    """a full disk while a file is replaced: the old one stays"""
+    write(disk / "page.html", "old")
+    fill(disk, 0)
+    with pytest.raises(OSError) as caught:
+        write(disk / "page.html", "new" * 10_000)
+    assert caught.value.filename == str(disk / "page.html")
+    assert (disk / "page.html").read_text() == "old"
+
+
+def test_errors_of_libraries_are_recognized():
+    """errors of libraries about a full disk, which have no number or another class"""
+    numbered = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    copied = shutil.Error([("a", "b", str(numbered))])
+    text = RuntimeError("I/O error: No space left on device (os error 28)")
+    wrapped = RuntimeError("the exporter failed")
+    wrapped.__cause__ = numbered
+    for error in (
+        numbered,
+        copied,
+        text,
+        OSError("400 requested and 0 written"),
+        wrapped,
+        OSError(errno.EFBIG, "File too large", "x"),
+    ):
+        assert full_disk(error) is not None, error
+    for error in (OSError(errno.EACCES, "Permission denied", "x"), RuntimeError("no"), KeyError("x")):
+        assert full_disk(error) is None, error
+    with pytest.raises(OSError) as caught, naming(Path("a.csv")):
+        raise OSError(errno.EACCES, "Permission denied", "other.csv")
+    assert caught.value.filename == "other.csv"
+
+
+LIMITED = """
+import resource, signal, sys
+from fastloop.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+sys.argv = ["fastloop", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_under_a_limit_of_file_sizes_fails_and_resumes():
+    """a limit of file sizes: exit code 1, and with --resume and without it the run ends as any other"""
+    write_recipe()
+    assert train("output=whole") == 0
+    command = [sys.executable, "-c", LIMITED, "train", "recipe.yaml", "output=run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert train("output=run", "--resume") == 0
+    weights = [Path(folder, "model", "model.safetensors").read_bytes() for folder in ("whole", "run")]
+    assert weights[0] == weights[1]

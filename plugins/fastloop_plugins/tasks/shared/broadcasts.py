@@ -99,15 +99,13 @@ class BroadcastWatch(TorchFunctionMode):
                 for target in targets:
                     check_shapes(prediction.shape, target.shape)
         result = func(*args, **(kwargs or {}))
-        if not targets and not has_mixed:
-            for tensor in _tensors(result) if predictions else ():
-                self._predictions[id(tensor)] = tensor
-            return result
         for tensor in _tensors(result):
-            if not predictions and not has_mixed:
+            if has_mixed or (predictions and targets):
+                self._mixed[id(tensor)] = tensor
+            elif predictions:
+                self._predictions[id(tensor)] = tensor
+            elif targets:
                 self._targets[id(tensor)] = tensor
-                continue
-            self._mixed[id(tensor)] = tensor
             for prediction in predictions:
                 for target in targets:
                     if tensor.shape == _broadcast_shape(prediction.shape, target.shape):

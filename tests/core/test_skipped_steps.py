@@ -106,3 +106,35 @@ def test_without_a_schedule_a_fused_step_is_not_waited_for(tiny_run):
 def test_overflows_of_the_first_steps_are_not_taken_for_weights_that_do_not_change(tiny_run, caplog):
     tiny_run(["fused-optimizer", Fp16()], epochs=4)
     assert "do not change" not in caplog.text
+
+
+class Weights(Plugin):
+    """Keeps the weights after each step."""
+
+    name = "weights"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    @hookimpl
+    def before_fit(self, run: Any) -> None:
+        self.first = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        self.seen.append({name: weight.detach().clone() for name, weight in run.model.named_parameters()})
+
+
+@pytest.mark.parametrize("options", [{"decay": 0.5}, {"mean": True}], ids=str)
+def test_a_skipped_step_is_no_update_of_an_average(tiny_run, options):
+    fp16, weights = Fp16(), Weights()
+    result = tiny_run([{"ema": options}, weights, fp16], epochs=4)
+    assert 3 < sum(fp16.skipped) < 18
+    average = weights.first
+    trained = [seen for seen, skipped in zip(weights.seen, fp16.skipped, strict=True) if not skipped]
+    for number, seen in enumerate(trained, start=1):
+        decay = options.get("decay", 1 - 1 / number)
+        average = {name: decay * average[name] + (1 - decay) * seen[name] for name in average}
+    for name, tensor in average.items():
+        torch.testing.assert_close(result.weights[name], tensor, rtol=1e-5, atol=1e-6)

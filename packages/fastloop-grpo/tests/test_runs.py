@@ -223,6 +223,38 @@ def test_an_evaluation_reports_the_mean_reward_of_its_prompts(tmp_path):
     assert [row["text"] for row in lines(tmp_path / "texts.jsonl")] == expected
 
 
+def evaluations(folder, size, plugins=()):
+    """A recipe whose evaluations have batches of a size, before anything is learned."""
+    return sampled(folder, {"eval_generations": 3}, plugins, lr=1e-9, max_steps=1, batch_size=4, eval_batch_size=size)
+
+
+def test_the_batch_size_of_an_evaluation_changes_no_completion(tmp_path):
+    found = [train(evaluations(tmp_path / str(size), size)).summary["validation"] for size in (1, 3, 8)]
+    assert found[0]["completion_tokens"] > 1
+    for metrics in found[1:]:
+        assert metrics == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_evaluate_the_same_completions(strategy, tmp_path, processes):
+    alone = train(evaluations(tmp_path / "one", 3)).summary["validation"]
+    first, _ = processes(2, train_all, [evaluations(tmp_path / "two", 4, [strategy])])
+    assert first.result[0].summary["validation"] == pytest.approx(alone, rel=1e-6)
+
+
+def test_completions_of_a_prompt_are_drawn_from_the_softmax(tmp_path):
+    """Seeds of prompts draw tokens with the probabilities of the model."""
+    from fastloop_plugins.text.generation import RowNoise
+
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    count = 4000
+    noise = RowNoise(range(count), 0.7, torch.device("cpu"))
+    drawn = noise(torch.zeros(count, 1), logits.expand(count, -1)).argmax(1)
+    shares = torch.bincount(drawn, minlength=4) / count
+    torch.testing.assert_close(shares, (logits[0] / 0.7).softmax(0), atol=0.025, rtol=0)
+
+
 def test_a_reward_rises(tmp_path):
     rows = {"epochs": 20, "max_steps": 40, "lr": 1e-2, "batch_size": 8, "evaluate_every": 20}
     train(sampled(tmp_path, {"num_generations": 8}, max_grad_norm=1.0, **rows))

@@ -325,7 +325,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     count: int,
     options: GenerationConfig,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> list[Completion]:
     """Complete prompts with the current weights of a causal language model, in batches that are padded on the left.
@@ -340,19 +340,29 @@ def generate(
         options: The settings, which the model's own do not complete, such as ``GenerationConfig(max_new_tokens=64,
             do_sample=True, eos_token_id=end_tokens(tokenizer), pad_token_id=tokenizer.pad_token_id)``.
         seed: Seeds the random numbers that draw tokens; processes need different ones. None: continue those of the
-            process, and do not restore them.
+            process, and do not restore them. A sequence: one for each prompt, whose completions then do not depend on
+            the other prompts, on ``batch_size`` and on the process.
         batch_size: Completions that are generated at once. None: all.
 
     Returns:
         ``count`` completions of the first prompt, then those of the next ones.
 
     Raises:
-        PluginError: The strategy divides the weights, and cannot gather them.
+        PluginError: The strategy divides the weights, and cannot gather them, or there is a seed for each prompt, and
+            ``options`` leave tokens out.
     """
     import torch
 
     from fastloop.runtime.random_states import preserve_random_states
 
+    row_seeds: list[int] | None = None
+    temperature = 1.0
+    if options.do_sample and isinstance(seed, Sequence):
+        row_seeds = [one + number for one in seed for number in range(count)]
+        temperature = options.temperature if options.temperature is not None else 1.0
+        options = without_sampling(options)
+    if isinstance(seed, Sequence):
+        seed = 0  # nothing else draws random numbers
     rows = [prompt for prompt in prompts for _ in range(count)]
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))  # similar lengths have little padding
     size = batch_size or len(rows) or 1
@@ -368,11 +378,63 @@ def generate(
         for batch in batches:
             parts = [rows[index] for index in batch] or [[options.pad_token_id]]
             inputs = pad_prompts(parts, options.pad_token_id, run.device)
-            drawn = generator.generate(options, inputs, synced_gpus=together)
+            arguments: dict[str, Any] = {}
+            if row_seeds is not None:
+                seeds = [row_seeds[index] for index in batch] or [0]
+                arguments["logits_processor"] = [RowNoise(seeds, temperature, run.device)]
+            drawn = generator.generate(options, inputs, synced_gpus=together, **arguments)
             new = drawn[:, inputs["input_ids"].shape[1] :].tolist()
             for index, ids in zip(batch, new, strict=False):  # a batch without rows repeats no prompt of its own
                 completions[index] = cut_at_end(ids, options.eos_token_id)
     return [completions[index] for index in range(len(rows))]
+
+
+def without_sampling(options: GenerationConfig) -> GenerationConfig:
+    """The same settings, with which ``generate`` takes the most probable token.
+
+    Raises:
+        PluginError: A setting other than the temperature changes the probabilities of tokens.
+    """
+    options = deepcopy(options)
+    neutral = {"temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+    for name in SAMPLING_SETTINGS:
+        value = getattr(options, name, None)
+        if value is not None and value != neutral.get(name):
+            raise PluginError(
+                f"found a seed for each prompt and {name}={value}, which leaves tokens out.",
+                code="conflicting-values",
+                place="generate",
+                expected="only a temperature",
+            )
+        setattr(options, name, None)
+    options.do_sample = False
+    return options
+
+
+class RowNoise:
+    """A processor of logits with which the largest value is a drawn token, each row from random numbers of its own.
+
+    The largest of ``logits - log(E)``, where each E is drawn from the exponential distribution, has the probabilities
+    of the softmax (Gumbel-max trick).
+
+    Args:
+        seeds: One for each row.
+        temperature: Divides the logits.
+    """
+
+    def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
+        import torch
+
+        self.temperature = temperature
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The logits of the next token of each row with noise, (rows, vocabulary) float32."""
+        scores = scores.float()
+        noise = scores.new_empty(scores.shape)
+        for row, generator in zip(noise, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        return scores / self.temperature - noise.log()
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> dict[str, Tensor]:

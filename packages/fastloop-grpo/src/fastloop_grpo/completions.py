@@ -33,7 +33,7 @@ class CompletionHooks:
 
     @hookspec(firstresult=True)
     def generate_completions(  # type: ignore[empty-body]
-        self, run: Run, prompts: list[list[int]], count: int, options: Sampling, seed: int
+        self, run: Run, prompts: list[list[int]], count: int, options: Sampling, seed: int, seeds: list[int] | None
     ) -> list[Completion]:
         """First. Complete the prompts of this process with the current weights of ``run.model``.
 
@@ -46,6 +46,8 @@ class CompletionHooks:
             count: Completions of each prompt.
             options: A ``Sampling``.
             seed: Differs between steps and processes.
+            seeds: In an evaluation, one for each prompt. An engine that can draws each prompt by its own: the
+                completions then depend neither on the batch size nor on the number of processes. None in training.
 
         Returns:
             ``count`` objects ``Completion`` of the first prompt, then those of the next ones. ``log_probabilities`` are
@@ -60,7 +62,7 @@ def generate_by_model(
     count: int,
     options: Sampling,
     pad_token: int,
-    seed: int,
+    seed: int | Sequence[int],
     batch_size: int | None,
 ) -> list[Completion]:
     """Complete prompts by the model itself; see ``fastloop_plugins.text.generate``."""

@@ -318,17 +318,21 @@ class GRPO(TextTask):
 
     @hookimpl
     def generate_completions(
-        self, run: Run, prompts: list[list[int]], count: int, options: Sampling, seed: int
+        self, run: Run, prompts: list[list[int]], count: int, options: Sampling, seed: int, seeds: list[int] | None
     ) -> list[Completion]:
         pad = self.text_model.tokenizer.pad_token_id
-        return generate_by_model(run, prompts, count, options, pad, seed, self.generation_batch_size)
+        given = seed if seeds is None else seeds
+        return generate_by_model(run, prompts, count, options, pad, given, self.generation_batch_size)
 
-    def roll_out(self, run: Run, batches: Sequence[Mapping[str, Any]], count: int, draw: str) -> Rollout:
+    def roll_out(
+        self, run: Run, batches: Sequence[Mapping[str, Any]], count: int, draw: str, by_prompt: bool = False
+    ) -> Rollout:
         """Complete the prompts of batches, and score the completions.
 
         Args:
             count: Completions of each prompt.
             draw: Names this drawing of tokens, which no other one of the run on any process may repeat.
+            by_prompt: Draw the tokens of each prompt by seeds of its own, whatever other prompts the batch has.
         """
         import torch
 
@@ -340,9 +344,14 @@ class GRPO(TextTask):
             asked += [ids.tolist() for ids in split(batch["input_ids"], batch)]
             rows += batch["rows"].tolist()
         name = f"{run.recipe.train.seed} {draw}"
-        seed = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
+        seeds = None
+        if by_prompt:
+            places = [prompts.find_prompt(self.splits, row)[1] for row in rows]
+            seeds = [seed_of(f"{name} {place}") for place in places]
         sampling = Sampling(self.max_new_tokens, self.temperature, self.ends)
-        completions = run.hooks.generate_completions(run=run, prompts=asked, count=count, options=sampling, seed=seed)
+        completions = run.hooks.generate_completions(
+            run=run, prompts=asked, count=count, options=sampling, seed=seed_of(name), seeds=seeds
+        )
         tokenizer = self.text_model.tokenizer
         config = self.text_model.config.get_text_config()
         vocabulary = max(len(tokenizer), config.vocab_size)  # a model may have more rows than its tokenizer tokens
@@ -465,11 +474,9 @@ class GRPO(TextTask):
 
     def evaluate_prompts(self, run: Run, batch: Mapping[str, Any]) -> Output:
         """Completions of prompts of an evaluation: each draws with the same seeds, also where other splits come before
-        this one."""
+        this one, in batches of any size and on any number of processes."""
         count = self.eval_generations or self.num_generations
-        rows = batch["rows"].tolist()
-        _, first = prompts.find_prompt(self.splits, rows[0])
-        rollout = self.roll_out(run, [batch], count, f"evaluate {first} {len(rows)}")
+        rollout = self.roll_out(run, [batch], count, "evaluate", by_prompt=True)
         _, values = rollout.group_values()
         values = values.to(run.device)
         return Output(-values[:, 0].nan_to_num().mean(), values, values)
@@ -494,3 +501,8 @@ class GRPO(TextTask):
         completions = generate_by_model(run, asked, 1, sampling, tokenizer.pad_token_id, 0, size)
         ids = [completion.ids for completion in completions]
         return {"text": tokenizer.batch_decode(ids, skip_special_tokens=True)}
+
+
+def seed_of(name: str) -> int:
+    """The seed that a name stands for, below 2**48."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")

@@ -243,18 +243,6 @@ def test_processes_evaluate_the_same_completions(strategy, tmp_path, processes):
     assert first.result[0].summary["validation"] == pytest.approx(alone, rel=1e-6)
 
 
-def test_completions_of_a_prompt_are_drawn_from_the_softmax(tmp_path):
-    """Seeds of prompts draw tokens with the probabilities of the model."""
-    from fastloop_plugins.text.generation import RowNoise
-
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    count = 4000
-    noise = RowNoise(range(count), 0.7, torch.device("cpu"))
-    drawn = noise(torch.zeros(count, 1), logits.expand(count, -1)).argmax(1)
-    shares = torch.bincount(drawn, minlength=4) / count
-    torch.testing.assert_close(shares, (logits[0] / 0.7).softmax(0), atol=0.025, rtol=0)
-
-
 def test_a_reward_rises(tmp_path):
     rows = {"epochs": 20, "max_steps": 40, "lr": 1e-2, "batch_size": 8, "evaluate_every": 20}
     train(sampled(tmp_path, {"num_generations": 8}, max_grad_norm=1.0, **rows))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from fastloop import RecipeError
 from fastloop_plugins.models.hub import MessagesOnce
-from fastloop_plugins.text.generation import Generator, saves_void_settings
+from fastloop_plugins.text.generation import Generator, RowNoise, saves_void_settings
 
 ROWS = [{"text": f"write number {i}", "short": f"{i}" + " now" * (i % 3)} for i in range(20)]
 FILES = {"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}, "max_length": 32}
@@ -266,3 +266,12 @@ def test_predictions_of_several_batches_have_no_message(bases, task, settings, m
     for _ in range(3):
         assert len(task_of(run, task).predict(run=run, batch=batch)["text"]) == 2
     assert messages == []
+
+
+def test_seeds_of_rows_draw_tokens_from_the_softmax():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    count = 4000
+    noise = RowNoise(range(count), 0.7, torch.device("cpu"))
+    drawn = noise(torch.zeros(count, 1), logits.expand(count, -1)).argmax(1)
+    shares = torch.bincount(drawn, minlength=4) / count
+    torch.testing.assert_close(shares, (logits / 0.7).softmax(0), atol=0.025, rtol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from fastloop import PluginError, hookspec
@@ -54,6 +55,11 @@ class CompletionHooks:
             those by which the engine has drawn the tokens. The loss then weights tokens by the ratio of the model's
             probability to the engine's, at most ``sampler_cap``. None: as the model's.
         """
+
+
+def seed_of(name: str) -> int:
+    """The seed that a name stands for, below 2**48."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
 
 
 def generate_by_model(

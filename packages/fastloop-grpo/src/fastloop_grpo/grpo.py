@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +34,7 @@ from fastloop_plugins.text import (
 from fastloop_plugins.toolkit import DropoutRates, switch_dropout_off
 
 from fastloop_grpo import prompts
-from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model
+from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model, seed_of
 from fastloop_grpo.data_section import GRPOData
 from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, load_rewards, sum_rewards
 
@@ -321,8 +320,7 @@ class GRPO(TextTask):
         self, run: Run, prompts: list[list[int]], count: int, options: Sampling, seed: int, seeds: list[int] | None
     ) -> list[Completion]:
         pad = self.text_model.tokenizer.pad_token_id
-        given = seed if seeds is None else seeds
-        return generate_by_model(run, prompts, count, options, pad, given, self.generation_batch_size)
+        return generate_by_model(run, prompts, count, options, pad, seeds or seed, self.generation_batch_size)
 
     def roll_out(
         self, run: Run, batches: Sequence[Mapping[str, Any]], count: int, draw: str, by_prompt: bool = False
@@ -346,8 +344,7 @@ class GRPO(TextTask):
         name = f"{run.recipe.train.seed} {draw}"
         seeds = None
         if by_prompt:
-            places = [prompts.find_prompt(self.splits, row)[1] for row in rows]
-            seeds = [seed_of(f"{name} {place}") for place in places]
+            seeds = [seed_of(f"{name} {prompts.find_prompt(self.splits, row)[1]}") for row in rows]
         sampling = Sampling(self.max_new_tokens, self.temperature, self.ends)
         completions = run.hooks.generate_completions(
             run=run, prompts=asked, count=count, options=sampling, seed=seed_of(name), seeds=seeds
@@ -501,8 +498,3 @@ class GRPO(TextTask):
         completions = generate_by_model(run, asked, 1, sampling, tokenizer.pad_token_id, 0, size)
         ids = [completion.ids for completion in completions]
         return {"text": tokenizer.batch_decode(ids, skip_special_tokens=True)}
-
-
-def seed_of(name: str) -> int:
-    """The seed that a name stands for, below 2**48."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")

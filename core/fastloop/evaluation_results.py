@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
@@ -50,6 +50,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def keeping_casts(world_size: int) -> AbstractContextManager[None]:
+    """Let the autocast regions inside keep their low-precision copies of the weights until the block ends.
+
+    Autocast drops them when its outermost region ends, which is one forward pass: each batch would cast every weight
+    again, up to a tenth of a prediction in bf16 on a CPU. Here, that region is the block, with the settings
+    around it, so nothing is computed differently. The block must not change weights.
+
+    Args:
+        world_size: The number of processes. With several, this does nothing: a strategy may gather the weights anew.
+    """
+    if world_size > 1:
+        return nullcontext()
+    return torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu"))
 
 
 def _wrappers(model: nn.Module) -> Iterator[nn.Module]:

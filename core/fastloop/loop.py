@@ -29,7 +29,7 @@ from fastloop import log_points
 from fastloop.checkpoint import resume
 from fastloop.distributed import compared_facts
 from fastloop.errors import DataError, PluginError
-from fastloop.evaluation_results import EvaluationResults, evaluating
+from fastloop.evaluation_results import EvaluationResults, evaluating, keeping_casts
 from fastloop.plugins.plugin import hookimpl
 from fastloop.problem import Problem
 from fastloop.runtime.random_states import preserve_random_states
@@ -307,7 +307,7 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
         ProcessesDisagree: A metric keeps states that processes cannot gather.
     """
     results = EvaluationResults(run.metrics, run.recipe.where, split, run.processes)
-    with evaluating(run.model):
+    with evaluating(run.model), keeping_casts(run.world_size):
         for batch in evaluation_batches(run, run.eval_loaders[split]):
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)

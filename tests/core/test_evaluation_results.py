@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from fastloop import Plugin, Run, hookimpl
 from fastloop import evaluation_results as results
 from fastloop.errors import MetricError
-from fastloop.evaluation_results import EvaluationResults
+from fastloop.evaluation_results import EvaluationResults, keeping_casts
 from fastloop.state import Output
-from fastloop.testing import expect_problem
+from fastloop.testing import TinyResult, expect_problem
 
 
 def classified(sizes: tuple[int, ...] = (8, 8, 8, 3)) -> list[Output]:
@@ -164,3 +166,66 @@ def test_a_value_that_is_not_one_number_is_an_error(value):
     with expect_problem("metric-not-a-number r.yaml 'm'", MetricError) as raised:
         found.read()
     assert repr(raised.value.values) == repr({"m": value})
+
+
+def casts_and_outputs(world_size: int) -> tuple[int, torch.Tensor]:
+    """How often two batches cast the weight of a layer to bf16, and their outputs."""
+    layer = torch.nn.Linear(4, 3, bias=False)
+    torch.nn.init.constant_(layer.weight, 1 / 3)
+    batches = [torch.full((2, 4), value, dtype=torch.bfloat16) for value in (0.5, 0.7)]
+    with torch.profiler.profile() as profile, torch.no_grad(), keeping_casts(world_size):
+        outputs = []
+        for batch in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs.append(layer(batch))
+    return sum(event.name == "aten::_to_copy" for event in profile.events()), torch.stack(outputs)
+
+
+def test_an_evaluation_on_one_process_casts_each_weight_once() -> None:
+    once, kept = casts_and_outputs(world_size=1)
+    each, dropped = casts_and_outputs(world_size=2)
+    assert (once, each) == (1, 2)
+    assert torch.equal(kept, dropped)
+
+
+def test_casts_end_with_the_evaluation() -> None:
+    layer = torch.nn.Linear(4, 3, bias=False)
+    batch = torch.ones(2, 4, dtype=torch.bfloat16)
+    outputs = []
+    for value in (1.0, 2.0):
+        torch.nn.init.constant_(layer.weight, value)
+        with torch.no_grad(), keeping_casts(1), torch.autocast("cpu", torch.bfloat16):
+            outputs.append(float(layer(batch)[0, 0]))
+    assert outputs == [4.0, 8.0]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_settings_of_autocast_stay_as_they_are(enabled: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), keeping_casts(1):
+        assert torch.is_autocast_enabled("cpu") == enabled
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+class WeightCasts(Plugin):
+    """Counts the casts of the first layer's weight in each evaluation."""
+
+    name = "weight-casts"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: list[int] = []
+
+    @hookimpl(wrapper=True)
+    def evaluate(self, run: Run) -> Generator[None, Any, Any]:
+        weight = next(module.weight for module in run.unwrap_model().modules() if isinstance(module, torch.nn.Linear))
+        with torch.profiler.profile(record_shapes=True) as profile:
+            metrics = yield
+        copies = [event for event in profile.events() if event.name == "aten::_to_copy"]
+        self.casts.append(sum(event.input_shapes[0] == list(weight.shape) for event in copies))
+        return metrics
+
+
+def test_each_evaluation_of_a_run_casts_the_new_weights_once(tiny_run: Callable[..., TinyResult]) -> None:
+    counter = WeightCasts()
+    tiny_run(["amp", counter], epochs=2)
+    assert counter.casts == [1, 1]

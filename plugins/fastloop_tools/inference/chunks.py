@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Subset
 
 from fastloop import Plugin, PluginError, RecipeError, Run, UsageError, hookimpl, loop
-from fastloop.evaluation_results import evaluating
+from fastloop.evaluation_results import evaluating, keeping_casts
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
@@ -124,7 +124,7 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
         PluginError: The task predicts nothing, or not one value for each sample.
     """
     columns: dict[str, dict[int, Any]] = {}
-    with evaluating(run.model):
+    with evaluating(run.model), keeping_casts(run.world_size):
         for batch in loop.evaluation_batches(run, loader):
             predictions = run.hooks.predict(run=run, batch=batch.inputs)
             if not batch.samples:

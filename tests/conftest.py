@@ -31,6 +31,7 @@ from fastloop.cli import main
 from fastloop.cli.messages import JSON_VARIABLE, Messages
 from fastloop.plugins.declarations import warn_once
 from fastloop.runtime import platform_support
+from fastloop_plugins.tasks.shared.metrics import import_torchmetrics
 
 MEMORY_FOR_FILES = 4 << 30
 """Bytes: several times as much as all files of the quick tests."""
@@ -69,9 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[object]:
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
     """Write the compiled tests for the next run, even under PYTHONDONTWRITEBYTECODE: the rewriting of assertions takes
     a third of the collection. Collect no garbage meanwhile."""
+    if hasattr(session.config, "workerinput"):
+        import_torchmetrics()  # in a worker, some test module does, and would import scipy.signal for a second
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     gc.disable()
     try:

@@ -74,8 +74,11 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
 @pytest.mark.slow
 @with_pinned_versions
 def test_torchmetrics_is_imported_without_scipys_signal_which_works_afterwards():
+    metrics = {"f1": {"type": "MulticlassF1Score", "num_classes": 3}}
     code = (
-        "from fastloop_plugins.tasks.shared.metrics import import_torchmetrics; import_torchmetrics(); "
+        "from fastloop.recipe import make_recipe; "
+        "from fastloop_plugins.tasks.shared.metrics import find_metrics; "
+        f"find_metrics({metrics}, make_recipe({{}}), 'plugins.module.metrics'); "
         "assert 'torchmetrics' in sys.modules; assert 'scipy.stats' not in sys.modules; "
         "import scipy.signal; scipy.signal.windows.hann(4); from torchmetrics.classification import MulticlassAccuracy"
     )

@@ -202,7 +202,7 @@ def test_a_listing_that_cannot_be_written_is_an_error(command):
 def test_output_in_an_encoding_that_lacks_characters(variables):
     """the terminal's encoding lacks characters of a message: they are escaped"""
     Path("caf\u00e9.yaml").write_text("task: text-classification\n", encoding="utf-8")
-    done = shell("plan caf*.yaml", **variables)
+    done = shell("train caf*.yaml", **variables)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("error: caf\\"), done.stderr

@@ -42,7 +42,6 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
         RecipeError: It does not exist, steps by a metric, or has no such argument.
     """
     from torch.optim import lr_scheduler
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     from fastloop.recipe.references import import_object
 
@@ -64,14 +63,16 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
                 place=f"{where}.schedule",
             )
     else:
-        torchs = {
+        known: dict[str, Any] = {
             key: cls
             for key, cls in vars(lr_scheduler).items()
             if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
         }
-        known: dict[str, Any] = torchs | {
-            str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()
-        }
+        if name not in known:
+            # only here: it imports peft, if that is installed, which takes a second
+            from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+            known |= {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
         made = known.get(name)
         if made is None:
             hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from training_runs import execute
 from transformers import get_scheduler
 
 from fastloop import CheckpointError, RecipeError, UsageError
+from fastloop.recipe import make_recipe
 from fastloop.testing import expect_problem, tiny_data
+from fastloop_plugins.training._schedules import find_schedule
 
 STEPS = 16
 
@@ -122,3 +125,11 @@ def test_data_of_unknown_length_needs_max_steps(tiny_run):
         max_steps=4,
     )
     assert run.recorder.lrs == [1e-2, 5e-3, 5e-3, 2.5e-3]
+
+
+def test_a_schedule_of_torch_is_used_without_an_import_of_those_of_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.optimization", None)
+    recipe = make_recipe({})
+    assert find_schedule("ExponentialLR", {"gamma": 0.9}, recipe) is lr_scheduler.ExponentialLR
+    with pytest.raises(ImportError):
+        find_schedule("cosine_with_min_lr", {}, recipe)

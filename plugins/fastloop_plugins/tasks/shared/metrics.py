@@ -60,8 +60,8 @@ def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: 
     Raises:
         RecipeError: A class does not exist, or is no metric.
     """
+    import_torchmetrics()
     if not options:
-        import_torchmetrics()
         return {}
     import torchmetrics
     from torchmetrics import classification, regression

@@ -5,10 +5,9 @@
 
 The arguments are those of ``python``. Environment, current folder, import path and streams are the command's own, and
 so is everything that it loads of fastloop's commands and plugins. Processes that it starts with ``python -m fastloop``
-or ``python FILE.py`` are forked from it, unless it is another launcher. Where an accelerator is available, all of them
-start anew. Use a real
-``subprocess`` where the start of the process matters: variables that the loader or an allocator reads, imports, or hash
-seeds.
+or ``python FILE.py`` are forked, too: from it, or from the zygote of torchrun and ``accelerate launch``, which have
+threads. Where an accelerator is available, all of them start anew. Use a real ``subprocess`` where the start of the
+process matters: variables that the loader or an allocator reads, imports, or hash seeds.
 """
 
 from __future__ import annotations
@@ -26,10 +25,13 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+
+from zygote import Zygote
 
 from fastloop.testing import starting
 
@@ -38,6 +40,8 @@ PATH = [entry for entry in sys.path if entry and Path(entry) != TESTS.parent and
 """The import path of a new Python, without what pytest adds."""
 FORKING = threading.Lock()
 """Held while a process forks: filelock refuses a fork while another thread's fork has not returned."""
+LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")
+"""Modules that start processes from a process with threads."""
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 """Runs the tests of an author; ``fastloop.testing`` is imported already, and its assertions are not rewritten."""
 
@@ -163,10 +167,22 @@ def _start(
     multiprocessing.set_start_method(None, force=True)  # the command's own processes start in the platform's way
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    has_threads = arguments[0] == "-m" and not arguments[1].startswith("fastloop")  # another launcher
-    if not has_threads and not torch.accelerator.is_available():  # a forked process cannot use an accelerator
-        subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    module = arguments[1] if arguments[0] == "-m" else ""
+    if not torch.accelerator.is_available():  # a forked process cannot use an accelerator
+        if module in LAUNCHERS:
+            use_zygote(Zygote.start(become))
+        elif not module or module.startswith("fastloop"):
+            subprocess.Popen = ForkedPopen  # type: ignore[misc]
     _python(arguments, environment, folder)
+
+
+def use_zygote(zygote: Zygote) -> None:
+    """Let a launcher, which runs in this process, start its processes from a zygote."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    ForkedPopen.zygote = zygote
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    subprocess_handler.Popen = ForkedPopen  # type: ignore[misc]
 
 
 def _python(arguments: Sequence[str], environment: Mapping[str, str] | None, folder: str | Path | None) -> None:
@@ -196,28 +212,66 @@ def _python(arguments: Sequence[str], environment: Mapping[str, str] | None, fol
         runpy.run_path(kind, run_name="__main__")
 
 
+@dataclass(frozen=True)
+class Request:
+    """A command that a zygote starts.
+
+    Attributes:
+        arguments: Those of ``python``.
+        environment: All of its environment variables.
+        folder: Its current folder.
+        new_session: Whether it has a session of its own.
+    """
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    folder: Path
+    new_session: bool
+
+
 class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
     """A ``Popen`` that forks for ``python -m fastloop...`` and ``python FILE.py``, in a command that was forked
-    itself."""
+    itself.
+
+    Attributes:
+        zygote: It forks the processes; None: this process does.
+    """
+
+    zygote: Zygote | None = None
 
     def _execute_child(
         self, args: Any, executable: Any, preexec: Any, close: Any, fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
+        _, _, _, stdin, _, _, stdout, _, stderr, *_, new_session, _ = rest
+        is_unbuffered = len(args) > 1 and args[1] == "-u"
+        arguments = args[2:] if is_unbuffered else args[1:]
         ours = args[0] == sys.executable and (
-            args[1].endswith(".py") or (args[1] == "-m" and args[2].startswith("fastloop"))
+            arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1].startswith("fastloop"))
         )
+        if self.zygote is not None:
+            ours = ours and not fds
         if not ours:
             super()._execute_child(args, executable, preexec, close, fds, cwd, env, *rest)  # type: ignore[misc]
             return
-        _, _, _, stdin, _, _, stdout, _, stderr, *_, new_session, _ = rest
         self._child_created = True
         sys.stdout.flush()
         sys.stderr.flush()
-        with FORKING:
-            self.pid = os.fork()
-        if self.pid == 0:
-            _become(args[1:], env, cwd, (stdin, stdout, stderr), fds, new_session)
+        if self.zygote is not None:
+            streams = [own if given == -1 else given for own, given in enumerate((stdin, stdout, stderr))]
+            environment = dict(os.environ if env is None else env)
+            self.pid = self.zygote.fork(Request(arguments, environment, Path(cwd or Path.cwd()), new_session), streams)
+        else:
+            with FORKING:
+                self.pid = os.fork()
+            if self.pid == 0:
+                _become(arguments, env, cwd, (stdin, stdout, stderr), fds, new_session)
         self._close_pipe_fds(*rest[3:9])  # type: ignore[attr-defined] # the child's ends
+
+
+def become(request: Request, streams: Sequence[int]) -> NoReturn:
+    """Become a command that a zygote starts."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    _become(request.arguments, request.environment, request.folder, streams, (), request.new_session)
 
 
 def _become(

@@ -31,6 +31,7 @@ from typing import Any
 
 import forked
 import pytest
+from zygote import Zygote
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """The address of each node."""
@@ -58,9 +59,8 @@ class TwoNodes:
         assert self._relay.stdout is not None
         line = self._relay.stdout.readline()
         if not line:
-            pytest.skip(
-                f"cannot make network namespaces: {self._relay.communicate()[1].strip().rpartition(chr(10))[2]}"
-            )
+            errors = self._relay.communicate(timeout=60)[1].strip().splitlines()
+            pytest.skip(f"cannot make network namespaces: {errors[-1]}")
         self._holders: list[int] = json.loads(line)
         self._namespaces = [Path(f"/proc/{pid}/ns/net").readlink() for pid in self._holders]
 
@@ -140,7 +140,7 @@ def relay() -> None:
             [*inside, "link", "set", INTERFACE, "up"],
             [*inside, "link", "set", "lo", "up"],
         ):
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True, timeout=600)
         end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         # packets keep the checksums and the sizes that the kernel has yet to finish
         end.setsockopt(PACKET_LEVEL, HEADER_OPTION, 1)
@@ -179,7 +179,7 @@ def enter(holder: int, arguments: Sequence[str]) -> None:
     """Become ``python ARGUMENTS`` in the namespaces of a process.
 
     Only commands of fastloop keep the modules of the fork server: for each event, torchrun looks through all imported
-    modules.
+    modules. So torchrun starts anew, and the processes that it starts come from its zygote.
     """
     library = ctypes.CDLL(None, use_errno=True)
     for kind in ("user", "net"):
@@ -187,12 +187,23 @@ def enter(holder: int, arguments: Sequence[str]) -> None:
             if library.setns(namespace.fileno(), 0):
                 raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}", kind)
     if arguments[1] != "fastloop":
-        os.execv(sys.executable, [sys.executable, *arguments])
+        zygote = Zygote.start(forked.become)
+        zygote.connection.set_inheritable(True)
+        os.execv(sys.executable, [sys.executable, __file__, "launch", str(zygote.connection.fileno()), *arguments])
+    forked._python(arguments, None, None)
+
+
+def launch(connection: int, arguments: Sequence[str]) -> None:
+    """Become ``python ARGUMENTS``, a launcher whose zygote is at a socket."""
+    forked.use_zygote(Zygote(socket.socket(fileno=connection)))
     forked._python(arguments, None, None)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "relay":
+    role, *arguments = sys.argv[1:]
+    if role == "relay":
         relay()
+    elif role == "enter":
+        enter(int(arguments[0]), arguments[1:])
     else:
-        enter(int(sys.argv[2]), sys.argv[3:])
+        launch(int(arguments[0]), arguments[1:])

@@ -259,7 +259,11 @@ def test_torchrun_continues_on_another_mesh(nodes, tmp_path_factory):
     nodes.lose(1)
     wait_for_checkpoint([first], max(steps()) + 2)
     nodes.set_link()
+    set_pace(0.2)  # the run does not end before the other machine is there
+    Path("pid3").unlink()
     third = torchrun(nodes, 1, "1:2", processes=2, **ELASTIC)
+    until(lambda: Path("pid3").exists() or first.poll() is not None)
+    set_pace(0.0)
     wait([first, third])
     assert "saved by 4 processes, resumed on 2" in first.stdout
     assert "saved by 2 processes, resumed on 4" in first.stdout

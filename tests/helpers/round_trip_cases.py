@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -198,20 +198,65 @@ class Case:
         return {"config": ARCHITECTURES[self.family], "tokenizer": {"kind": "word"}}
 
 
-def _product() -> list[Case]:
-    """Each kind from each start by each method, in all forms. ``REFUSED`` has those that cannot be."""
-    cases = []
-    starts: tuple[Start, ...] = ("scratch", "bare", "headed")
-    methods: tuple[Method, ...] = ("full", "merged", "unmerged")
-    for kind, start, method in itertools.product(KINDS, starts, methods):
+QUICK = {
+    "pair-headed-full", "tags-bare-merged", "class-bare-unmerged", "chat-headed-full", "seq2seq-headed-merged",
+    "image-resnet-bare-merged",
+}  # fmt: skip
+"""Names of the cases that are not marked slow."""
+METHODS: tuple[Method, ...] = ("full", "merged", "unmerged")
+WITH_CLASSES = ("class", "topics", "tags", "image")
+"""Kinds whose checkpoints may have a head for other classes."""
+Row = tuple[str, Start, Method]
+"""Kind, start and method of a case."""
+
+
+def _product() -> list[Row]:
+    """Each kind from each start by each method. ``REFUSED`` has those that cannot be."""
+    rows: list[Row] = []
+    starts: tuple[Start, ...] = ("scratch", "bare", "headed", "other")
+    for kind, start, method in itertools.product(KINDS, starts, METHODS):
         if start == "scratch" and method == "unmerged":
             continue  # refused
         if kind == "module" and start != "scratch":
             continue  # the user's module has no Auto class that adds a head to a checkpoint
+        if start == "other" and kind not in WITH_CLASSES:
+            continue
+        rows.append((kind, start, method))
+    return rows
+
+
+def _pairwise(rows: Sequence[Row], first: Sequence[Row]) -> list[Row]:
+    """Choose rows that hold each pair of values that any row holds: those of ``first``, then always the one that adds
+    most pairs.
+
+    From the eight rows of (a, b) x (c, d) x (e, f), it chooses ace, adf, bcf and bde.
+    """
+
+    def pairs(row: Row) -> set[tuple[int, str, int, str]]:
+        columns = itertools.combinations(enumerate(row), 2)
+        return {(*one, *other) for one, other in columns}
+
+    left = set().union(*map(pairs, rows))
+    chosen = list(first)
+    for row in first:
+        left -= pairs(row)
+    while left:
+        best = max(rows, key=lambda row: len(pairs(row) & left))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def _pairs() -> list[Case]:
+    """Each pair of a kind, a start and a method, in all forms."""
+    rows = _product()
+    first = [row for row in rows if row in ONNX or "-".join(row) in QUICK]
+    cases = []
+    for kind, start, method in _pairwise(rows, first):
         forms: tuple[Form, ...] = ()
-        if method == "merged" and start != "scratch":
+        if method == "merged" and start not in ("scratch", "other"):
             forms = ("adapter",)
-        elif method == "unmerged":
+        elif method == "unmerged" and start != "other":
             forms = ("adapter", "safetensors")
         if (kind, start, method) in ONNX:
             forms = (*forms, "onnx")
@@ -232,7 +277,8 @@ ONNX = {
 
 
 def _fresh_heads() -> list[Case]:
-    """Architectures whose heads have more layers than one, or a pooler."""
+    """Architectures whose heads have more layers than one, or a pooler. The names of a head matter most to an adapter,
+    so each family has one, and is trained in full or merged, in turns."""
     families = {
         "class": ("bert", "electra", "deberta", "modernbert", "xlnet", "gpt2", "llama", "t5", "bart"),
         "tags": ("bert", "modernbert", "gpt2"),
@@ -240,21 +286,15 @@ def _fresh_heads() -> list[Case]:
         "document": ("gpt2", "tied-llama"),
         "seq2seq": ("bart", "t5-v1_1"),
     }
-    methods: tuple[Method, ...] = ("full", "merged", "unmerged")
-    return [
-        Case(kind=kind, start="bare", method=method, architecture=family)
-        for kind, names in families.items()
-        for family in names
-        for method in methods
-        if (family, method) != ("resnet", "unmerged")  # refused
-    ]
-
-
-def _other_classes() -> list[Case]:
-    """A checkpoint with a head for as many other classes: its head starts again, though no weight is missing."""
-    methods: tuple[Method, ...] = ("full", "merged", "unmerged")
-    kinds = ("class", "topics", "tags", "image")
-    return [Case(kind=kind, start="other", method=method) for kind in kinds for method in methods]
+    others: Iterator[Method] = itertools.cycle(("full", "merged"))
+    cases = []
+    for kind, names in families.items():
+        for family in names:
+            methods: list[Method] = ["unmerged", next(others)]
+            if family == "resnet":
+                methods = ["full", "merged"]  # unmerged is refused
+            cases += [Case(kind=kind, start="bare", method=method, architecture=family) for method in methods]
+    return cases
 
 
 BEST = ({"checkpoint-best": {"monitor": "loss"}},)
@@ -283,7 +323,6 @@ CROPPED = json.dumps(
 )  # fmt: skip
 EXTRA = [
     *_fresh_heads(),
-    *_other_classes(),
     # other weights than the last ones
     Case(kind="class", note="best", plugins=BEST, train=DIVERGES),
     Case(kind="class", start="bare", method="unmerged", note="best", plugins=BEST, train=DIVERGES),
@@ -396,7 +435,7 @@ EXTRA = [
     Case(kind="class", note="was-regression", base={"changes": '{"problem_type": "regression"}'}),
     Case(kind="topics", note="was-single", base={"changes": '{"problem_type": "single_label_classification"}'}),
 ]  # fmt: skip
-CASES = [*_product(), *EXTRA]
+CASES = [*_pairs(), *EXTRA]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,12 +464,13 @@ def _refused() -> list[Refusal]:
     refused = []
     for kind in KINDS:
         unmerged = Case(kind=kind, start="scratch", method="unmerged")
-        merged = Case(kind=kind, start="scratch", method="merged")
         refused.append(Refusal(case=unmerged, form="model", reason=no_base, names=("plugins.lora.merge",)))
-        refused.append(Refusal(case=merged, form="adapter", reason=no_base, names=("plugins.lora.merge",)))
-        full = Case(kind=kind, start="scratch")
-        no_adapter = "the run has no adapter"
-        refused.append(Refusal(case=full, form="adapter", reason=no_adapter, names=("--to adapter", "lora")))
+    for case in CASES:
+        if case.start == "scratch" and not case.architecture and case.method == "merged":
+            refused.append(Refusal(case=case, form="adapter", reason=no_base, names=("plugins.lora.merge",)))
+        elif case.start == "scratch" and not case.architecture:
+            no_adapter = "the run has no adapter"
+            refused.append(Refusal(case=case, form="adapter", reason=no_adapter, names=("--to adapter", "lora")))
     statistics = "training changes the running statistics of batch norm, and an adapter does not have them"
     names = ("plugins.lora.merge", "resnet.embedder.embedder.normalization")
     unmerged = Case(kind="image", architecture="resnet", method="unmerged")
@@ -456,8 +496,3 @@ def _refused() -> list[Refusal]:
 
 
 REFUSED = _refused()
-QUICK = {
-    "pair-headed-full", "tags-bare-merged", "class-bare-unmerged", "chat-headed-full", "seq2seq-headed-merged",
-    "image-resnet-bare-merged",
-}  # fmt: skip
-"""Names of the cases that are not marked slow."""

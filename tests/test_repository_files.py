@@ -42,7 +42,9 @@ def test_workflows_call_the_projects_own_script():
 def test_ci_runs_every_test_once():
     script = (ROOT / ".ci/run").read_text()
     targets = [line.partition(" ")[2] for line in script.splitlines() if line.startswith("run_tests ")]
-    shown = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600
+    ).stdout
     marks = [line.rpartition(" -m ")[2] for line in shown.splitlines() if "-m pytest" in line]
     assert marks == ['"not slow"', "slow"]
 
@@ -50,6 +52,37 @@ def test_ci_runs_every_test_once():
 def test_files_that_workers_begin_with_have_slow_tests():
     for file in LONGEST:
         assert "pytest.mark.slow" in (ROOT / file).read_text(encoding="utf-8"), file
+
+
+TESTED_FOLDERS = ("tests", "packages/*/tests", "examples/*/tests")
+WAITS = {"run", "check_call", "check_output", "communicate"}
+"""Functions of ``subprocess`` that wait for the end of a process."""
+
+
+def waits_without_limit(code: str) -> list[int]:
+    """The lines of calls that wait for a process, however long it takes."""
+    lines = []
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in WAITS:
+            continue
+        of_module = ast.unparse(node.func.value) == "subprocess"
+        has_limit = any(keyword.arg == "timeout" for keyword in node.keywords)
+        if (of_module or node.func.attr == "communicate") and not has_limit:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_waits_without_a_limit_are_listed():
+    code = "subprocess.run(a)\nsubprocess.run(a, timeout=1)\nb.communicate()\nb.communicate(timeout=1)\nforked.run(c)"
+    assert waits_without_limit(code) == [1, 3]
+
+
+def test_tests_wait_for_no_process_for_ever():
+    """A test that hangs would otherwise end without the output of the process."""
+    files = [file for folder in TESTED_FOLDERS for part in ROOT.glob(folder) for file in part.rglob("*.py")]
+    assert len(files) > 300
+    waits = {str(file.relative_to(ROOT)): waits_without_limit(file.read_text(encoding="utf-8")) for file in files}
+    assert {file: lines for file, lines in waits.items() if lines} == {}
 
 
 def test_the_citation_has_the_packages_version_and_license():

@@ -158,13 +158,20 @@ def test_release_files_are_built_by_hashed_tools_alone(tmp_path):
     needs."""
     copy = tmp_path / "copy"
     files = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True, timeout=600
     ).stdout.split("\0")[:-1]
     for file in files:
         (copy / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, copy / file)
     release = os.environ | {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "owner/name"}
-    subprocess.run(["make", "dist", f"PYTHON={sys.executable}"], cwd=copy, check=True, capture_output=True, env=release)
+    subprocess.run(
+        ["make", "dist", f"PYTHON={sys.executable}"],
+        cwd=copy,
+        check=True,
+        capture_output=True,
+        env=release,
+        timeout=600,
+    )
     names = {"fastloop_train", *(path.name.replace("-", "_") for path in (ROOT / "packages").iterdir())}
     assert {path.name.partition("-")[0] for path in (copy / "dist").glob("*.whl")} == names
     (source,) = (copy / "dist").glob("fastloop_train-*.tar.gz")
@@ -180,7 +187,7 @@ def test_release_files_are_built_by_hashed_tools_alone(tmp_path):
     assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")] == []
     assert re.search(r"!\[[^]]+\]\(https://github\.com/owner/name/raw/v[^)]+\.svg\)", text)
     listed = subprocess.run(
-        [copy / "build/dist/bin/pip", "list", "--format=json"], capture_output=True, check=True
+        [copy / "build/dist/bin/pip", "list", "--format=json"], capture_output=True, check=True, timeout=600
     ).stdout
     assert len(json.loads(listed)) < 12
 

@@ -41,7 +41,7 @@ def test_mutants_use_no_undefined_name(tmp_path: Path) -> None:
         code = (ROOT / mutant.path).read_text()
         (tmp_path / f"mutant_{number}.py").write_text(mutant.apply(code))
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "F821", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout
 
 
@@ -83,6 +83,7 @@ def test_a_mutant_is_noticed_by_the_test_of_its_meaning() -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "noticed by" in done.stdout

@@ -48,6 +48,7 @@ def test_fast_commands_import_neither_torch_nor_plugins(code):
         text=True,
         env=environment,
         check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "LOADED"
@@ -66,7 +67,9 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", PROBE.format(code=code, heavy=("torch", "accelerate", "transformers", "datasets"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "LOADED"
 
@@ -84,7 +87,7 @@ def test_torchmetrics_is_imported_without_scipys_signal_which_works_afterwards()
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", PROBE.format(code=code, heavy=())]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -150,7 +153,12 @@ for name in sys.argv[1:]:
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", code, *modules], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", code, *modules],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 
@@ -167,7 +175,7 @@ def test_an_installed_package_that_torchmetrics_cannot_import_is_named(tmp_path)
     )
     command = [sys.executable, "-m", "fastloop", "plan", "quickstart"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "300"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2
     found = "the package torchvision fails with RuntimeError: operator torchvision::nms does not exist. Install the"
     assert found in done.stderr

@@ -136,7 +136,9 @@ def test_changed_method_fails_the_check_with_the_command_that_accepts_it(tmp_pat
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*folders, *filter(None, sys.path)]))}
 
     command = [sys.executable, "-c", TWICE, "docs/_public_api.py", "--check"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     out, checked, _ = done.stdout.partition("ended with 1\n")
     assert checked, done.stdout + done.stderr
     old, new = "(reason: str) -> None", "(reason: str, code: int=0) -> None"

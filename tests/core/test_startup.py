@@ -88,7 +88,9 @@ def modules(*arguments: str, **variables: str) -> tuple[set[str], str]:
         if name not in ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_WAIT_POLICY")
     }
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("MODULES "))
     return set(line.split()[1:]), done.stdout

@@ -249,7 +249,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(CACHE)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stderr
     found: dict[str, list[str]] = {}
     for file, message in re.findall(r"(?m)^(.*\.py):\d+: error: (.*)$", done.stdout):

@@ -461,6 +461,7 @@ def site(tmp_path_factory) -> Path:
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -19,7 +19,7 @@ PAIRS = re.findall(
 
 def check(file: Path, text: str) -> list[str]:
     file.write_text(text)
-    done = subprocess.run([*CHECKER, str(file)], capture_output=True, text=True)
+    done = subprocess.run([*CHECKER, str(file)], capture_output=True, text=True, timeout=600)
     lines = done.stdout.splitlines()
     assert (done.returncode, bool(lines)) in ((0, False), (1, True)), done.stderr
     return [line.partition(f"{file}:")[2] for line in lines[:-1]]

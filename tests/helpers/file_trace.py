@@ -55,6 +55,7 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
         capture_output=True,
         text=True,
         check=False,
+        timeout=600,
     )
     if done.returncode:
         pytest.skip(f"{source.name} does not compile here: {done.stderr.strip().splitlines()[-1]}")

@@ -19,8 +19,12 @@ from collections.abc import Mapping
 from multiprocessing import connection
 from pathlib import Path
 
+import limited
+
 ROOT = Path(__file__).resolve().parents[2]
 """fastloop's own project."""
+LIMIT = 840.0
+"""Seconds that a command of a venv may take: less than the time limit of a test, so that its output is shown."""
 
 
 FORKS = """
@@ -97,7 +101,7 @@ def build_wheels(into: Path, *projects: Path) -> list[Path]:
     for project in projects:
         assert 'build-backend = "hatchling.build"' in (project / "pyproject.toml").read_text(encoding="utf-8")
     command = [sys.executable, "-c", BUILDS, into.resolve(), *projects]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
     return [into / name for name in done.stdout.split()]
 
 
@@ -125,7 +129,7 @@ class CleanVenv:
 
     def __init__(self, folder: Path, *wheels: Path) -> None:
         self.folder = folder
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=600)
         self.python = Path(sysconfig.get_path("scripts", "venv", vars={"base": str(folder)}), "python")
         site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
         others = [Path(path) for path in sys.path if path.endswith("-packages") and Path(path).is_dir()]
@@ -142,7 +146,9 @@ class CleanVenv:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", self.python]
         # what is installed beside the venv under the same name, an editable fastloop first of all, is no reason to
         # leave one out
-        subprocess.run([*pip, "install", "--no-deps", "--no-index", "--ignore-installed", *wheels], check=True)
+        subprocess.run(
+            [*pip, "install", "--no-deps", "--no-index", "--ignore-installed", *wheels], check=True, timeout=600
+        )
 
     def environment(self) -> dict[str, str]:
         """The environment variables of its commands."""
@@ -153,7 +159,7 @@ class CleanVenv:
         """Run the venv's Python in a folder: ``run("-m", "fastloop", "plugins", cwd=folder)``. Its output is text; it
         may fail."""
         own = self.environment() | environment
-        return subprocess.run([self.python, *arguments], cwd=cwd, env=own, capture_output=True, text=True, timeout=900)
+        return limited.run([self.python, *arguments], LIMIT, cwd=cwd, env=own)
 
 
 class ForkingPython:
@@ -173,12 +179,12 @@ class ForkingPython:
 
     def __enter__(self) -> ForkingPython:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._server = subprocess.Popen(self.command, env=self.environment, text=True, **pipes)
+        self._server = subprocess.Popen(self.command, env=self.environment, text=True, start_new_session=True, **pipes)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.kill()
-        self._server.communicate()
+        limited.kill_group(self._server)  # with a command that still runs
+        self._server.communicate(timeout=60)
 
     def run(self, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run ``fastloop ARGUMENTS`` in a folder, with more variables. Its output is text; it may fail."""

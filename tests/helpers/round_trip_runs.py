@@ -292,7 +292,7 @@ class RoundTrip:
         jobs.write_text(json.dumps([asdict(job) for job in self.jobs.values()]), encoding="utf-8")
         arguments = [sys.executable, "-W", "ignore", reload_exports.__file__, str(jobs), str(results)]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         found = json.loads(results.read_text(encoding="utf-8"))
         self.results = {key: Result(**result) for key, result in zip(self.jobs, found, strict=True)}

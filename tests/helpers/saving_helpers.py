@@ -259,13 +259,13 @@ def record(folder: str = "run") -> dict[str, Any]:
 def mounted(folder: Path, *options: str) -> Iterator[Path]:
     """Something mounted on a folder for a while; the test is skipped where this user may not mount."""
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False, timeout=600)
     if done.returncode:
         pytest.skip(f"cannot mount: {done.stderr.strip()}")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=600)
 
 
 NEW_MOUNTS = 0x00020000
@@ -279,7 +279,7 @@ def with_tmpfs(folder: str, size: str) -> Callable[[], None]:
     permitted."""
     check = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", folder]
     try:
-        done = subprocess.run(check, capture_output=True, text=True, check=False)
+        done = subprocess.run(check, capture_output=True, text=True, check=False, timeout=600)
     except FileNotFoundError:
         pytest.skip("there is no unshare, to give a process its own mounts")
     if done.returncode:
@@ -292,6 +292,6 @@ def with_tmpfs(folder: str, size: str) -> Callable[[], None]:
             raise OSError(ctypes.get_errno(), "unshare")
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
             Path("/proc/self", name).write_text(text)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True, timeout=600)
 
     return enter

@@ -117,7 +117,11 @@ def test_a_new_package_is_linted_built_and_trained_with(shelf, forking, name):
     project, module = shelf[1] / name, name.replace("-", "_")
     for command in (["check"], ["format", "--check", "--diff"]):
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--no-cache", "."], cwd=project, capture_output=True, text=True
+            [sys.executable, "-m", "ruff", *command, "--no-cache", "."],
+            cwd=project,
+            capture_output=True,
+            text=True,
+            timeout=600,
         )
         assert done.returncode == 0, done.stdout
     with zipfile.ZipFile(project.parents[1] / f"{module}-0.1.0-py3-none-any.whl") as files:

@@ -39,7 +39,9 @@ def install(venv: CleanVenv, index: Path, *requirements: str) -> None:
     """Install requirements from the index, and nothing that they require."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", venv.python, "install"]
     subprocess.run(
-        [*pip, "--no-deps", "--no-index", "--find-links", index, "--ignore-installed", *requirements], check=True
+        [*pip, "--no-deps", "--no-index", "--find-links", index, "--ignore-installed", *requirements],
+        check=True,
+        timeout=600,
     )
 
 

@@ -168,7 +168,7 @@ def test_a_run_under_a_limit_of_file_sizes_fails_and_resumes():
     write_recipe()
     assert train("output=whole") == 0
     command = [sys.executable, "-c", LIMITED, "train", "recipe.yaml", "output=run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert train("output=run", "--resume") == 0

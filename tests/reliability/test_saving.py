@@ -291,7 +291,7 @@ class Locks(Plugin):
     @hookimpl
     def before_step(self, run: Any) -> None:
         if mode := self.at.get(run.state.step):
-            subprocess.run(["mount", "-o", f"remount,bind,{mode}", self.folder], check=True)
+            subprocess.run(["mount", "-o", f"remount,bind,{mode}", self.folder], check=True, timeout=600)
 
 
 def test_read_only_folder_is_logged_and_training_continues(tmp_path, tiny_run, caplog):

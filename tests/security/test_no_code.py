@@ -189,7 +189,7 @@ def test_processes_of_a_command_refuse_code(words, hostile):
     Path("evil.py").write_text(hostile)
     recipe(train={"optimizer": "evil.py:data", "epochs": 1})
     command = [sys.executable, "-P", "-m", "fastloop", *words, "--no-code"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode in (1, 2)
     assert "r.yaml: train.optimizer: it runs the Python code of " in done.stderr
 
@@ -329,9 +329,9 @@ def test_started_processes_do_not_import_from_the_current_folder(command):
         "    return 'local typer' in done.stderr\n"
         f"exit({command})"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     assert "the local typer" in done.stderr, "control: the launcher itself imports from there, if Python does"
 
 

@@ -30,7 +30,12 @@ def runs(python: str) -> bool:
     """Whether the other user can run a Python with the packages of this one."""
     try:
         command = [sys.executable, "-c", "import torch"]
-        return subprocess.run(command, executable=python, user=OTHER, capture_output=True, check=False).returncode == 0
+        return (
+            subprocess.run(
+                command, executable=python, user=OTHER, capture_output=True, check=False, timeout=600
+            ).returncode
+            == 0
+        )
     except OSError:
         return False
 

@@ -129,7 +129,7 @@ def test_a_resumed_run_has_the_same_losses() -> None:
     train(make("language", *plugins, device="auto", output="parts", save_every=4, max_steps=8))
     command = [sys.executable, "-W", "ignore", "-m", "fastloop", "train", "parts/recipe.yaml", "--resume"]
     command += ["train.max_steps=null"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert points(Path("parts")) == pytest.approx(whole, rel=1e-6)
 
@@ -143,7 +143,7 @@ def test_predict_and_evaluate_give_the_results_of_the_cpu() -> None:
             ["evaluate", "run", "--split", "validation", "--json", f"{device}.json"],
         ):
             line = [sys.executable, "-W", "ignore", "-m", "fastloop", *command, f"train.device={device}"]
-            done = subprocess.run(line, capture_output=True, text=True, check=False)
+            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=600)
             assert done.returncode == 0, done.stdout + done.stderr
         rows.append([json.loads(line) for line in Path(f"{device}.jsonl").read_text().splitlines()])
         results.append(json.loads(Path(f"{device}.json").read_text())["metrics"])

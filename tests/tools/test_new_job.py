@@ -53,7 +53,7 @@ def test_slurm_script_is_valid_shell_and_requests_resources(new, cpu):
         "recipe.yaml", "--slurm", "--nnodes", "2", "--nproc", "4", "--time", "2-12:00:00", *["--cpu"] * cpu
     )
     assert code == 0
-    subprocess.run(["bash", "-n", "job/job.slurm"], check=True)
+    subprocess.run(["bash", "-n", "job/job.slurm"], check=True, timeout=600)
     found = directives("job/job.slurm")
     assert found.pop("gpus-per-node", None) == (None if cpu else "4")
     assert found == {
@@ -145,7 +145,9 @@ def test_names_of_recipes_are_quoted(new):
     script = Path("job/job.slurm").read_text()
     command = f"srun() {{ printf '%s\\n' \"$6\"; }}\nscontrol() {{ :; }}\n{script}"
     environment = os.environ | {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"}
-    shown = subprocess.run(["bash", "-c", command], text=True, env=environment, capture_output=True, check=True)
+    shown = subprocess.run(
+        ["bash", "-c", command], text=True, env=environment, capture_output=True, check=True, timeout=600
+    )
     assert shown.stdout == "it's mine.yaml\n"
     assert "job-name=it-s-mine\n" in script
     assert "fastloop train 'it'\"'\"'s mine.yaml' output=/runs/it-s-mine " in trainjob()["spec"]["trainer"]["args"][0]

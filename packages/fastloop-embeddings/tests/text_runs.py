@@ -94,7 +94,7 @@ def read_values(folder, split):
 def run_python(script, given):
     """The last line that a script prints, read as JSON, in a process of its own. It reads ``given`` from stdin."""
     command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

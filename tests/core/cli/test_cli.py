@@ -59,6 +59,7 @@ def test_program_prints_usage_error_to_stderr_and_exits_2():
         text=True,
         env=environment,
         check=False,
+        timeout=600,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: nothing: no such file")
@@ -71,7 +72,9 @@ def test_internal_error_prints_traceback_without_secrets_and_exits_1():
         "main\ncli.process()"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_TOKEN": "hf_abcdefgh"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False, timeout=600
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("Traceback")
     assert done.stderr.splitlines()[-1] == "LookupError: (hidden)"

@@ -67,11 +67,15 @@ def test_a_terminal_shows_the_page_and_a_log_does_not(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: {name: x}\ndata: {files: {train: none.csv}, text: a, label: b}\n")
     command = [sys.executable, "-m", "fastloop", "plan", "recipe.yaml", "train.lr=fast"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    log = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    log = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert log.returncode == 2
     assert "docs:" not in log.stderr
     reader, terminal = pty.openpty()
-    subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=terminal, check=False)
+    subprocess.run(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=terminal, check=False, timeout=600
+    )
     os.close(terminal)
     shown = os.read(reader, 10_000).decode().splitlines()
     assert [*log.stderr.splitlines(), "docs: docs/recipe.md"] == shown

@@ -155,5 +155,7 @@ def test_a_process_has_one_finder(monkeypatch: pytest.MonkeyPatch) -> None:
 @with_pinned_versions
 def test_the_compiler_and_scipy_work_once_they_are_used() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", REAL], capture_output=True, text=True, env=environment, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr

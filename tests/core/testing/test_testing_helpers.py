@@ -239,7 +239,7 @@ def test_a_slow_check_that_does_not_exist_is_refused():
 
 def test_import_without_pytest_names_extra():
     code = "import sys; sys.modules['pytest'] = None; import fastloop.testing"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     assert done.stderr.splitlines()[-1] == (
         "ModuleNotFoundError: fastloop.testing needs pytest, which is not installed. Install it: pip install "
         "'fastloop-train[testing]'"

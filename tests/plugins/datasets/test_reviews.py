@@ -49,7 +49,9 @@ def test_rows_do_not_depend_on_the_process_or_its_hash_seed(splits):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
         command = [sys.executable, "-c", script]
         folder = Path(module.__file__).parents[1]
-        run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, check=True, timeout=600
+        )
         assert run.stdout.strip() == expected
 
 

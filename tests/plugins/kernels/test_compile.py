@@ -343,7 +343,7 @@ def test_a_copy_of_the_cache_lets_another_machine_start_warm(tmp_path, monkeypat
     def train(cache):
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", CACHED], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", CACHED], env=environment, capture_output=True, text=True, check=False, timeout=600
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])

@@ -75,7 +75,7 @@ def test_programs_of_others_are_load_and_the_runs_own_processes_are_not():
     load = ForeignLoad()
     orphan = int(
         subprocess.run(
-            ["sh", "-c", f"{busy} >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True
+            ["sh", "-c", f"{busy} >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True, timeout=600
         ).stdout
     )
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])

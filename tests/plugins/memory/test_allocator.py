@@ -62,7 +62,12 @@ def test_pages_are_kept_from_step_to_step_and_numbers_are_the_same():
     for name in ("with", "without"):
         environment = os.environ | (variables if name == "with" else {})
         done = subprocess.run(
-            [sys.executable, "-c", STEPS, name], capture_output=True, text=True, check=False, env=environment
+            [sys.executable, "-c", STEPS, name],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         found[name] = json.loads(done.stdout.splitlines()[-1])
@@ -139,7 +144,7 @@ def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_
         stderr=subprocess.PIPE,
         text=True,
     )
-    _, said = process.communicate()
+    _, said = process.communicate(timeout=60)
     if allocator in names and allocator not in installed:
         assert process.returncode == 2
         assert f"plugins.allocator.allocator: {allocator} is not installed" in said
@@ -173,6 +178,7 @@ def test_user_environment_is_kept(tmp_path):
         env=environment,
         check=True,
         capture_output=True,
+        timeout=600,
     )
     assert json.loads((tmp_path / "seen.json").read_text())["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
 
@@ -207,6 +213,7 @@ def test_on_cuda_the_command_line_starts_itself_again_with_growing_segments(give
         env=environment,
         check=True,
         capture_output=True,
+        timeout=600,
     )
     start = dict(line.split("=", 1) for line in json.loads((tmp_path / "seen.json").read_text())["start"])
     assert {name: start[name] for name in CUDA_SETTINGS if name in start} == seen

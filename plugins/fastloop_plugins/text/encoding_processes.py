@@ -17,7 +17,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -128,6 +128,18 @@ def encode_in_processes(
             worker.end()
 
 
+@contextmanager
+def _without_stdin() -> Iterator[None]:
+    """Hide standard input from a process that is forked. multiprocessing closes it there, which waits for ever if a
+    thread of this process is reading from it."""
+    stdin = sys.stdin
+    sys.stdin = None
+    try:
+        yield
+    finally:
+        sys.stdin = stdin
+
+
 class EncodingProcess:
     """A process that encodes one portion after another.
 
@@ -143,7 +155,7 @@ class EncodingProcess:
         self._connection, other = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_serve, args=(other, encode, portion, os.getpid()), daemon=True)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_stdin():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: none of them is needed
             self._process.start()
         other.close()

@@ -133,6 +133,24 @@ def test_this_process_encodes_the_portions_of_one_that_hangs(monkeypatch, caplog
     assert len(find_problems(caplog, "encoding-process-hangs")) == 1
 
 
+def test_a_thread_that_reads_standard_input_lets_no_process_hang(monkeypatch, caplog):
+    """Such as one of a script that ends when its user presses Enter."""
+    monkeypatch.setattr(encoding_processes, "PATIENCE", 1.0)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        thread = threading.Thread(target=stdin.readline)
+        thread.start()
+        time.sleep(0.1)  # until it reads
+        rows = [(list(ids), is_cut) for ids, is_cut in encode_in_processes(double, iter(PORTIONS), 2)]
+        os.write(writing, b"\n")
+        thread.join(10)
+    os.close(writing)
+    assert rows == EXPECTED
+    assert find_problems(caplog, "encoding-process-hangs") == []
+    assert sys.stdin is stdin
+
+
 def test_rows_that_are_not_used_leave_no_process():
     before = _children(HERE)  # of other tests
     rows = encode_in_processes(double, iter(PORTIONS), 2)

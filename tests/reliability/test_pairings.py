@@ -81,7 +81,7 @@ TASKS = {
         Base("vit", ""),
         {"images": "images", "image_size": 16, "augment": None},
         {"image-classification": {}},
-        ("query", "value"),
+        ("q_proj", "v_proj", "query", "value"),  # names of several versions of transformers
         "other",
     ),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastloop import Plugin, hookimpl, option
+from fastloop import Plugin, Problem, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,3 +48,27 @@ class Freeze(Plugin):
                 remedy="Leave one out.",
             )
         self.log.info("%s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total)
+        updated = frozen_batch_norms(model)
+        if updated:
+            self.log.warning(
+                Problem(
+                    f"{len(updated)} frozen layers of batch norm, such as {updated[0]}, still update their statistics "
+                    "in training.",
+                    code="frozen-batch-norm",
+                    remedy="To keep them, let the train method of the model put these layers in eval mode.",
+                )
+            )
+
+
+def frozen_batch_norms(model: nn.Module) -> list[str]:
+    """The names of batch norms that train no parameter of their own, and update running statistics."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    names = []
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or not module.track_running_stats or not module.training:
+            continue
+        parameters = list(module.parameters(recurse=False))
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            names.append(name)
+    return names

@@ -9,9 +9,10 @@ import torch
 from interrupted_runs import Case, check_interrupted
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW
+from torch.utils.data import TensorDataset
 from training_runs import execute
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError, Trainer
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
@@ -77,3 +78,26 @@ def test_with_lora_nothing_may_be_left():
     pytest.importorskip("peft")
     with expect_problem("nothing-trained freeze.match", RecipeError):
         text_run("lora", {"freeze": {"match": ["classifier.*", "*.lora_*"]}})
+
+
+def batch_norm_run(match):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    plugins = [{"freeze": {"match": match}}, {"log": False}, {"progress": False}]
+    loss = torch.nn.functional.cross_entropy
+    Trainer(model, data, loss=loss, plugins=plugins, batch_size=8, epochs=1, device="cpu", output="run").fit()
+    return model
+
+
+def test_statistics_of_a_frozen_batch_norm_are_mentioned(caplog):
+    batch_norm_run("0.*")
+    assert "frozen-batch-norm" not in codes_of(caplog)
+    model = batch_norm_run(["0.*", "1.*"])
+    assert not torch.equal(model[1].running_mean, torch.zeros(4))
+    assert "frozen-batch-norm" in codes_of(caplog)
+
+
+def codes_of(caplog):
+    """The codes of the logged problems."""
+    return [record.msg.code for record in caplog.records if isinstance(record.msg, Problem)]

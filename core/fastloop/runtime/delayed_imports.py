@@ -42,6 +42,7 @@ _ASSIGNMENT = DelayedModule("scipy.optimize", ("linear_sum_assignment",))
 _MARKS = DelayedModule(COMPILER, decorators=("allow_in_graph", "assume_constant_result"))
 DELAYED = {
     "accelerate.commands.config.sagemaker": DelayedModule("boto3"),
+    "torchmetrics": DelayedModule("scipy.signal", ("hamming",)),
     "transformers.integrations.deepgemm": _MARKS,
     "transformers.integrations.finegrained_fp8": _MARKS,
     "transformers.integrations.sonicmoe": _MARKS,

@@ -36,6 +36,7 @@ import sys
 from fastloop.runtime import delayed_imports
 delayed_imports.delay_imports()
 import torch
+import torchmetrics
 import transformers.masking_utils as masking
 import transformers.modeling_utils
 from transformers.integrations import finegrained_fp8
@@ -50,11 +51,14 @@ def shape_of(value):
     return value.shape[0]
 
 assert shape_of(weight) == 2
-assert not {"torch._dynamo", "scipy.optimize"} & sys.modules.keys()
+assert not {"torch._dynamo", "scipy.optimize", "scipy.signal"} & sys.modules.keys()
 
 assert detection.linear_sum_assignment([[4, 1], [2, 0]])[1].tolist() == [1, 0]
 from scipy.optimize import linear_sum_assignment
 assert detection.linear_sum_assignment is linear_sum_assignment
+
+import scipy.signal
+assert scipy.signal.windows.hamming(3)[1] == 1
 
 graphs = []
 def count(graph, inputs):

@@ -47,6 +47,7 @@ from fastloop.plugins.plugin import Numerics, listed_at
 from fastloop.problem import clause, typed_clause
 from fastloop.runtime.platform_support import KILL
 from fastloop.testing.differences import few, unequal
+from fastloop.testing.package_texts import leftovers
 from fastloop.testing.promises import (
     REPAIRS,
     BrokenPromise,
@@ -191,14 +192,22 @@ class Conformance:
             )
 
     def test_documented(self) -> None:
-        """The module's docstring begins with a line about the plugin, and shows a recipe that lists it."""
+        """The module's docstring begins with a line about the plugin, and shows a recipe that lists it. README.md,
+        pyproject.toml and recipe.yaml of its package describe this plugin, not the example of `fastloop new`. All
+        problems are listed at once."""
         cls = load(self.plugin)
         text = inspect.getdoc(sys.modules[cls.__module__]) or ""
+        problems = []
         if not text.partition("\n")[0].strip():
-            self.broken("to say what it is", f"no docstring in {cls.__module__}", "Begin it with a line that says so")
+            problems.append(f"no docstring in {cls.__module__}: begin it with a line that says what the plugin is")
         if "plugins:" not in text or f"- {self.plugin}" not in text:
-            repair = f"Show its lines there: `plugins:`, and below it `- {self.plugin}`"
-            self.broken("a recipe to copy", f"none in the docstring of {cls.__module__}", repair)
+            problems.append(
+                f"no recipe to copy in the docstring of {cls.__module__}: show `plugins:`, and below it "
+                f"`- {self.plugin}`"
+            )
+        problems += leftovers(cls)
+        if problems:
+            self.broken("texts that describe it", "\n  ".join(["", *problems]), "\nWrite what this plugin does")
 
     def test_numerics(self, study_results: StudyResults) -> None:
         """The first step's gradients, the losses and the final metric keep the bounds of the numerics class.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -109,6 +109,12 @@ def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -
 def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
     """The parts of train without the rows whose texts an earlier one has. Adds their number to ``data.messages``."""
     texts, labels = GrowingArray(np.uint64), GrowingArray(np.uint64)
+    classes = {map_key(label): name for label, name in (data.options.label_map or {}).items()}
+
+    def named(label: Any) -> Any:
+        """The class of a label: Ham and ham may be one."""
+        return classes.get(map_key(label), label) if is_label(label) else label
+
     for part in parts:
         names = data.text_columns() | {name: data.text_key for name in data.optional_columns() if name in part.columns}
         for _, block in in_blocks([part.column(key, name) for name, key in names.items()]):
@@ -116,7 +122,7 @@ def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
         own = [part.column(key, name) for name, key in data.label_columns().items()]
         if own:
             for _, block in in_blocks(own):
-                labels.extend(hash_rows(zip(*block, strict=True))[:, 0])
+                labels.extend(hash_rows(tuple(map(named, row)) for row in zip(*block, strict=True))[:, 0])
     first = first_rows(texts.finish())
     marks = labels.finish()
     ends = np.cumsum([0, *map(len, parts)])

@@ -331,3 +331,15 @@ def test_a_run_without_some_rows_resumes_to_the_same_bits(cli, streams):
     train_whole_and_cut(cli, "recipe.json", 5)
     whole, cut = (Path(name, "model", "model.safetensors").read_bytes() for name in ("whole", "cut"))
     assert whole == cut
+
+
+def test_labels_that_label_map_makes_equal_are_no_other_labels(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    rows = [("film 1", "Ham"), ("film 1", "ham"), ("film 1", "spam"), ("film 2", "spam"), ("film 3", "ham")]
+    label_map = {"Ham": "ham"}
+    assert len(text_data({"train": csv(rows, "m.csv")}, deduplicate=True, label_map=label_map).load()["train"]) == 3
+    assert re.search(r"data: train: 2 of 5 .*; 1 with another label", caplog.text)
+    caplog.clear()
+    text_data({"train": csv([rows[0], rows[1], *rows[3:]], "m.csv")}, deduplicate=True, label_map=label_map).load()
+    assert "data: train: 1 of 4 rows" in caplog.text
+    assert "another label" not in caplog.text

@@ -12,6 +12,7 @@ from image_helpers import VIT
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fastloop import CheckpointError, Plugin, PluginError, RecipeError, Run, hookimpl
+from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.testing import expect_problem, tiny_data
@@ -204,3 +205,37 @@ class Declared(Noisy):
 def test_samples_that_change_when_they_are_read_are_a_warning(data, warnings, tiny_run, caplog):
     tiny_run([{"folds": {"of": 3}}], data=data, epochs=1)
     assert caplog.text.count("as_split") == warnings
+
+
+@pytest.mark.parametrize("task", ["text-classification", "module"])
+def test_balanced_class_weights_count_the_samples_of_the_folds_that_are_trained_on(task):
+    """20 of 30 rows have the class 0. A fold that left all weights as those of the file would weight the held-out rows,
+    too."""
+    labels = [0, 0, 1] * 10
+    if task == "module":
+        Path("net.py").write_text(
+            "import torch\nfrom torch.utils.data import TensorDataset\n\n\ndef data():\n"
+            f"    rows = TensorDataset(torch.randn(30, 4), torch.tensor({labels}))\n"
+            "    return {'train': rows}\n\n\nclass Net(torch.nn.Linear):\n"
+            "    def __init__(self):\n        super().__init__(4, 2)\n"
+        )
+        sections: dict[str, Any] = {"model": {"module": "net.py:Net"}, "data": {"module": "net.py:data"}}
+    else:
+        rows = [f"word{number} other,{label}" for number, label in enumerate(labels)]
+        Path("train.csv").write_text("\n".join(["text,label", *rows]))
+        data = {"files": {"train": "train.csv"}, "text": "text", "label": "label", "max_length": 8}
+        sections = {"model": TEXTS["model"], "data": {**data, "validation_fraction": 0}}
+    loss = {"name": "cross_entropy", "class_weights": "balanced"}
+    plugins = [{task: {"loss": loss}}, {"folds": {"number": 2, "of": 4}}]
+    train = {"max_steps": 1, "batch_size": 4, "device": "cpu"}
+    run = build(resolve(make_recipe({**sections, "plugins": plugins, "train": train, "output": "run"})))
+    dataset = run.datasets["train"]
+    if task == "module":
+        trained = [int(dataset[index][1]) for index in range(len(dataset))]
+    else:
+        trained = dataset.labels.tolist()
+    counts = np.bincount(trained)
+    assert len(trained) < len(labels)
+    assert counts[0] != 2 * counts[1], "the fold has other shares than the file"
+    weights = run.plugins.task.criterion.weights
+    assert weights.tolist() == pytest.approx((len(trained) / (2 * counts)).tolist())

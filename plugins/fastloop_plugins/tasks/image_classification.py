@@ -103,7 +103,9 @@ class ImageClassification(TwoClassOptions):
             dataset = ImageDataset(files, plain, training, recipe.train.seed, self.epoch, named)
             datasets[split] = dataset if recipe.inference is not None else dataset.as_split(split)
         self.criterion.set_weights(
-            (lambda: datasets["train"].labels) if "train" in datasets else None, self.labels.names
+            (lambda: datasets["train"].labels) if "train" in datasets else None,
+            self.labels.names,
+            datasets.get("train"),
         )
         self.decision(self.labels.names)  # refuses an unknown class before the model is built
         return datasets

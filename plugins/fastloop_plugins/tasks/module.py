@@ -156,10 +156,17 @@ class Module(Plugin):
                     remedy=did_you_mean(split, splits),
                 )
         if self.uses_classes:
-            self.criterion.set_weights(lambda: targets_of(datasets.get("train"), self.criterion.where))
+            train = datasets.get("train")
+            self.criterion.set_weights(lambda: targets_of(train, self.criterion.where), dataset=train)
         elif (loss := self.found.get("plugins.module.loss")) is not None:
             self.criterion = with_arguments(loss, self.loss or "", f"{self.file}: plugins.module.loss")
         return datasets
+
+    @hookimpl
+    def before_prepare(self, run: Run) -> None:
+        if self.uses_classes and run.recipe.inference is None:
+            train = run.datasets["train"]
+            self.criterion.follow(train, lambda: targets_of(train, self.criterion.where))
 
     @hookimpl
     def build_collator(self) -> Callable[[list[Any]], Any]:

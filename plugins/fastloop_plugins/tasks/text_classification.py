@@ -150,7 +150,7 @@ class TextClassification(TwoClassOptions, TextTask):
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         datasets = super().build_datasets(run=run)
         train = datasets.get("train")
-        self.criterion.set_weights(None if train is None else lambda: train.labels, self.order.names)
+        self.criterion.set_weights(None if train is None else lambda: train.labels, self.order.names, train)
         if isinstance(self.problem, SingleLabel):
             self.decision(self.order.names)  # refuses an unknown class before the model is built
         return datasets

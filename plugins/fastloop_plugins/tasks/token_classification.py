@@ -136,8 +136,9 @@ class TokenClassification(ClassifierOptions, TextTask):
             datasets[name].warn(name, len(split.lengths))
         run.state.unreadable += self.data.unreadable
         train = datasets.get("train")
-        self.criterion.set_weights(None if train is None else train.tags, self.order.names)
-        return self.data.streamed(run, datasets, self.text_model)
+        built = self.data.streamed(run, datasets, self.text_model)
+        self.criterion.set_weights(None if train is None else train.tags, self.order.names, built.get("train"))
+        return built
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import Plugin, Problem, RecipeError, UsageError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
+from fastloop.plugins.plugin import hookimpl
 from fastloop.problem import typed_clause
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fastloop import Run
 
 logger = logging.getLogger("fastloop")
 
@@ -39,6 +42,13 @@ class ClassifierOptions(Plugin):
         "More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.",
         default_factory=dict,
     )
+    criterion: ClassLoss
+
+    @hookimpl
+    def before_prepare(self, run: Run) -> None:
+        """Count ``balanced`` on the samples that the run trains on: a plugin such as `folds` may have divided them."""
+        if run.recipe.inference is None:
+            self.criterion.follow(run.datasets["train"])
 
 
 @dataclass(kw_only=True)
@@ -82,23 +92,54 @@ class ClassLoss:
         self.where = f"{where}.class_weights"
         self.weights: Tensor | None = None
         self._placed: Tensor | None = None
+        self._names: Sequence[str] | None = None
+        self._counted: Any = None  # the dataset of ``set_weights``
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_placed": None}  # workers of a loader get a copy
+        return {**self.__dict__, "_placed": None, "_counted": None}  # workers of a loader get a copy
 
-    def set_weights(self, labels: Callable[[], Any] | None, names: Sequence[str] | None = None) -> None:
+    def follow(self, dataset: Any, labels: Callable[[], Any] | None = None) -> None:
+        """Count ``balanced`` again, if the run trains on another dataset than that of ``set_weights``.
+
+        Args:
+            labels: Returns the classes of its samples; None: its attribute ``labels``. A warning says if it has none.
+
+        Raises:
+            RecipeError: ``balanced`` finds no sample of a class in it.
+        """
+        if self.options.class_weights != "balanced" or self._counted is None or dataset is self._counted:
+            return
+        of_dataset = getattr(dataset, "labels", None)
+        if labels is None and of_dataset is None:
+            logger.warning(
+                Problem(
+                    "balanced counts the training split before a plugin has replaced it by other samples.",
+                    code="other-class-weights",
+                    place=self.where,
+                    remedy="Give a list of weights.",
+                )
+            )
+            return
+        self.set_weights(labels or (lambda: of_dataset), self._names, dataset)
+
+    def set_weights(
+        self, labels: Callable[[], Any] | None, names: Sequence[str] | None = None, dataset: Any = None
+    ) -> None:
         """Compute ``weights``. ``balanced`` is ``N / (C * count)``, as in scikit-learn, with the counts of the training
         split.
 
         Args:
             labels: Returns the classes of the training samples, int64; None: the training split is not read.
             names: The classes' names; None: unknown, and as many as ``balanced`` finds or the list has.
+            dataset: The dataset of these samples, for ``follow``.
 
         Raises:
             RecipeError: A class has no weight, or ``balanced`` finds no sample of it.
         """
         import torch
 
+        self._names = names
+        self._counted = dataset
         given = self.options.class_weights
         if given is None:
             return

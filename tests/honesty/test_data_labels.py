@@ -209,7 +209,7 @@ def test_the_log_counts_the_rows_of_each_class(caplog):
 
 
 def test_many_classes_are_counted_in_short():
-    from fastloop_plugins.text.labels import count_classes
+    from fastloop_plugins.text.label_names import count_classes
 
     ids = [index for index in range(20) for _ in range(index + 1)]
     assert (

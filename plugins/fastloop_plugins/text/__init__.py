@@ -7,7 +7,7 @@ task, column_data                   # the base class of tasks, and its ``data`` 
 options, option_checks              # the keys of ``data``, and checks of those for labels
 data, sources                       # finds the files and reads their rows; ``data.sources`` mixes several
 columns                             # the texts of a row: one column, or several
-labels, label_names, targets        # classes and their names, numbers, and sets of classes
+labels, label_column, label_warnings, label_names, targets   # classes and their names, numbers, and sets of classes
 dropped_rows, repeats               # rows that are left out, or repeat each other
 row_places                          # the file and the line of a row
 tokenizers, special_tokens, new_tokens, positions   # tokenizers, and what they lack

@@ -19,8 +19,8 @@ from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.split_rows import hash_rows
 from fastloop_plugins.rows.table import Table
 from fastloop_plugins.rows.unreadable import UnreadableRows
+from fastloop_plugins.text.label_column import is_label, is_unlabelled, map_key
 from fastloop_plugins.text.label_names import MISSING
-from fastloop_plugins.text.labels import is_label, is_unlabelled, map_key
 from fastloop_plugins.text.repeats import first_rows
 
 if TYPE_CHECKING:

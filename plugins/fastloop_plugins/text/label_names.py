@@ -1,14 +1,22 @@
-"""Names of classes: those that stand for a missing value, that no file can hold, and how a recipe writes them."""
+"""Names of classes: those that stand for a missing value, and how recipes, messages and files have them."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.table import problem_of_text
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 Label = int | str
+SHOWN = 8
+"""Labels that a message lists."""
 MISSING = {
     *("", "-", "?", ".", "na", "n/a", "<na>", "nan", "-nan", "nat", "none", "null", "nil", "\\n", "missing"),
     *("#n/a", "#n/a n/a", "#na", "#div/0!", "#name?", "#null!", "#num!", "#ref!", "#value!", "1.#ind", "1.#qnan"),
@@ -42,3 +50,33 @@ def written_label(label: Label) -> str:
         else:
             escaped += f"\\U{ord(character):08x}" if ord(character) > 0xFFFF else f"\\u{ord(character):04x}"
     return f'"{escaped}"'
+
+
+def list_labels(labels: Iterable[Label]) -> str:
+    """Labels for a message, numbers first; only the first ones if there are many."""
+    ordered = sorted(labels, key=lambda label: (isinstance(label, str), label))
+    listed = ", ".join(f"{label!r:.60}" for label in ordered[:SHOWN])
+    if len(ordered) > SHOWN:
+        listed += f" and {len(ordered) - SHOWN} more"
+    return listed
+
+
+def count_classes(ids: Sequence[int] | NDArray[np.int64], classes: Sequence[str]) -> str:
+    """``describe_counts`` of the rows of each class."""
+    return describe_counts(np.bincount(np.asarray(ids, np.int64), minlength=len(classes)), classes)
+
+
+def describe_counts(counts: NDArray[np.int64], classes: Sequence[str]) -> str:
+    """The number of rows of each class, the largest class first: ``neg 36, pos 36, label 1``.
+
+    Of many classes, the largest ones and the smallest one: ``..., 12 more, and label 1``.
+    """
+    order = sorted(range(len(classes)), key=lambda index: (-counts[index], index))
+    described: list[str] = []
+    for index in order:
+        name = classes[index]
+        written = name if name.isidentifier() else repr(name)
+        described.append(f"{written:.40} {counts[index]}")
+    if len(described) > SHOWN:
+        described = [*described[: SHOWN - 1], f"{len(described) - SHOWN} more", f"and {described[-1]}"]
+    return ", ".join(described)

@@ -14,18 +14,9 @@ import numpy as np
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop_plugins._mapped import concatenate, take, zeros
 from fastloop_plugins.rows.table import Table, show
-from fastloop_plugins.text.label_names import refuse_broken_names
-from fastloop_plugins.text.labels import (
-    NUMBER,
-    Labels,
-    count_classes,
-    is_label,
-    is_unlabelled,
-    labels_of_model,
-    leave_out_unlabelled,
-    list_labels,
-    number_labels,
-)
+from fastloop_plugins.text.label_column import NUMBER, is_label, is_unlabelled, leave_out_unlabelled
+from fastloop_plugins.text.label_names import count_classes, list_labels, refuse_broken_names
+from fastloop_plugins.text.labels import Labels, labels_of_model, number_labels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -20,8 +20,7 @@ from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.suffixes import CONLL, format_of
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.label_names import refuse_broken_names
-from fastloop_plugins.text.labels import describe_counts, list_labels
+from fastloop_plugins.text.label_names import describe_counts, list_labels, refuse_broken_names
 from fastloop_plugins.text.options import DataOptions
 
 if TYPE_CHECKING:

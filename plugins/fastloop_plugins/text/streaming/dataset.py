@@ -32,7 +32,7 @@ from fastloop_plugins.rows.order import Order, Place
 from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.batches import Sequences
 from fastloop_plugins.text.columns import join_columns, token_types
-from fastloop_plugins.text.labels import is_unlabelled
+from fastloop_plugins.text.label_column import is_unlabelled
 from fastloop_plugins.text.targets import propose_point, read_number
 from fastloop_plugins.text.tokens import encode
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ from fastloop.cli import ending, launch, startup
 from fastloop.cli.arguments import NoCode, With, Without, names, output_file
 from fastloop.distributed import signals
 from fastloop.errors import UsageError
-from fastloop.recipe import Inference, secrets
+from fastloop.recipe import Inference, Recipe, secrets
 
 Target = Annotated[
     str, typer.Argument(metavar="RUN|MODEL", help="A run folder, such as runs/quickstart, or an exported model.")
@@ -25,6 +27,28 @@ Arguments = Annotated[
         help="The recipe of an exported model, and overrides, such as data.limit.test=1000. A run has its own recipe.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `fastloop evaluate` for a split or a file.
+
+    Attributes:
+        arguments: The recipe and overrides, as on the command line.
+        file: The file to evaluate as ``split``; None: the recipe's data.
+        worst: Samples to show and store; 0: none.
+        keep: Columns of the file to show with them.
+        plugin_options: --with and --without, as on the command line.
+    """
+
+    target: str
+    arguments: list[str]
+    split: str
+    file: Path | None
+    json_file: str
+    worst: int
+    keep: list[str]
+    plugin_options: list[str]
 
 
 def evaluate(
@@ -86,7 +110,7 @@ def evaluate(
     computes for the same split and number of processes, up to the rounding of the plugins that `auto` selects. The
     results are also written to RUN/evaluation, where `fastloop report RUN` finds them.
     """
-    from fastloop_tools.inference.target import default_split, load, open_inference, read_file_instead
+    from fastloop_tools.inference.target import default_split, load
 
     if task_folder and not tasks:
         raise UsageError(
@@ -95,30 +119,17 @@ def evaluate(
             place=f"--task-folder {task_folder}",
         )
     if tasks:
-        others = {
-            "--file": file,
-            "--worst": worst,
-            "--keep": keep,
-            "--nproc": nproc,
-            "--with": with_,
-            "--without": without,
-        }
-        given = [name for name, value in others.items() if value]
-        if given:
-            raise UsageError(
-                f"found {', '.join(given)} beside it, which has no effect on tasks.",
-                code="exclusive-options",
-                place="--tasks",
-                remedy="Leave it out.",
-            )
-        from fastloop_tools.inference import benchmarks
-
-        with signals.on_signals(signals.stop_now):
-            log_to_stderr(json_file)
-            report(
-                benchmarks.evaluate_tasks(target, arguments or (), names(tasks), task_folder, trust_task_code),
-                json_file,
-            )
+        refuse_beside_tasks(
+            {
+                "--file": file,
+                "--worst": worst,
+                "--keep": keep,
+                "--nproc": nproc,
+                "--with": with_,
+                "--without": without,
+            }
+        )
+        evaluate_tasks(target, arguments or [], names(tasks), task_folder, trust_task_code, json_file)
         return
     if keep and not worst:
         raise UsageError(
@@ -128,53 +139,107 @@ def evaluate(
             remedy="Give --worst N, too. For the predictions of all rows: `fastloop predict RUN FILE --keep ...`.",
         )
     if split is None:
-        split = "test" if file is not None else default_split(target, arguments or ())
-    recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
-    plugins: list[str] = []
-    for option, listed in (("--with", names(with_)), ("--without", names(without))):
-        if listed:
-            plugins += [option, ",".join(listed)]
-    if nproc is not None:
-        command = ["evaluate", target, *(arguments or ()), "--split", split, "--worst", str(worst), *plugins]
-        if file is not None:
-            command += ["--file", str(file)]
-        if keep:
-            command += ["--keep", ",".join(names(keep))]
-        if json_file:
-            command += ["--json", json_file]
-        assert recipe.inference is not None
-        assert recipe.inference.model is not None
-        raise typer.Exit(launch.launch(command, nproc, 1, 0, None, recipe.inference.model))
-    if file is not None:
-        read_file_instead(recipe, file)
+        split = "test" if file is not None else default_split(target, arguments or [])
+    request = Request(
+        target=target,
+        arguments=arguments or [],
+        split=split,
+        file=file,
+        json_file=json_file,
+        worst=worst,
+        keep=names(keep),
+        plugin_options=plugin_options(names(with_), names(without)),
+    )
+    recipe = load(target, request.arguments, Inference(Path(), split), names(with_), names(without))
+    if nproc is None:
+        evaluate_here(recipe, request)
+    else:
+        raise typer.Exit(start_processes(recipe, request, nproc))
+
+
+def refuse_beside_tasks(options: Mapping[str, Any]) -> None:
+    """Raise an error for options that have no effect beside --tasks: option -> its value."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise UsageError(
+            f"found {', '.join(given)} beside it, which has no effect on tasks.",
+            code="exclusive-options",
+            place="--tasks",
+            remedy="Leave it out.",
+        )
+
+
+def evaluate_tasks(
+    target: str, arguments: list[str], tasks: list[str], folder: Path | None, trust_code: bool, json_file: str
+) -> None:
+    """Evaluate a language model on tasks of lm-eval, and report the results."""
+    from fastloop_tools.inference import benchmarks
+
+    with signals.on_signals(signals.stop_now):
+        log_to_stderr(json_file)
+        record = benchmarks.evaluate_tasks(target, arguments, tasks, folder, trust_code)
+        report(record, json_file)
+
+
+def plugin_options(with_plugins: list[str], without_plugins: list[str]) -> list[str]:
+    """The options of plugins as on a command line: ``["--with", "amp,ema"]``."""
+    options: list[str] = []
+    if with_plugins:
+        options += ["--with", ",".join(with_plugins)]
+    if without_plugins:
+        options += ["--without", ",".join(without_plugins)]
+    return options
+
+
+def start_processes(recipe: Recipe, request: Request, count: int) -> int:
+    """Evaluate on several processes of this machine: each runs the same command without --nproc. Returns the exit
+    code."""
+    command = ["evaluate", request.target, *request.arguments, "--split", request.split]
+    command += ["--worst", str(request.worst), *request.plugin_options]
+    if request.file is not None:
+        command += ["--file", str(request.file)]
+    if request.keep:
+        command += ["--keep", ",".join(request.keep)]
+    if request.json_file:
+        command += ["--json", request.json_file]
+    assert recipe.inference is not None
+    assert recipe.inference.model is not None
+    return launch.launch(command, nproc=count, nnodes=1, node_rank=0, master=None, output=recipe.inference.model)
+
+
+def evaluate_here(recipe: Recipe, request: Request) -> None:
+    """Evaluate in this process, one of several if a launcher has started it. The main process reports the results."""
+    from fastloop_tools.inference.classes import ClassCounts, scored_classes
+    from fastloop_tools.inference.target import open_inference, read_file_instead
+    from fastloop_tools.inference.worst import worst_samples
+
+    if request.file is not None:
+        read_file_instead(recipe, request.file)
     startup.end_with_launcher()
     with signals.on_signals(signals.stop_now):
-        from fastloop_tools.inference.classes import ClassCounts, scored_classes
-        from fastloop_tools.inference.worst import worst_samples
-
-        log_to_stderr(json_file)
+        log_to_stderr(request.json_file)
         counts = ClassCounts()
-        with open_inference(recipe, [counts], file) as run:
+        with open_inference(recipe, [counts], request.file) as run:
             from fastloop import loop  # only here: it imports torch
 
             started = perf_counter()
-            loop.evaluate(run, split)
+            loop.evaluate(run, request.split)
             record: dict[str, Any] = {
-                "model": target,
-                "split": split,
-                "file": str(file) if file else None,
-                "arguments": [*(arguments or ()), *plugins],
-                "metrics": run.state.metrics[split],
+                "model": request.target,
+                "split": request.split,
+                "file": str(request.file) if request.file else None,
+                "arguments": [*request.arguments, *request.plugin_options],
+                "metrics": run.state.metrics[request.split],
                 "metric_classes": scored_classes(run),
                 **counts.results(run),
                 "device": str(run.device),
                 "world_size": run.world_size,
                 "seconds": perf_counter() - started,
             }
-            if worst:
-                record["worst"] = worst_samples(run, split, worst, names(keep))
+            if request.worst:
+                record["worst"] = worst_samples(run, request.split, request.worst, request.keep)
             if run.is_main:
-                report(record, json_file)
+                report(record, request.json_file)
         ending.end(run)
 
 
@@ -201,13 +266,6 @@ def report(record: dict[str, Any], json_file: str) -> None:
 
 def show(record: dict[str, Any], json_file: str) -> None:
     """Print the results as tables, and write them to ``json_file``; ``-``: print JSON only."""
-    import rich
-    from rich.markup import escape
-    from rich.table import Table
-
-    from fastloop.runtime.files import write
-    from fastloop_tools.shared.tables import show_table
-
     text = json.dumps(secrets.hidden(record), indent=2) + "\n"
     if json_file == "-":
         typer.echo(text, nl=False)
@@ -217,35 +275,63 @@ def show(record: dict[str, Any], json_file: str) -> None:
 
         show_tasks(record["tasks"])
     else:
-        table = Table(box=None, show_header=False, pad_edge=False)
-        for name, value in record["metrics"].items():
-            scored = record["metric_classes"].get(name)
-            of_class = f" of {scored}" if scored else ""
-            table.add_row(escape(f"{record['file'] or record['split']} {name}{of_class}"), f"{value:.4f}")
-        rich.print(table)
-    columns = ("precision", "recall", "f1")
-    for key, title in (("entities", "entity"), ("classes", "class")):
-        rows = []
-        for row in record.get(key) or ():
-            values = [f"{row[column]:.4f}" for column in columns]
-            rows.append([row["name"], *values, str(row["samples"])])
-        if rows:
-            show_table([title, *columns, "samples"], rows)
+        show_metrics(record["metrics"], record["metric_classes"], record["file"] or record["split"])
+    show_classes(record.get("entities") or [], "entity")
+    show_classes(record.get("classes") or [], "class")
     if "worst" in record:
         show_worst(record["worst"])
     if json_file:
-        write(Path(json_file), text, hidden=True)
-        typer.echo(f"written to {json_file}")
-    if json_file and record["classes"]:
-        from fastloop_tools.shared.matrix_picture import draw
+        write_results(record, text, Path(json_file))
 
-        picture = Path(json_file).with_suffix(".svg")
-        title = (
-            f"{record['model']} on {record['file'] or record['split']}: "
-            f"{sum(row['samples'] for row in record['classes']):,} samples"
-        )
-        write(picture, draw([row["name"] for row in record["classes"]], record["confusion"], title))
-        typer.echo(f"confusion matrix in {picture}")
+
+def show_metrics(metrics: Mapping[str, float], classes: Mapping[str, str], source: str) -> None:
+    """Print a line for each metric: ``test accuracy 0.9300``, or ``test f1 of spam 0.8600``.
+
+    Args:
+        classes: Metric -> the class that it scores, for metrics of one of two classes.
+        source: The split or file.
+    """
+    import rich
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in metrics.items():
+        scored = classes.get(name)
+        of_class = f" of {scored}" if scored else ""
+        table.add_row(escape(f"{source} {name}{of_class}"), f"{value:.4f}")
+    rich.print(table)
+
+
+def show_classes(classes: list[dict[str, Any]], title: str) -> None:
+    """Print precision, recall, f1 and samples of each class, if there are any."""
+    from fastloop_tools.shared.tables import show_table
+
+    columns = ("precision", "recall", "f1")
+    rows = []
+    for row in classes:
+        values = [f"{row[column]:.4f}" for column in columns]
+        rows.append([row["name"], *values, str(row["samples"])])
+    if rows:
+        show_table([title, *columns, "samples"], rows)
+
+
+def write_results(record: dict[str, Any], text: str, file: Path) -> None:
+    """Write the results, and beside them a picture of the confusion matrix, if the task has classes."""
+    from fastloop.runtime.files import write
+
+    write(file, text, hidden=True)
+    typer.echo(f"written to {file}")
+    classes = record["classes"]
+    if not classes:
+        return
+    from fastloop_tools.shared.matrix_picture import draw
+
+    picture = file.with_suffix(".svg")
+    samples = sum(row["samples"] for row in classes)
+    title = f"{record['model']} on {record['file'] or record['split']}: {samples:,} samples"
+    write(picture, draw([row["name"] for row in classes], record["confusion"], title))
+    typer.echo(f"confusion matrix in {picture}")
 
 
 def show_worst(rows: list[dict[str, Any]]) -> None:

@@ -91,6 +91,14 @@ def test_the_citation_has_the_packages_version_and_license():
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
 
 
+def test_mypy_checks_every_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    sources = [ROOT / "core", ROOT / "plugins", *sorted(ROOT.glob("packages/*/src"))]
+    assert settings["mypy_path"] == [source.relative_to(ROOT).as_posix() for source in sources]
+    modules = [file.parent.name for source in sources for file in sorted(source.glob("*/__init__.py"))]
+    assert settings["packages"] == modules
+
+
 def test_templates_and_hooks_parse():
     for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
         form = yaml.safe_load(path.read_text(encoding="utf-8"))

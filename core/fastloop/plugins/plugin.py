@@ -188,8 +188,9 @@ class Plugin:
     default plugin is a role, too: ``slot = "progress"`` replaces that plugin."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Names (or ``slot:NAME``) of plugins that must be in the same run."""
-    conflicts: ClassVar[Mapping[str, str]] = {}
-    """Names (or ``slot:NAME``) of plugins that must not be in the same run -> reason."""
+    conflicts: Mapping[str, str] = {}
+    """Names (or ``slot:NAME``) of plugins that must not be in the same run -> reason. Options may add some: set them in
+    ``__init__``."""
     runs_after: ClassVar[tuple[str, ...]] = ()
     """Names (or ``slot:NAME``) of plugins whose hooks must be called before this plugin's."""
     runs_before: ClassVar[tuple[str, ...]] = ()

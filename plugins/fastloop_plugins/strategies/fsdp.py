@@ -92,7 +92,7 @@ class FSDP(DividingStrategy):
         self.gradients: Gradients | None = None  # with one process
         self.order: ModuleOrder | None = None
         if self.tensor:
-            self.conflicts = CONFLICTS  # type: ignore[misc]
+            self.conflicts = CONFLICTS
         if "bf16" in (self.param_dtype, self.reduce_dtype):
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 

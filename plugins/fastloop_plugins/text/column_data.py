@@ -76,10 +76,6 @@ class ColumnData(TextData):
             )
         return [given]
 
-    def names_of(self, key: str) -> list[str]:
-        """The columns that the option ``data.<key>`` names."""
-        return [name for name, option in self.places.items() if option == key]
-
     def text_columns(self) -> dict[str, str]:
         return dict(self.places)
 

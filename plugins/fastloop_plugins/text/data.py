@@ -83,12 +83,8 @@ class TextData(StreamedData):
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.how = parse(Read, self.options.read, f"{self.where}.read")
-        self.drop = Drop(
-            [
-                parse(Condition, each, f"{self.where}.drop[{number}]")
-                for number, each in enumerate(self.options.drop or ())
-            ]
-        )
+        conditions = enumerate(self.options.drop or ())
+        self.drop = Drop([parse(Condition, each, f"{self.where}.drop[{number}]") for number, each in conditions])
         self.inference = recipe.inference
         self.columns = self.find_columns()
         self.labels = [] if self.options.label is None else column_names(self.options.label, f"{self.where}.label")
@@ -157,6 +153,11 @@ class TextData(StreamedData):
     def find_columns(self) -> list[str]:
         """The columns of texts that the options name."""
         return column_names(self.options.text, f"{self.where}.text")
+
+    def names_of(self, key: str) -> list[str]:
+        """The columns that the option ``data.<key>`` names."""
+        given: str | list[str] | None = getattr(self.options, key)
+        return [] if given is None else column_names(given, f"{self.where}.{key}")
 
     @property
     def formats(self) -> Sequence[str]:

@@ -127,7 +127,9 @@ class TextTask(Plugin):
     ``build_batch``.
 
     Attributes:
-        columns: Options of ``data`` that name one column of texts each. Each text is a sequence of its own.
+        columns: Options of ``data`` that name one column of texts each. Each text is a sequence of its own. If they
+            depend on the recipe, set them, ``conversations`` and ``labels`` before the call of ``check_recipe`` of this
+            class.
         inputs: Those of ``columns`` that a file to predict has; empty: the first one.
         conversations: Those of ``columns`` that hold conversations. ``encode`` gets the JSON of a ``Chat`` for each.
         values: Those of ``columns`` that hold values of any JSON type. Such an option names one, several, or
@@ -150,12 +152,12 @@ class TextTask(Plugin):
     """
 
     slot = "task"
-    fallback_hooks = ("compute_loss",)
-    columns: ClassVar[tuple[str, ...]] = ("text",)
+    fallback_hooks: tuple[str, ...] = ("compute_loss",)
+    columns: tuple[str, ...] = ("text",)
     inputs: ClassVar[tuple[str, ...]] = ()
-    conversations: ClassVar[tuple[str, ...]] = ()
+    conversations: tuple[str, ...] = ()
     values: ClassVar[tuple[str, ...]] = ()
-    labels: ClassVar[str] = "none"
+    labels: str = "none"
     auto_class: ClassVar[str] = "AutoModel"
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
     reads_all: ClassVar[bool] = True
@@ -163,7 +165,7 @@ class TextTask(Plugin):
     _is_checked_on_first_rows: ClassVar[bool] = False  # whether a check of the recipe can do without the other rows
     _probe_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "token_type_ids")
     sees_all_rows: bool = False
-    samples_are_rows: ClassVar[bool] = False
+    samples_are_rows: bool = False
     encoding_version: ClassVar[int] = 1
     order: LabelOrder | None = None
     _probe: list[dict[str, Any]] | None = None
@@ -174,10 +176,9 @@ class TextTask(Plugin):
     def declare_traits(cls, recipe: Recipe) -> set[Trait]:
         return padded_traits(recipe)
 
-    @classmethod
-    def prediction_columns(cls) -> tuple[str, ...]:
+    def prediction_columns(self) -> tuple[str, ...]:
         """The options that name the columns of a file to predict."""
-        return cls.inputs or cls.columns[:1]
+        return self.inputs or self.columns[:1]
 
     # -- what a task may replace ---------------------------------------------------------------------------------------
 

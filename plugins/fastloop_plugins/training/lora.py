@@ -75,7 +75,7 @@ class LoRA(LoRAOptions):
         super().__init__(**options)
         self.given = set(options)
         if quantizes(self):
-            self.conflicts = {  # type: ignore[misc]
+            self.conflicts = {
                 "fsdp": "4-bit weights with their scales cannot be sharded. Use ddp, or leave quantize out.",
                 "deepspeed": "DeepSpeed shards and casts weights, which would damage those in 4 bits. Use ddp, or "
                 "leave quantize out.",
@@ -83,7 +83,7 @@ class LoRA(LoRAOptions):
             }
         elif self.use_dora:
             reason = "DoRA normalizes whole weights, and this strategy divides them. Use ddp, or leave use_dora out."
-            self.conflicts = dict.fromkeys(("fsdp", "deepspeed", "tensor-parallel"), reason)  # type: ignore[misc]
+            self.conflicts = dict.fromkeys(("fsdp", "deepspeed", "tensor-parallel"), reason)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

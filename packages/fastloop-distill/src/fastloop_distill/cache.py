@@ -32,7 +32,8 @@ class Cache:
     def logits(self, rows: TeacherRows, count: int, compute: Callable[[dict[str, Tensor]], Any]) -> Tensor:
         """The logits of the first ``count`` rows, (count, C). ``compute`` gives the output for rows."""
         if not (self.active and self.room):
-            return compute(rows.inputs).logits[:count]
+            computed: Tensor = compute(rows.inputs).logits[:count]
+            return computed
         keys = rows.keys()[:count]
         new = dict[int, Tensor]()
         missing = [place for place, key in enumerate(keys) if key not in self.known]

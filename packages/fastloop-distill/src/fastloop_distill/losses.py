@@ -46,9 +46,13 @@ def compare(
     per_text = logits.dim() == 2
     targets = batch.get("targets", batch.get("labels"))
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    output = None if per_text and not with_states else teacher(rows.inputs, with_states)
-    if per_text:
-        theirs = cache.logits(rows, len(logits), teacher) if output is None else output.logits
+    output: Any = None  # of the teacher; the cache may have the logits of a text, and only them
+    if with_states or not per_text:
+        output = teacher(rows.inputs, with_states)
+    if output is None:
+        theirs = cache.logits(rows, len(logits), teacher)
+    elif per_text:
+        theirs = output.logits
     else:
         size = min(logits.shape[-1], output.logits.shape[-1])
         kept = targets.flatten() != IGNORED
@@ -58,6 +62,8 @@ def compare(
     soft = soft_loss(logits.to(dtype), theirs.to(dtype), options.temperature)
     if not with_states:
         return soft, None
-    layers = zip(student.hidden_states[1:], (output.hidden_states[layer + 1] for layer in pairs), strict=True)
-    of_layers = [distances(*(each.flatten(0, 1).to(dtype) for each in pair), options.states) for pair in layers]
+    of_layers: list[Tensor] = []
+    for own, layer in zip(student.hidden_states[1:], pairs, strict=True):  # hidden_states[0] are the embeddings
+        other = output.hidden_states[layer + 1]
+        of_layers.append(distances(own.flatten(0, 1).to(dtype), other.flatten(0, 1).to(dtype), options.states))
     return soft, torch.stack(of_layers).mean(0) @ rows.weights(targets, per_text, dtype)

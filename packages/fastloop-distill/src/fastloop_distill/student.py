@@ -37,9 +37,10 @@ def keep_layers(model: Any, layers: list[int], where: str) -> None:
     del lists[0][:]
     lists[0].extend(kept)
     for place, layer in enumerate(kept):
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):  # by which a cache of keys and values finds it
-                module.layer_idx = place
+        part: Any
+        for part in layer.modules():
+            if hasattr(part, "layer_idx"):  # by which a cache of keys and values finds it
+                part.layer_idx = place
     layer_types = getattr(config, "layer_types", None)
     if isinstance(layer_types, list):
         config.layer_types = [layer_types[layer] for layer in layers]

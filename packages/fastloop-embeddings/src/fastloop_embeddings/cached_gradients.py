@@ -51,7 +51,8 @@ class CachedGradients:
         leaf, all_keys, *rest = (torch.cat(parts).to(run.device) for parts in zip(*every, strict=True))
         self.value = self.loss(leaf.requires_grad_().unbind(1), rest[0] if rest else None, all_keys)
         (gradient,) = torch.autograd.grad(self.value, leaf)
-        parts = gradient.split([len(rows) for rows, *_ in every])[processes.rank].split([*map(len, vectors)])
+        of_processes = torch.split(gradient, [len(rows) for rows, *_ in every])
+        parts = torch.split(of_processes[processes.rank], [len(rows) for rows in vectors])
         # the core weights the loss of a micro-batch by its share of the step's rows, which the factor reverses
         self.waiting = [part * (len(leaf) / max(len(part), 1)) for part in parts]
         try:

@@ -24,12 +24,14 @@ def compute(vectors: Sequence[Tensor], scores: Any, options: Any, keys: Tensor |
     Schroff et al., 2015, https://arxiv.org/abs/1503.03832.
     """
     if options.loss == "cosine":
-        similar = functional.cosine_similarity(*vectors)
+        first, second = vectors
+        similar = functional.cosine_similarity(first, second)
         return functional.mse_loss(similar, scores.to(similar.dtype))
     if options.loss == "cosent":
         return cosent(vectors, scores, options.temperature)
     if options.loss == "triplet":
-        return functional.triplet_margin_loss(*vectors, margin=options.margin, eps=0)
+        text, near, far = vectors
+        return functional.triplet_margin_loss(text, near, far, margin=options.margin, eps=0)
     return multiple_negatives(vectors, options.temperature, keys)
 
 
@@ -82,7 +84,8 @@ def number(keys: Tensor) -> Tensor:
 def cosent(vectors: Sequence[Tensor], scores: Tensor, temperature: float) -> Tensor:
     """log(1 + sum exp((similarity of row i - that of row j) / temperature)) over rows i, j with a smaller score of i:
     Su, 2022, https://kexue.fm/archives/8847."""
-    similar = functional.cosine_similarity(*vectors) / temperature
+    first, second = vectors
+    similar = functional.cosine_similarity(first, second) / temperature
     differences = (similar[:, None] - similar)[scores[:, None] < scores]
     return functional.pad(differences, (1, 0)).logsumexp(0)
 

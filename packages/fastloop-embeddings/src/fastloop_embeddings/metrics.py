@@ -59,8 +59,8 @@ class Retrieval(Metric):
         _, queries, query_of = np.unique(keys[:, 0], return_index=True, return_inverse=True)
         _, documents, document_of = np.unique(keys[:, 1:].ravel(), return_index=True, return_inverse=True)
         pairs = np.unique(np.stack([query_of, document_of[:: keys.shape[1] - 1]], 1), axis=0)
-        parts = torch.from_numpy(pairs[:, 1]).split(np.bincount(pairs[:, 0]).tolist())
-        relevant = pad_sequence(parts, batch_first=True, padding_value=-1).to(rows.device)
+        parts = torch.split(torch.from_numpy(pairs[:, 1]), np.bincount(pairs[:, 0]).tolist())
+        relevant = pad_sequence(list(parts), batch_first=True, padding_value=-1).to(rows.device)
         ranking = search(
             vectors[:, 0][queries], vectors[:, 1:].flatten(0, 1)[documents], relevant, relevant >= 0, DEPTH
         )
@@ -108,7 +108,8 @@ def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, 
     gains = gains.gather(1, order)
     documents = normalize(documents).T
     parts = []
-    for part, own, gain in zip(*(each.split(CHUNK) for each in (queries, relevant, gains)), strict=True):
+    chunks = [torch.split(each, CHUNK) for each in (queries, relevant, gains)]
+    for part, own, gain in zip(*chunks, strict=True):
         best = (normalize(part) @ documents).topk(min(depth, documents.shape[1])).indices
         places = torch.searchsorted(own, best).clamp(max=own.shape[1] - 1)
         parts.append(gain.gather(1, places) * (own.gather(1, places) == best))

@@ -394,7 +394,7 @@ def check_options(options: Embedding, base: SentenceModules, where: str) -> None
     """
     modes = base.pooling_modes()
     query, document = base.find_prompts()
-    contradictions = []
+    contradictions: list[tuple[str, Any, str]] = []  # option, its value, and the opposite in the base
     if options.pooling is not None and (POOLINGS[options.pooling],) != modes:
         contradictions.append(("pooling", options.pooling, f"the pooling {', '.join(modes)}"))
     if options.normalize is not None and options.normalize != base.normalizes:

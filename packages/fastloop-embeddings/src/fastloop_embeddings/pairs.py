@@ -163,7 +163,8 @@ def find_false_negatives(rows: Any, names: Sequence[str], documents: NDArray[np.
     answers = texts[:, 1]  # the first document of each row
     drawn = texts[:, 1:].ravel()[documents]
     is_answer = np.isin(queries * size + drawn, queries[:, 0] * size + answers)
-    return is_answer | (drawn == queries)
+    is_right: NDArray[np.bool_] = is_answer | (drawn == queries)
+    return is_right
 
 
 def group(rows: Any) -> Lists:

@@ -72,6 +72,7 @@ class Reranker(PairTask):
         if base is not None:
             read_score_activation(base, f"{recipe.where}: model.name")
         options = self.data.options
+        assert isinstance(options, RerankerData)
         where = f"{recipe.where}: data.candidates"
         self.candidates = None if options.candidates is None else recipe.find(options.candidates)
         if self.candidates is not None and (self.folder is None or not self.candidates.is_file()):

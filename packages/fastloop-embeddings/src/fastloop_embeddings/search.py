@@ -66,7 +66,7 @@ class Judged:
             for name in names:
                 pairs.append((self.queries[query], self.corpus[name]))
         computed = encode_and_compute(run, task, pairs, ["text", "other"], scores).cpu()
-        by_query = computed.split([len(names) for names in lists.values()])
+        by_query = torch.split(computed, [len(names) for names in lists.values()])
         ranked = []
         for (query, names), query_scores in zip(lists.items(), by_query, strict=True):
             gains = torch.tensor([self.gains[query].get(name, 0.0) for name in names])

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fastloop import RecipeError, hookimpl
 from fastloop_plugins.text import TextTask
 
+from fastloop_embeddings.data_section import EmbeddingData
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -48,7 +50,8 @@ class PairTask(TextTask):
         if scored and self.data.label_type != "number":
             problem = f"found {self.data.label_type}, expected number: scores are numbers"
             raise RecipeError(f"{problem}.", code="wrong-label", place=f"{data}.label_type")
-        self.folder = None if self.data.options.beir is None else recipe.find(self.data.options.beir)
+        beir_folder = self.data_options.beir
+        self.folder = None if beir_folder is None else recipe.find(beir_folder)
         if self.folder is None:
             return
         beir = [f"beir_{name}" for name in ("recall@10", "recall@100", *RANKINGS)]
@@ -61,6 +64,13 @@ class PairTask(TextTask):
                     place=f"{data}.beir",
                     expected="a folder as BEIR has it",
                 )
+
+    @property
+    def data_options(self) -> EmbeddingData:
+        """The options of the section ``data``."""
+        options = self.data.options
+        assert isinstance(options, EmbeddingData)
+        return options
 
     def check_negatives(self, split: str, rows: Any) -> None:
         """Raise an error if all rows of train have the same second text, so that no row has a negative."""

@@ -75,7 +75,7 @@ def generate_by_model(
     from transformers import GenerationConfig
 
     drawing = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=options.max_new_tokens,
         eos_token_id=list(options.end_tokens),
         pad_token_id=pad_token,

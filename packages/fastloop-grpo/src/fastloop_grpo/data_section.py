@@ -18,3 +18,9 @@ class GRPOData(DataOptions):
         "Render texts, too, by a Jinja file, chatml, or tokenizer, for its own; null: render messages only.",
         default=None,
     )
+
+
+def grpo_options(options: DataOptions) -> GRPOData:
+    """The options of the section ``data``, which a task of texts holds by their base class."""
+    assert isinstance(options, GRPOData)
+    return options

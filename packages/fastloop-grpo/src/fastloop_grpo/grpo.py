@@ -35,7 +35,7 @@ from fastloop_plugins.toolkit import DropoutRates, switch_dropout_off
 
 from fastloop_grpo import prompts
 from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model, seed_of
-from fastloop_grpo.data_section import GRPOData
+from fastloop_grpo.data_section import GRPOData, grpo_options
 from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, load_rewards, sum_rewards
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ class GRPO(TextTask):
                 remedy="Remove it.",
             )
         super().check_recipe(recipe)
-        name = self.data.options.chat_template
-        if name not in (None, "tokenizer") and recipe.inference is None:  # an exported tokenizer has it
+        name = grpo_options(self.data.options).chat_template
+        if name is not None and name != "tokenizer" and recipe.inference is None:  # an exported tokenizer has it
             self.template = template_text(recipe, name)
         if recipe.inference is not None and recipe.inference.chunk:
             return  # predictions have no rewards
@@ -146,8 +146,8 @@ class GRPO(TextTask):
 
     def encoding_arguments(self) -> dict[str, Any]:
         inference = self.data.recipe.inference
-        leaves_out = inference is None or not inference.chunk
-        render = self.data.options.chat_template is not None
+        leaves_out = inference is None or not inference.chunk  # a prediction has a row for each prompt
+        render = grpo_options(self.data.options).chat_template is not None
         return super().encoding_arguments() | {"template": self.template, "render": render, "leaves_out": leaves_out}
 
     @staticmethod
@@ -231,9 +231,8 @@ class GRPO(TextTask):
 
     @hookimpl
     def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
-        options = self.data.options
-        longest = options.max_length + self.max_new_tokens
-        self.text_model.width(run, replace(options, max_length=longest))  # the first call defines the width
+        longest = self.data.options.max_length + self.max_new_tokens  # prompts with completions
+        self.text_model.width(run, replace(self.data.options, max_length=longest))  # the first call defines the width
         return super().build_collator(run)
 
     @hookimpl(wrapper=True, specname="build_collator", tryfirst=True)  # around that of `packing`

@@ -94,4 +94,5 @@ class DPO(PolicyTask):
     def rewards(self, run: Run, batch: Mapping[str, Any]) -> Tensor:
         if self.has_reference:
             return super().rewards(run, batch)
-        return self.beta * self.log_probabilities(run.model, batch)[:, 0] / batch["sizes"][:, 1]
+        averages: Tensor = self.log_probabilities(run.model, batch)[:, 0] / batch["sizes"][:, 1]
+        return self.beta * averages

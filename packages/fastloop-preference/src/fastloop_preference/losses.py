@@ -13,7 +13,8 @@ def dpo(ratios: Tensor, tokens: Tensor, loss: str, beta: float, label_smoothing:
     ``tokens`` the numbers of their tokens."""
     if loss == "ipo":
         chosen, rejected = ratios / tokens
-        return (chosen - rejected - 1 / (2 * beta)) ** 2
+        squares: Tensor = (chosen - rejected - 1 / (2 * beta)) ** 2
+        return squares
     margin = beta * (ratios[0] - ratios[1])
     wrong = label_smoothing
     return (wrong * logsigmoid(-margin) - (1 - wrong) * logsigmoid(margin)) / (1 - 2 * wrong)
@@ -50,4 +51,5 @@ def reward(scores: Tensor, center: float) -> Tensor:
     """The loss of each row, (rows,): Bradley and Terry, 1952, with ``center`` as the weight of the squared sum.
     ``scores`` are (2, rows), of the chosen completions first."""
     chosen, rejected = scores
-    return center * (chosen + rejected) ** 2 - logsigmoid(chosen - rejected)
+    loss: Tensor = center * (chosen + rejected) ** 2 - logsigmoid(chosen - rejected)
+    return loss

@@ -71,7 +71,9 @@ class PolicyTask(PreferenceTask):
         if places is not None:
             found = found.new_zeros(targets.numel()).index_copy(0, places, found).view_as(targets)
         with torch.autocast(found.device.type, enabled=False):
-            return pool(torch.stack([found * batch["completion"], found], -1), batch) * batch["sizes"][:, :1]
+            means = pool(torch.stack([found * batch["completion"], found], -1), batch)
+            sums: Tensor = means * batch["sizes"][:, :1]
+            return sums
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
@@ -82,7 +84,7 @@ class PolicyTask(PreferenceTask):
     def build_model(self, run: Run) -> Any:
         from fastloop_preference.reference import adapter_fingerprint, fingerprint
 
-        model = super().build_model(run)
+        model: Any = super().build_model(run)
         add_loss(model)
         if self.has_reference and run.is_main and run.recipe.inference is None:
             facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
@@ -102,6 +104,7 @@ class PolicyTask(PreferenceTask):
 
         inference = run.recipe.inference
         if self.has_reference and inference is not None:
+            assert inference.model is not None
             self.reference = reference.Reference.load(inference.model / reference.FILE, run.device)
         elif self.has_reference:
             known = getattr(self, "known", "")
@@ -155,5 +158,7 @@ def mean_of_step(run: Run, sums: Tensor, batches: list[Batch]) -> Tensor:
 
     processes = run.loaders.processes
     pair = torch.stack([sums, sums.new_tensor(sum(batch.samples for batch in batches))])
-    total, count = pair if processes.world_size == 1 else processes.all_reduce_sum(pair.cpu()).to(run.device)
+    if processes.world_size > 1:
+        pair = processes.all_reduce_sum(pair.cpu()).to(run.device)
+    total, count = pair.unbind()
     return total / count

@@ -118,7 +118,8 @@ def load_model(run: Run, task: PolicyTask) -> nn.Module:
     other.load_tokenizer(task.data.options.max_length)
     model, _ = other.build()
     add_loss(model)
-    return model.eval().requires_grad_(False).to(run.device)
+    frozen: nn.Module = model.eval().requires_grad_(False).to(run.device)
+    return frozen
 
 
 def unpack(batch: Mapping[str, Any]) -> dict[str, Any]:

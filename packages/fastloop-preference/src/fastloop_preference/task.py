@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Output, Problem, RecipeError, hookimpl, option
@@ -11,6 +12,7 @@ from fastloop_plugins.text import Ragged, TextTask, template_text
 from fastloop_plugins.toolkit import switch_dropout_off
 
 from fastloop_preference import rows
+from fastloop_preference.data_section import PreferenceData
 from fastloop_preference.rows import COMPLETIONS
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class PreferenceTask(TextTask):
                 place=f"{recipe.where}: data.streaming",
                 remedy="Remove it.",
             )
-        keys = self.sections["data"].__dataclass_fields__
+        keys = {field.name for field in fields(self.sections["data"])}
         conversations = [key for key in COMPLETIONS if key in keys]
         if recipe.data.get("prompt", "prompt") is not None:
             conversations.insert(0, "prompt")
@@ -70,15 +72,23 @@ class PreferenceTask(TextTask):
         if recipe.data.get("system") is not None:
             self.columns = ("system", *self.conversations)
         super().check_recipe(recipe)
-        name = self.data.options.chat_template
-        if name not in (None, "tokenizer") and recipe.inference is None:  # an exported tokenizer has it
+        name = self.data_options.chat_template
+        if name is not None and name != "tokenizer" and recipe.inference is None:  # an exported tokenizer has it
             self.template = template_text(recipe, name)
+
+    @property
+    def data_options(self) -> PreferenceData:
+        """The options of the section ``data``."""
+        options = self.data.options
+        assert isinstance(options, PreferenceData)
+        return options
 
     def prediction_columns(self) -> tuple[str, ...]:
         return tuple(key for key in self.columns if key != "rejected")
 
     def encoding_arguments(self) -> dict[str, Any]:
-        render = self.data.options.chat_template is not None or self.data.options.system is not None
+        options = self.data_options
+        render = options.chat_template is not None or options.system is not None
         return super().encoding_arguments() | {"template": self.template, "render": render, "keep": self.keep}
 
     @staticmethod

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from declared_attributes import ParsedClass, parse_classes, undeclared
 from longest_first import LONGEST
 
 ROOT = Path(__file__).parent.parent
@@ -208,4 +209,43 @@ def test_conditions_are_if_statements():
         for file in folder.glob("*.py"):
             for line in hidden_conditions(file.read_text(encoding="utf-8")):
                 places.append(f"{file.relative_to(ROOT)}:{line}")
+    assert places == []
+
+
+SETS_LATER = """
+class Base:
+    known: int
+
+class Plugin(Base):
+    def __init__(self):
+        self.first = 0
+
+    def hook(self):
+        self.known, self.first = 1, 2
+        self.late = 3
+
+class Loader(DataLoader):
+    def hook(self):
+        self._of_the_library = None
+"""
+
+
+def test_an_attribute_that_a_hook_adds_is_found():
+    classes = {parsed.name: parsed for parsed in parse_classes(SETS_LATER)}
+    found = {name: undeclared(parsed, classes) for name, parsed in classes.items()}
+    assert found == {"Base": {}, "Plugin": {"late": 11}, "Loader": {}}
+
+
+def test_every_attribute_is_declared_where_its_class_begins():
+    classes: dict[str, ParsedClass] = {}
+    files: dict[str, Path] = {}
+    for folder in PACKAGE_FOLDERS:
+        for file in folder.glob("*.py"):
+            for parsed in parse_classes(file.read_text(encoding="utf-8")):
+                classes[parsed.name] = parsed
+                files[parsed.name] = file
+    places = []
+    for name, parsed in classes.items():
+        for attribute, line in undeclared(parsed, classes).items():
+            places.append(f"{files[name].relative_to(ROOT)}:{line}: {name}.{attribute}")
     assert places == []

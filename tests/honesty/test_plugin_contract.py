@@ -88,6 +88,28 @@ def test_a_misspelled_class_method_is_refused():
         resolved(cls())
 
 
+def test_a_property_is_not_read_before_the_run(tiny_run):
+    class Reports(Plugin):
+        name = "reports"
+        steps: list[int]
+
+        @property
+        def last(self) -> int:
+            return self.steps[-1]
+
+        @hookimpl
+        def before_fit(self):
+            self.steps = [0]
+
+        @hookimpl
+        def after_step(self, run):
+            self.steps.append(run.state.step)
+
+    plugin = Reports()
+    result = tiny_run([plugin], epochs=1)
+    assert plugin.last == len(result.losses) > 0
+
+
 def test_attributes_of_a_plugin_of_its_own_are_accepted():
     class Mixin:
         needs = ("anything",)

@@ -93,6 +93,7 @@ class Loaders:
         self.collators: dict[str, Any] = {}
         self.train: Loader
         self.evaluation: dict[str, Loader] = {}
+        self._orders: dict[str, str] = {}  # split -> fingerprint of its order; empty: the default order
 
     @property
     def first(self) -> str:

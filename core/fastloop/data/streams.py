@@ -27,6 +27,8 @@ class IsolatedRandomState:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.inner: dict[str, Any] | None = None
+        self.info: Any  # of the data worker, and the random states outside, while the context is entered
+        self.outer: dict[str, Any]
 
     def __enter__(self) -> None:
         self.info = worker._worker_info

@@ -18,6 +18,8 @@ from fastloop.strategy import METHODS
 def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """``(hook, method, marks of @hookimpl)`` for each hook that a plugin implements."""
     for attribute in dir(type(plugin)):
+        if isinstance(inspect.getattr_static(plugin, attribute), property):
+            continue  # it may read attributes that only a hook sets
         method = getattr(plugin, attribute)
         marks = getattr(method, "fastloop_impl", None)
         if marks is not None:

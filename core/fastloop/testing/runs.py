@@ -140,6 +140,7 @@ class RunRecorder(Plugin):
         self.kept = 0
         self.ends: list[float] = []  # of each step, in seconds
         self.first_batch: list[weakref.ref[Tensor]] = []
+        self.built: Counter[Any]  # hooks of the model as built
 
     @hookimpl(trylast=True)
     def check_run(self, run: Run) -> None:

@@ -44,6 +44,8 @@ class RemoteOutput(Plugin):
     every: float = option("Seconds between two searches for files to upload.", default=10.0, gt=0)
     retries: int = option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", default=4, ge=0)
 
+    remote: RemoteFolder  # from check_recipe on
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.uploader: Uploader | None = None

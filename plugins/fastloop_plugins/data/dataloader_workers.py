@@ -43,6 +43,8 @@ class DataLoaderWorkers(Plugin):
         "How workers start; null: the platform's default.", default=None
     )
 
+    found: str  # how many workers ``num_workers: auto`` gives, for the log
+
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For training beside a device that leaves processors free.

@@ -46,6 +46,8 @@ class LengthBucketing(Plugin):
         "Tokens of a device's batch at most, padding included; null: no limit.", default=None, ge=1
     )
 
+    settings: Settings  # from configure on
+
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
         if machine.device != "cuda" or recipe.plugins.get("packing", False) is not False:

@@ -43,6 +43,9 @@ class SampleAudit(Plugin):
 
     on_violation: Literal["error", "warn"] = option("What to do if samples are missing or repeated.", default="error")
 
+    files: AuditFiles  # from before_fit on
+    has_ids: bool  # whether the ids of samples mean the same on all processes; from before_fit on
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.file: IO[str] | None = None

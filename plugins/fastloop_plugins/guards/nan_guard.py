@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.checkpoint import ResumePoint
+    from fastloop_plugins.guards._numbers import SavedBuffer
 
 logger = logging.getLogger("fastloop")
 
@@ -62,6 +63,11 @@ class NanGuard(Plugin):
     max_loss: float | None = option("The loss above which a log point counts as high.", default=None)
     max_loss_patience: int = option("High log points in a row before the run ends.", default=3, ge=1)
     max_loss_action: Literal["stop", "error"] = option("Whether such a run stops or fails.", default="stop")
+
+    skips_on_device: bool  # whether the optimizer leaves out a step on the device; from check_run on
+    start: StepStart  # of the step
+    buffers: list[SavedBuffer]  # of the model at the start of the step, to skip it
+    loss: Tensor  # of the step, as in after_backward
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -34,6 +34,9 @@ class Watchdog(Plugin):
 
     timeout: float = option("Seconds without progress before the run ends.", default=600.0, gt=0)
 
+    stacks: IO[str]  # where stacks are written; from before_fit on
+    heartbeats: RankHeartbeats  # from before_fit on
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.over = threading.Event()

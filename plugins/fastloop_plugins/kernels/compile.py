@@ -88,6 +88,8 @@ class Compile(Plugin):
     cache: bool = option("Keep compiled code in the user's cache folder for later runs.", default=True)
     on_failure: Literal["eager", "error"] = option("What to do with a model that cannot be compiled.", default="eager")
 
+    before: float  # seconds of compiling in this process before the run; from after_prepare on
+
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For training on CUDA. With few shapes, it records CUDA graphs, unless weights are gathered. Most predictions

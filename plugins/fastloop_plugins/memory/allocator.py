@@ -60,6 +60,9 @@ class Allocator(Plugin):
         "Allocator of CPU memory; auto: tcmalloc if installed, else glibc.", default="auto"
     )
 
+    before: int  # page faults of the process when training began
+    step: int  # the step at which training began
+
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """On Linux, for a CPU."""

@@ -18,6 +18,8 @@ from fastloop import Plugin, Problem, hookimpl, option
 from fastloop.runtime.files import write
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from fastloop import Run
@@ -41,6 +43,13 @@ class Profile(Plugin):
     memory: bool = option("Record allocations too.", default=False)
     shapes: bool = option("Record the shapes of operations' inputs too.", default=False)
     stacks: bool = option("Record the Python stack of operations too.", default=False)
+
+    written: int  # traces
+    history: bool  # whether the history of allocations is recorded
+    folder: Path  # of the traces; from before_fit on
+    prefix: str  # of the names of this process's files
+    open: ExitStack  # closes the profiler
+    profiler: torch.profiler.profile
 
     @hookimpl
     def before_fit(self, run: Run) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Plugin, hookimpl, option
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
     from torch import Tensor
@@ -49,6 +50,9 @@ class Progress(Plugin):
         self.next = 0.0
         self.period = 0.0
         self.copied: CopiedLoss | None = None
+        self.console: Console  # this and the next attributes: from before_fit on
+        self.mark: tuple[float, int]  # seconds and samples of training at the last update
+        self.task: TaskID
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
@@ -157,6 +161,7 @@ class NotebookBar:
         self.text = ""
         self.done = 0
         self.total: int | None = None
+        self.handle: Any  # of the output that is replaced
 
     def start(self) -> None:
         from IPython.display import display

@@ -48,6 +48,8 @@ class SpeedCheck(Plugin):
     read_only = True
     numerics = "bitwise"
 
+    load: ForeignLoad  # since the start of the measured steps
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.steps = 0

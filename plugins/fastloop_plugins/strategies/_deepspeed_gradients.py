@@ -45,6 +45,8 @@ class Reduction:
         self.engine = engine
         self.stage = stage
         self.gradients = Gradients(run, engine.module.parameters())
+        self.arrived: set[int]  # places of gradients of this pass
+        self.reduced: int  # gradients that DeepSpeed has got in this pass
         self.order: list[TrainedParameter] = []  # as backward reaches them
         self.reduce_all = engine.allreduce_gradients
         engine.allreduce_gradients = self.complete
@@ -66,7 +68,7 @@ class Reduction:
 
     def begin(self) -> None:
         """Begin a backward pass."""
-        self.arrived: set[int] = set()
+        self.arrived = set()
         self.reduced = 0
 
     def add(self, parameter: Tensor, *group: int) -> None:

@@ -15,6 +15,7 @@ from fastloop_plugins.strategies._deepspeed_gradients import Slices
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from fastloop import Run
@@ -32,6 +33,13 @@ class Sharded:
         self.base = optimizer
         self.groups: list[dict[str, Any]] = list(optimizer.param_groups)
         self.parameters: list[list[Tensor]] = [list(group["params"]) for group in self.groups]
+        self.engine: Any  # this and the next attributes: from taken on
+        self.stage: int
+        self.half: bool
+        self.has_gradients: bool  # of all micro-steps, before the optimizer's step
+        self.zero: Any  # DeepSpeed's optimizer; None: stage 0
+        self.slices: Slices | None
+        self.mesh: DeviceMesh | None
 
     def taken(self, run: Run, engine: Any, stage: int, half: bool) -> None:
         """Record the engine that DeepSpeed returned."""
@@ -42,9 +50,9 @@ class Sharded:
         self.stage = stage
         self.half = half
         self.has_gradients = False  # of all micro-steps, before the optimizer's step
-        self.zero: Any = engine.optimizer if stage else None
+        self.zero = engine.optimizer if stage else None
         self.slices = Slices(self.base, self.zero, stage) if stage else None
-        self.mesh: DeviceMesh | None = None
+        self.mesh = None
         if stage and run.world_size > 1:
             group: Any = run.processes.host_group or torch.distributed.group.WORLD
             self.mesh = DeviceMesh.from_group(group, "cpu")

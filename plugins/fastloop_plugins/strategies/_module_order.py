@@ -107,6 +107,13 @@ class ModuleOrder:
         self.at: int | None = None  # position in the order; None: outside of the model's forward
         self.empty: set[nn.Module] = set()  # modules that take part, once those within them have
         self.is_paused = False
+        self.calls: int  # forward passes of the batch
+        self.kind: PassKind  # this and the next attributes: of the forward pass
+        self.agreeing: bool  # whether processes agree on each call
+        self.taking_part: bool  # whether this process calls a module only because others do
+        self.tokens: list[Tensor]  # outputs of such calls, whose backward passes the pass needs
+        self.called: set[str]  # modules that any process called in the last pass that agreed
+        self.attached: bool  # whether the model's output has the tokens
         self.restart()
         off: Callable[..., Any] = torch.compiler.disable
         for name, module in self.by_name.items():
@@ -158,7 +165,7 @@ class ModuleOrder:
         self.order = self.orders.get(self.kind, [])
         self.at = 0
         self.taking_part = False
-        self.tokens: list[Tensor] = []
+        self.tokens = []
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         from torch.utils._pytree import tree_map

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from fastloop import Layout, MemoryEstimate, Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.strategies._deepspeed_gradients import Reduction
+    from fastloop_plugins.strategies._deepspeed_state import Sharded
     from fastloop_plugins.strategies._module_order import ModuleOrder
 
 
@@ -64,6 +66,11 @@ class DeepSpeed(TimedStrategy):
         "Gradient elements reduced at once; null: DeepSpeed's default.", default=None, ge=1
     )
     config: str | None = option("A JSON file of DeepSpeed's own options.", default=None)
+
+    configuration: Configuration  # from check_recipe on
+    sharded: Sharded  # this and the next attributes: from prepare on
+    reduction: Reduction
+    engine: Any
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[MemoryEstimate]:

@@ -97,6 +97,11 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
 
     max_new_tokens: int = option("Tokens to generate for each text at most.", default=64, ge=1)
 
+    settings: dict[str, Any]  # of ``generation``, checked
+    _checked: dict[str, MaskedSequences]  # part of the data -> its rows, until their answers are checked
+    tokens_per_character: dict[str, float]  # split of texts -> their ratio
+    room: int | None  # tokens of a prompt at most
+
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
         data = recipe.data

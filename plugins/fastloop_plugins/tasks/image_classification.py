@@ -37,11 +37,12 @@ from fastloop_plugins.tasks.shared.two_classes import TwoClassOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
-    from torchmetrics import MetricCollection
+    from torch import Tensor, nn
+    from torchmetrics import Metric, MetricCollection
 
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.tasks.image.batches import Collator, ImageDataset
 
 logger = logging.getLogger("fastloop")
@@ -59,6 +60,13 @@ class ImageClassification(TwoClassOptions):
     fallback_hooks = ("compute_loss",)
     requirements = (Package("pillow", ">=11", extra="vision"),)
     sections = {"model": ImageModelOptions, "data": ImageDataOptions}
+
+    data: ImageData  # this and the next attributes: from check_recipe on
+    model: ImageModel
+    criterion: ClassLoss
+    metric_classes: dict[str, type[Metric]]
+    labels: LabelOrder  # from the load of the configuration on
+    epoch: Tensor  # the number of the epoch, which data workers share; from build_datasets on
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

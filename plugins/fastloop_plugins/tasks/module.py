@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from fastloop import Batch, Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
 
 
 @dataclass(kw_only=True)
@@ -82,6 +83,16 @@ class Module(Plugin):
     metrics: dict[str, dict[str, Any]] = option(
         "Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.", default_factory=dict
     )
+
+    recipe: Recipe  # this and the next attributes: from check_recipe on
+    file: str  # the recipe, for messages
+    code: dict[str, Any]  # section -> its options
+    named: dict[str, str]  # key of the recipe -> the reference to code that it holds
+    criterion: Any  # None: the loss is code of the user
+    counters: list[Any]  # the collator of each split
+    collection: MetricCollection | None
+    found: dict[str, Any]  # key of the recipe -> its class or function; from build_datasets on
+    broadcasts: BroadcastCheck  # from build_model on
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

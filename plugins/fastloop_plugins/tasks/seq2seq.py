@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from fastloop import Batch, MetricMode, Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.text.batches import Ragged, Sequences
+    from fastloop_plugins.text.batches import Ragged, Sequences, Width
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -104,6 +104,13 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         "Tokens to generate for each text at most; null: data.max_target_length.", default=None, ge=1
     )
     num_beams: int = option("Candidates that beam search keeps; 1: no beam search.", default=1, ge=1)
+
+    new_tokens: int  # of a generated text at most
+    settings: dict[str, Any]  # of ``generation``, checked
+    _checked: dict[str, PairSequences]  # part of the data -> its rows, until their targets are checked
+    target_width: Width  # of batches
+    _for_metrics: GenerationConfig  # from build_model on
+    _for_predictions: GenerationConfig
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -49,12 +49,13 @@ from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torchmetrics import MetricCollection
+    from torchmetrics import Metric, MetricCollection
 
     from fastloop import Run, Trait
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop_plugins.models.label_order import LabelOrder
+    from fastloop_plugins.tasks.shared.problems import MultiLabel, Regression
     from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.tokens import Split
 
@@ -80,6 +81,10 @@ class TextClassification(TwoClassOptions, TextTask):
         gt=0,
         lt=1,
     )
+
+    criterion: ClassLoss  # this and the next attributes: from check_recipe on
+    problem: SingleLabel | MultiLabel | Regression
+    metric_classes: dict[str, type[Metric]]
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

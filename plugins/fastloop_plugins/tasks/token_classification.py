@@ -49,7 +49,7 @@ from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torchmetrics import MetricCollection
+    from torchmetrics import Metric, MetricCollection
 
     from fastloop import Run
     from fastloop.recipe import Recipe
@@ -87,6 +87,10 @@ class TokenClassification(ClassifierOptions, TextTask):
     label_tokens: Literal["first", "all"] = option(
         "The tokens of a word that have its tag as their target.", default="first"
     )
+
+    place: str  # of the task in the recipe
+    criterion: ClassLoss  # this and the next attribute: from check_recipe on
+    metric_classes: dict[str, type[Metric]]
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -27,6 +27,8 @@ class ColumnData(TextData):
         task: Its ``columns``, ``labels`` and ``sections`` define what is read.
     """
 
+    places: dict[str, str]  # column -> the option that names it
+
     def __init__(self, recipe: Recipe, task: TextTask) -> None:
         self.section = task.sections["data"]  # type: ignore[misc]
         self.task = task

@@ -69,7 +69,7 @@ def count_classes(ids: Sequence[int] | NDArray[np.int64], classes: Sequence[str]
 def describe_counts(counts: NDArray[np.int64], classes: Sequence[str]) -> str:
     """The number of rows of each class, the largest class first: ``neg 36, pos 36, label 1``.
 
-    Of many classes, the largest ones and the smallest one: ``..., 12 more, and label 1``.
+    If there are many, it names the largest ones and the smallest one: ``..., 12 more, and label 1``.
     """
     order = sorted(range(len(classes)), key=lambda index: (-counts[index], index))
     described: list[str] = []

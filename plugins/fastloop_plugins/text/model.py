@@ -102,6 +102,9 @@ class TextModel:
     label_key: ClassVar[str] = "data.label"
     section: ClassVar[type[ModelOptions]] = ModelOptions
 
+    checkpoint_pad_id: int | None  # of the configuration before the run changes it; from load_tokenizer on
+    backend_state: BackendState  # of the tokenizer before the run uses it
+
     def __init__(self, recipe: Recipe, classify: bool, key: str = "model") -> None:
         self.recipe, self.key, self.where, self.classify = recipe, key, f"{recipe.where}: {key}", classify
         self.new: set[str] = set()

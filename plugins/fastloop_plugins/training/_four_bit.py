@@ -42,6 +42,8 @@ class FourBitLinear(Linear4bit):  # type: ignore[misc] # mypy skips bitsandbytes
         device: Where to quantize the weights, and to keep them.
     """
 
+    quant_state: QuantState  # scales of loaded weights
+
     def __init__(self, layer: nn.Linear | Conv1D, dtype: torch.dtype, device: torch.device) -> None:
         transposed = isinstance(layer, Conv1D)
         weight = (layer.weight.T if transposed else layer.weight).detach()

@@ -25,6 +25,8 @@ from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
 from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, warmup_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -46,6 +48,8 @@ class LRSchedule(Plugin):
         "Final learning rate as a share of the peak: for linear and cosine.", default=0.0, ge=0, le=1
     )
     arguments: dict[str, Any] = option("Keyword arguments of another schedule than the three.", default_factory=dict)
+
+    made: Callable[..., LRScheduler]  # from check_recipe on
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

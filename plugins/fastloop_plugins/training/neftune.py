@@ -37,6 +37,8 @@ class Neftune(Plugin):
 
     alpha: float = option("Scale of the noise; the paper has 5 to 15.", default=5.0, gt=0)
 
+    padding: int | None  # id of the pad token; from after_prepare on
+
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
         require_trait("token-ids", self, recipe, plugins)

@@ -55,6 +55,8 @@ class ParameterGroups(Plugin):
     name = "parameter-groups"
     numerics = "bitwise"  # the keys of the recipe change training
 
+    patterns: list[tuple[str, list[str], dict[str, Any]]]  # key, patterns and options of each group
+
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
         if recipe.train.parameter_groups:

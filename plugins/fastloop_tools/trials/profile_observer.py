@@ -51,6 +51,9 @@ class ProfileObserver(StepMeter):
         self.last = 0  # step of the profiler
         self.recording = ExitStack()
         self.profile: StepProfile | None = None
+        # when the window began: padded tokens, number of ``longest``, real tokens, page faults
+        self.counts_before: tuple[Any, int, int, int]
+        self.profiler: Any  # torch's, from the end of the window on
 
     @hookimpl
     def before_step(self, batches: list[Batch]) -> None:
@@ -99,9 +102,7 @@ class ProfileObserver(StepMeter):
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self.begun = True
         self.last = run.state.step + self.spec.profile_steps
-        self.profiler: Any = torch.profiler.profile(
-            activities=kinds, record_shapes=True, with_flops=True, acc_events=True
-        )
+        self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
         self.recording.enter_context(hook_regions(run.plugins))
         self.recording.enter_context(self.profiler)
 

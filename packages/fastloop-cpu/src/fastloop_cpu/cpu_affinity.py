@@ -53,6 +53,8 @@ class CpuAffinity(Plugin):
     )
     denormals: bool = option("Compute with numbers below 1e-38 instead of flushing them to zero.", default=False)
 
+    before: dict[str, Any]  # threads and processors of the process before the run
+
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """On a CPU, for a pretrained model: its steps are long enough that waking a thread costs little."""

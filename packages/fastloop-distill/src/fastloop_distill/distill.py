@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fastloop import Batch, Run
     from torch import Tensor, nn
 
+    from fastloop_distill.cache import Cache
+    from fastloop_distill.teacher import Teacher
+
 CLASSIFIERS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
 
@@ -50,6 +53,13 @@ class Distill(Plugin):
     )
     layers: list[int] = option("Train only these layers of model.name, from 0; empty: all.", default_factory=list)
     cache_mb: int = option("Memory of a process for logits of texts, in MiB; 0: no cache.", default=64, ge=0)
+
+    task: Any  # this and the next attributes: from check_recipe on
+    auto: str  # the Auto class of both models
+    teacher_model: Teacher
+    cache: Cache  # of the teacher's logits
+    pairs: list[int]  # the teacher's layer for each one of the student; from build_model on
+    sums: dict[str, Tensor]  # the parts of the loss, over the step
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

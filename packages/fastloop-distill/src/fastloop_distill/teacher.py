@@ -29,6 +29,10 @@ class Teacher:
         RecipeError: The folder holds no model.
     """
 
+    config: Any  # from check_inputs on
+    digest: str  # this and the next attribute: from load on
+    model: Any
+
     def __init__(self, recipe: Any, name: str, auto: str) -> None:
         self.where = f"{recipe.where}: plugins.distill.teacher"
         self.name = name

@@ -76,6 +76,9 @@ class Embedding(PairTask):
     head: Head  # of the built model
     _modules: SentenceModules | None = None
 
+    cached: CachedGradients  # this and the next attribute: from check_recipe on
+    recipe: Any
+
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
         loss = self.loss

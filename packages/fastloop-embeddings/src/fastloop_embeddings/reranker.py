@@ -54,6 +54,10 @@ class Reranker(PairTask):
     activation: nn.Module  # of scores, set with the model
     activation_name: str  # as Sentence Transformers writes it
 
+    candidates: Path | None  # documents to rank for each query of an evaluation
+    holds_out: bool  # whether queries of train are held out to validate
+    join: Joiner  # builds the batches of training
+
     @classmethod
     def declare_traits(cls, recipe: Any) -> set[Any]:
         return {"output-per-text", *padded_traits(recipe)}

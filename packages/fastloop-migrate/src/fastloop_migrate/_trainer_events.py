@@ -53,6 +53,8 @@ class Handler(CallbackHandler):
 
     stopped_by: str | None = None
 
+    callbacks: list[Any]  # of the base class
+
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         every = self.callbacks
         try:

@@ -60,6 +60,8 @@ class TransformersCallbacks(Plugin):
     events: TrainerEvents
     """The callbacks, once the run is built."""
 
+    found: list[tuple[type[TrainerCallback], Mapping[str, Any]]]  # classes with their arguments; from check_recipe on
+
     def __init__(self, *objects: TrainerCallback, **options: Any) -> None:
         super().__init__(**options)
         self.objects = objects

@@ -12,6 +12,7 @@ from fastloop_plugins.text import Ragged, add_loss, chunk_log_probabilities, log
 from fastloop_preference.task import PreferenceTask
 
 if TYPE_CHECKING:
+    from contextvars import Context
     from pathlib import Path
 
     from fastloop import Batch, Run
@@ -37,6 +38,9 @@ class PolicyTask(PreferenceTask):
     loaded: Any = None  # the model before training, to predict rows that the run did not have
 
     beta: float = option("Multiplies rewards: a larger one keeps the model nearer to its reference.", default=0.1, gt=0)
+
+    cache: Context  # where `token-cache` keeps what is computed later
+    known: str = ""  # on the main process: a hash of the model before training
 
     def join(self, signed: Sequence[Any], count: int) -> Ragged:
         """Adds ``targets``, the next token of each, -100 where the loss does not need it; ``completion``, 1 if that is

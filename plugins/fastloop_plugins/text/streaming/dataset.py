@@ -250,6 +250,12 @@ class Streaming:
 
     def __init__(self, data: TextData, entries: list[list[str]]) -> None:
         self.data, self.entries = data, entries
+        self.columns: list[str]  # this and the next attributes: from read_head on
+        self.index: Index
+        self.sources: list[int]  # the first row group of each source
+        self.groups: list[NDArray[np.int64]]  # source -> rows of each of its row groups
+        self.make_reader: Callable[[], Reader | BlockReader]
+        self.head: Table
         weights = data.options.mix or [source.weight for source in data.sources if source.weight is not None]
         self.weights: Sequence[float] | None = weights or None
         paths = self.paths
@@ -285,7 +291,7 @@ class Streaming:
         self.sources = np.searchsorted(index.file, files[:-1]).tolist()
         self._set_groups(index)
         order = self.order(0, 1)()
-        self.make_reader: Callable[[], Reader | BlockReader] = partial(Reader, index, layout, self.columns)
+        self.make_reader = partial(Reader, index, layout, self.columns)
         with closing(self.make_reader()) as reader:
             windows = Windows(order, reader, self.sources)
             found = [windows.row(order.locate(0, position)) for position in range(min(HEAD, order.size))]

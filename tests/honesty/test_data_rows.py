@@ -300,7 +300,7 @@ def store(draw: Any, name: str, content: str, table: Table) -> str:
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups of three rows, read two at a time."""
     monkeypatch.setattr(index, "GROUP", 3)
-    monkeypatch.setattr(index, "FEW", 2)
+    monkeypatch.setattr(index, "ROWS_AT_ONCE", 2)
 
 
 @pytest.mark.slow

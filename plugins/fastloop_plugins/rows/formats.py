@@ -38,7 +38,7 @@ READERS: dict[str, type[File] | None] = {
     ".txt": Text,
 }
 """Suffix -> reader of the format. A section that reads ``CONLL`` files has a reader for them, too."""
-FEW = 256
+ROWS_AT_ONCE = 256
 """Rows to decode at once where rows are used one by one: a row group may be larger than memory."""
 
 
@@ -200,7 +200,7 @@ class FileLayout:
         others = () if self.kept is None else self.kept.columns
         with self.reading(path) as file:
             file.check_whole()
-            for block in self._blocks(file, FEW, others):
+            for block in self._blocks(file, ROWS_AT_ONCE, others):
                 if not count:
                     self.check(file)
                 unit = "row"

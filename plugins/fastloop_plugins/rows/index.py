@@ -20,7 +20,7 @@ from fastloop.errors import DataError, RecipeError
 from fastloop.problem import clause
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, Block, File
-from fastloop_plugins.rows.formats import FEW, FileLayout, explain_reading
+from fastloop_plugins.rows.formats import ROWS_AT_ONCE, FileLayout, explain_reading
 from fastloop_plugins.rows.paths import URL, find_files
 from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, format_of
 from fastloop_plugins.rows.table import show
@@ -160,7 +160,7 @@ class Index:
         first, seen = 0, 0  # the line of the first row, counted from the start of the group; rows that are read
         try:
             with layout.open(self.paths[self.file[group]]) as file:
-                for block in layout.drop.blocks(file, (), int(self.key[group]), FEW):
+                for block in layout.drop.blocks(file, (), int(self.key[group]), ROWS_AT_ONCE):
                     if not block.lines:
                         continue
                     first = first or block.lines[0]
@@ -361,7 +361,7 @@ class Reader:
         try:
             file, layout = self._file(number), self.layout.of_file(number)
             columns = layout.own_names(self.columns)
-            for block in layout.drop.blocks(file, columns, key, FEW, skip):
+            for block in layout.drop.blocks(file, columns, key, ROWS_AT_ONCE, skip):
                 if file.has_groups and block.start != key:
                     break
                 for values in islice(block.tuples(columns), rows - count):

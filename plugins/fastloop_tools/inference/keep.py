@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
 from fastloop.errors import UsageError, did_you_mean
-from fastloop_plugins.rows.formats import FEW, KeptColumns
+from fastloop_plugins.rows.formats import ROWS_AT_ONCE, KeptColumns
 from fastloop_plugins.rows.paths import find_files
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class KeepOption:
         count = 0
         kept = {}
         with layout.reading(str(path)) as file:
-            for block in file.blocks(sources, size=FEW):
+            for block in file.blocks(sources, size=ROWS_AT_ONCE):
                 lines = block.lines or range(count + 1, count + block.rows + 1)
                 count += block.rows
                 for number, values in zip(lines, block.tuples(sources), strict=True):
@@ -242,7 +242,7 @@ def split_file(run: Run, split: str, first: Any) -> Path:
     columns = list(layout.columns)
     rows = 0
     with layout.reading(str(path)) as file:
-        for block in file.blocks(columns, size=FEW):
+        for block in file.blocks(columns, size=ROWS_AT_ONCE):
             rows += block.rows
     samples = len(getattr(first, "dataset", first))
     if rows != samples:

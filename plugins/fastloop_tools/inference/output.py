@@ -50,12 +50,12 @@ class PredictionOutput:
         self.parts: list[Path] = []
         if path is None:
             return
-        if path.suffix not in FORMATS:
+        if path.suffix not in PREDICTION_FORMATS:
             raise UsageError(
                 code="unknown-format",
                 place=f"--out {path}",
                 found=f"the suffix {path.suffix!r}",
-                expected=f"one of: {', '.join(FORMATS)}",
+                expected=f"one of: {', '.join(PREDICTION_FORMATS)}",
             )
         self.folder = path.with_name(f"{path.name}.parts")
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
@@ -120,7 +120,7 @@ class PredictionOutput:
         part = self.folder / f"{len(self.parts):08}{suffix}"
         unfinished = self.folder / "unfinished"
         with files.naming(self.path):
-            FORMATS[self.path.suffix].write(PredictedRows(table, types or {}, list(self.parts)), unfinished)
+            PREDICTION_FORMATS[self.path.suffix].write(PredictedRows(table, types or {}, list(self.parts)), unfinished)
             unfinished.replace(part)
         self.parts.append(part)
 
@@ -130,7 +130,7 @@ class PredictionOutput:
             return
         joined = self.folder / "joined"
         with files.naming(self.path):
-            FORMATS[self.path.suffix].join(self.parts, joined)
+            PREDICTION_FORMATS[self.path.suffix].join(self.parts, joined)
             joined.replace(self.path)
         shutil.rmtree(self.folder)
 
@@ -347,7 +347,7 @@ class Format(NamedTuple):
     join: Callable[[Sequence[Path], Path], None]
 
 
-FORMATS = {
+PREDICTION_FORMATS = {
     ".csv": Format(write_csv, join_lines),
     ".jsonl": Format(write_jsonl, join_lines),
     ".parquet": Format(write_parquet, join_parquet),

@@ -18,11 +18,11 @@ from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, secrets
 from fastloop.recipe.paths import nothing_at
 from fastloop_tools.inference.evaluate import Target
+from fastloop_tools.inference.output import PREDICTION_FORMATS, PredictionOutput
 
 if TYPE_CHECKING:
     from fastloop.run import Run
     from fastloop_tools.inference.keep import KeepOption
-    from fastloop_tools.inference.output import PredictionOutput
 
 log = logging.getLogger("fastloop")
 
@@ -39,7 +39,9 @@ def predict(
     ] = None,
     out: Annotated[
         Path | None,
-        output_file("--out", "File to write: .csv, .jsonl, .parquet or .npy. Without it: JSON lines on stdout.", Path),
+        output_file(
+            "--out", f"File to write: {', '.join(PREDICTION_FORMATS)}. Without it: JSON lines on stdout.", Path
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Predict a split of the recipe's data.")] = None,
     keep: Annotated[
@@ -64,7 +66,6 @@ def predict(
     order. An interrupted job with --out continues after the last complete chunk, if the same command is
     repeated.
     """
-    from fastloop_tools.inference.output import PredictionOutput
     from fastloop_tools.inference.target import load, open_inference
 
     if ranks.world_size() > 1:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fastloop_tools.report.metrics import Series
 from fastloop_tools.shared.svg import number
 
-FEW = 20
+POINTS_SHOWN = 20
 """Lines of at most this many points show their points."""
 CHARACTER = 7.7
 """Width of a digit of a label at 12px, in units of the picture, in the widest of common system fonts: DejaVu Sans."""
@@ -219,7 +219,7 @@ def line_chart(
         for step, value in line.points:
             x, y = frame.place(step, value)
             dots.append((x, y, f"{name}, step {step:,.0f}: {number(value)}"))
-        shown = len(dots) <= FEW
+        shown = len(dots) <= POINTS_SHOWN
         svg_path = path([(x, y) for x, y, _ in dots])
         if size != FULL and len(dots) > 1:
             dots = []  # a small chart has no room for them

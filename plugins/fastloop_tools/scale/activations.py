@@ -19,7 +19,7 @@ from fastloop_plugins.models.wrapped import transformers_model
 
 GROUPED = {torch.ops.aten._grouped_mm: lambda left, right, *_, **options: 2 * math.prod(left) * right[-1]}
 """The operations of experts' matrix products, by shapes, which torch does not count."""
-FEW = (2, 3)
+SHORTENED_BLOCKS = (2, 3)
 """Blocks of the shortened models that stand for one with more equal blocks."""
 PASSES = 2
 """Times that ``micro_step`` computes forward and backward."""
@@ -150,7 +150,7 @@ def extrapolate(model: nn.Module, step: Callable[[], Activations]) -> Activation
     blocks save 20 bytes and three save 30, twelve save 30 + 9 * 10 = 120.
     """
     blocks = equal_blocks(model)
-    fewer, few = FEW
+    fewer, few = SHORTENED_BLOCKS
     if blocks is None or len(blocks) <= few:
         return step()
     whole = blocks._modules

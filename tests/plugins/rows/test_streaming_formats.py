@@ -36,7 +36,7 @@ SEEKABLE = ("a.arrow", "a.parquet", "a.jsonl", "a.csv", "a.tsv")
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups and batches of a few rows."""
     monkeypatch.setattr(index, "GROUP", 20)
-    monkeypatch.setattr(index, "FEW", 7)
+    monkeypatch.setattr(index, "ROWS_AT_ONCE", 7)
 
 
 @pytest.fixture

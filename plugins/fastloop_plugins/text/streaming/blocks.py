@@ -17,7 +17,7 @@ import numpy as np
 
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
-from fastloop_plugins.rows.formats import FEW
+from fastloop_plugins.rows.formats import ROWS_AT_ONCE
 from fastloop_plugins.rows.index import Index, Reader, Row, RowName, kept_entry
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class BlockReader:
         """The tokens from the start of a row group to the end of its source, those of some rows at a time."""
         for number in range(group, end):
             total = 0
-            for found in tokens_of(self.reader, number, self.encode, FEW if number == group else REST):
+            for found in tokens_of(self.reader, number, self.encode, ROWS_AT_ONCE if number == group else REST):
                 total += len(found)
                 yield found
             if total != self.counts[number]:
@@ -150,7 +150,7 @@ def count_tokens(
     logger.info("data: counting the tokens of %d rows in %d row groups, once", int(index.rows.sum()), len(index.rows))
     counts = np.zeros(len(index.rows), np.int64)
     for group in range(run.rank, len(counts), run.world_size):
-        counts[group] = sum(map(len, tokens_of(reader, group, encode, FEW)))
+        counts[group] = sum(map(len, tokens_of(reader, group, encode, ROWS_AT_ONCE)))
     reader.close()
     counts = np.sum(run.processes.all_gather_object(counts), axis=0)
     if kept is not None and run.is_main:

@@ -272,11 +272,11 @@ def test_the_kept_index_of_a_stream_depends_on_the_conditions(caplog):
     assert counts[0] == counts[1] != counts[2]
 
 
-def test_rows_of_a_stream_are_named_among_those_kept():
+def test_rows_of_a_stream_are_named_by_their_line():
     table = [{"text": "x" * 30, "label": "neutral"}, *rows(300, NAMES)]
     table[280] |= {"text": 5}
     path = write_lines("t.jsonl", table)
-    with expect_problem("invalid-row t.jsonl 280 'text' data.text 5", RecipeError):
+    with expect_problem("invalid-row t.jsonl, line 281 'text' data.text 5", RecipeError):
         samples_of(classify(path, drop=DROP[:1], shuffle_buffer=0).datasets["train"])
 
 

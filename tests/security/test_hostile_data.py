@@ -21,7 +21,7 @@ from bombs import GIB, MIB, edit_parquet, empty_columns, hole, packed, png, safe
 from image_helpers import write_images, write_vit
 from text_helpers import TINY, TINY_GPT, rows
 
-from fastloop_plugins.text.chat import template as _template
+from fastloop_plugins.text.chat import time_limit as _time_limit
 
 pytestmark = pytest.mark.slow
 
@@ -500,7 +500,7 @@ LONG = {
 @pytest.mark.parametrize("template", LONG.values(), ids=LONG.keys())
 def test_chat_template_that_loops_for_hours(template, monkeypatch, cli):
     """a chat template that loops for years: refused after the limit, with the row"""
-    monkeypatch.setattr(_template, "SECONDS", 0.5)
+    monkeypatch.setattr(_time_limit, "SECONDS", 0.5)
     tree = {"train": {"max_steps": 1, "batch_size": 2, "device": "cpu"}, "output": "run", **chats(template)}
     Path("r.yaml").write_text(yaml.safe_dump(tree))
     code, _, err = cli("train", "r.yaml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import re
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
-from fastloop.problem import clause
+from fastloop.problem import clause, typed_clause
 from fastloop.recipe.paths import nothing_at
 from fastloop_plugins._names import list_names
 
@@ -79,6 +80,21 @@ def check_hub_name(name: str, path: Path, place: str) -> None:
     if path.exists() or not is_hub_name(name):
         problem = nothing_at(path, "folder")
         raise RecipeError(f"{problem}, and not a name that the hub could have.", code="file-missing", place=place)
+
+
+def check_index(where: str, index: Path) -> None:
+    """Raise an error if an index of weights names files outside of its folder."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        outside = [name for name in names if name != Path(name).name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RecipeError(
+            f"not an index of weights: {typed_clause(error)}.", code="wrong-format", place=f"{where}: {index}"
+        ) from None
+    if outside:
+        raise RecipeError(
+            f"names {outside[0]!r}, which is not in its folder.", code="unsafe-link", place=f"{where}: {index}"
+        )
 
 
 @cache

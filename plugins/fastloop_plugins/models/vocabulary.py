@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
@@ -26,6 +26,29 @@ def rows_of(config: Any) -> int | None:
     """Rows of the embedding that a configuration describes; None for a model without a vocabulary, such as CANINE."""
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) else None
+
+
+def fit_vocabulary(config: Any, tokenizer: Any, given: Mapping[str, Any], where: str) -> None:
+    """Give a configuration from scratch the size and the special tokens of the tokenizer.
+
+    Args:
+        given: ``model.config`` of the recipe, whose place is ``where``.
+
+    Raises:
+        RecipeError: It has fewer tokens than the tokenizer.
+    """
+    tokens = rows_needed(tokenizer)
+    size = given.get("vocab_size")
+    if size is not None and size < tokens:
+        raise RecipeError(
+            f"found {size}, and the tokenizer has {tokens} tokens.",
+            code="conflicting-values",
+            place=f"{where}.vocab_size",
+            remedy="Leave it out.",
+        )
+    config.vocab_size = size or tokens
+    for token in ("bos_token_id", "eos_token_id"):
+        setattr(config, token, getattr(tokenizer, token))
 
 
 def tokens_after(tokenizer: Any, rows: int) -> list[str]:

@@ -18,8 +18,18 @@ from fastloop_plugins.rows.lines import open_binary
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.table import check_names
 
-INT32, INT64, BINARY, LIST, SET, STRUCT = 5, 6, 8, 9, 10, 12
-"""Types of Thrift's compact protocol."""
+TRUE = 1
+FALSE = 2
+BYTE = 3
+INT16 = 4
+INT32 = 5
+INT64 = 6
+DOUBLE = 7
+BINARY = 8
+LIST = 9
+SET = 10
+STRUCT = 12
+"""These numbers are the types of Thrift's compact protocol."""
 DEPTH = 16
 """Levels of nested structs and lists at most: Parquet's own metadata has fewer than ten."""
 AT_ONCE = 2**28
@@ -83,13 +93,12 @@ class BoundedParquet:
         Raises:
             OSError: The end of a file and the beginning of another one are in between.
         """
-        start = 0
+        start = 0  # the end of the last page
         for group in range(self.metadata.num_row_groups):
-            found = self.metadata.row_group(group)
-            for number in range(found.num_columns):
-                column = found.column(number)
-                first = min(column.dictionary_page_offset or column.data_page_offset, column.data_page_offset)
-                start = max(start, first + column.total_compressed_size)
+            row_group = self.metadata.row_group(group)
+            for number in range(row_group.num_columns):
+                column = row_group.column(number)
+                start = max(start, first_page(column) + column.total_compressed_size)
         before = b""
         while start < self.size:
             self.source.seek(start)
@@ -108,18 +117,18 @@ class BoundedParquet:
             RecipeError: The columns have more bytes than the file's limit.
             OSError: A page is damaged, or larger than the file says.
         """
+        if groups is None:
+            groups = range(self.metadata.num_row_groups)
         total = 0
-        for group in range(self.metadata.num_row_groups) if groups is None else groups:
-            largest, left = self._largest_pages(group, columns), self.metadata.row_group(group).num_rows
-            for batch in self.file.iter_batches(
-                max(1, min(rows, AT_ONCE // max(largest, 1))), row_groups=[group], columns=list(columns)
-            ):
-                plain = [
-                    array.dictionary_decode() if hasattr(array, "dictionary_decode") else array
-                    for array in batch.columns
-                ]
-                batch = pyarrow.RecordBatch.from_arrays(plain, batch.schema.names)
-                total, left = total + batch.nbytes, left - batch.num_rows
+        for group in groups:
+            largest_row = max(self._largest_pages(group, columns), 1)
+            left = self.metadata.row_group(group).num_rows
+            size = max(1, min(rows, AT_ONCE // largest_row))
+            for batch in self.file.iter_batches(size, row_groups=[group], columns=list(columns)):
+                decoded = [_without_dictionary(array) for array in batch.columns]
+                batch = pyarrow.RecordBatch.from_arrays(decoded, batch.schema.names)
+                total += batch.nbytes
+                left -= batch.num_rows
                 check_total(self.path, self.size, total, self.how)
                 yield batch
             if left:
@@ -127,33 +136,28 @@ class BoundedParquet:
 
     def _largest_pages(self, group: int, columns: Sequence[str]) -> int:
         """The sum of the sizes of each column's largest page: no row has more bytes."""
-        found, largest, total = self.metadata.row_group(group), 0, 0
-        for number in range(found.num_columns):
-            column = found.column(number)
-            if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in columns):
+        row_group = self.metadata.row_group(group)
+        largest = 0
+        total = 0
+        for number in range(row_group.num_columns):
+            column = row_group.column(number)
+            if _is_part_of(column.path_in_schema, columns):
                 total += column.total_uncompressed_size
                 check_total(self.path, self.size, total, self.how)
-                largest += max((page for page in self._pages(column)), default=0)
+                largest += max(self._page_sizes(column), default=0)
         return largest
 
-    def _pages(self, column: Any) -> Iterator[int]:
-        """The size of each page of a column of a row group. Those of a remote file are not read twice to know it."""
+    def _page_sizes(self, column: Any) -> Iterator[int]:
+        """Yield the size of each page of a column of a row group. Those of a remote file are not read twice to know
+        it."""
         if not isinstance(self.source, pyarrow.NativeFile):
             return
-        start = min(column.dictionary_page_offset or column.data_page_offset, column.data_page_offset)
+        start = first_page(column)
         end = min(start + column.total_compressed_size, self.size)
         while start < end:
-            self.source.seek(start)
-            header = PageHeader(self.source.read(HEADER))
-            try:
-                header.read()
-            except IndexError:
-                self.source.seek(start)
-                header = PageHeader(self.source.read(LONG_HEADER))
-                try:
-                    header.read()
-                except IndexError:
-                    raise OSError(f"the header of a page of column {column.path_in_schema} does not end") from None
+            header = self._read_page_header(start)
+            if header is None:
+                raise OSError(f"the header of a page of column {column.path_in_schema} does not end")
             if not 0 <= header.size <= column.total_uncompressed_size or header.stored < 0:
                 raise OSError(
                     f"a page of column {column.path_in_schema} claims {header.size} bytes, and its column "
@@ -161,6 +165,35 @@ class BoundedParquet:
                 )
             yield header.size
             start += header.at + header.stored
+
+    def _read_page_header(self, start: int) -> PageHeader | None:
+        """The header that begins at a byte of the file; None: it is longer than ``LONG_HEADER``."""
+        for length in (HEADER, LONG_HEADER):
+            self.source.seek(start)
+            header = PageHeader(self.source.read(length))
+            try:
+                header.read()
+            except IndexError:
+                continue
+            return header
+        return None
+
+
+def first_page(column: Any) -> int:
+    """The first byte of the pages of a column of a row group: its dictionary, if there is one, is before the data."""
+    dictionary: int | None = column.dictionary_page_offset
+    data: int = column.data_page_offset
+    return data if not dictionary else min(dictionary, data)
+
+
+def _is_part_of(path: str, columns: Sequence[str]) -> bool:
+    """Whether a leaf, such as ``messages.list.element.role``, is one of the columns, or is nested in one."""
+    return any(f"{path}.".startswith(f"{column}.") for column in columns)
+
+
+def _without_dictionary(array: Any) -> Any:
+    """The values of an array, each in full where the array has places in a dictionary."""
+    return array.dictionary_decode() if hasattr(array, "dictionary_decode") else array
 
 
 class Parquet(File):
@@ -191,20 +224,22 @@ class Parquet(File):
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Without columns, only the metadata is read."""
         there = [name for name in columns if name in self.names]
-        if not start:
+        if start == 0:
             self.content.check_seam()
+        # row groups of 4, 4 and 4 rows with skip=6: none of the first, the last 2 of the second, all of the third
         for number in range(start, self.content.metadata.num_row_groups):
             rows = self.content.metadata.row_group(number).num_rows
-            if skip >= rows or not there:
-                if rows > skip:
-                    yield Block(number, rows - skip, {})
-                skip = max(skip - rows, 0)
-                continue
-            for batch in self.content.batches(there, [number], size):
-                if batch.num_rows > skip:
-                    part = batch.slice(skip)
-                    yield Block(number, part.num_rows, {name: part.column(name) for name in there})
-                skip = max(skip - batch.num_rows, 0)
+            if skip >= rows:
+                skip -= rows
+            elif not there:
+                yield Block(number, rows - skip, {})
+                skip = 0
+            else:
+                for batch in self.content.batches(there, [number], size):
+                    if batch.num_rows > skip:
+                        part = batch.slice(skip)
+                        yield Block(number, part.num_rows, {name: part.column(name) for name in there})
+                    skip = max(skip - batch.num_rows, 0)
 
 
 # -- metadata: parquet.thrift of Apache Parquet, in the compact protocol of Thrift -------------------------------------
@@ -222,14 +257,23 @@ class ThriftReader:
     """
 
     def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0
 
     def fields(self) -> Iterator[tuple[int, int]]:
-        """Yield number and type of each field of a struct. The caller reads the value."""
+        """Yield number and type of each field of a struct. The caller reads the value.
+
+        The byte 0x25 before a value is a step of 2 from the last field's number, and the type 5. With a step of 0, the
+        number follows in full. A byte 0 ends the struct.
+        """
         number = 0
-        while kind := self._byte():
-            number = number + (kind >> 4) if kind >> 4 else self.read_integer()
-            yield number, kind & 15
+        while True:
+            head = self._byte()
+            if head == 0:
+                return
+            step = head >> 4
+            number = number + step if step else self.read_integer()
+            yield number, head & 15
 
     def structs(self, number: int) -> Iterator[None]:
         """Yield for each struct in field ``number`` of a struct, also in a list. The caller reads the fields of
@@ -249,7 +293,7 @@ class ThriftReader:
 
     def read_list_header(self) -> tuple[int, int]:
         """The number of items, and their type."""
-        head = self._byte()
+        head = self._byte()  # 0x3c: 3 items of the type 12. 0xfc: the number of items follows
         size = head >> 4
         if size == 15:
             size = self._varint()
@@ -258,19 +302,22 @@ class ThriftReader:
         return size, head & 15
 
     def read_integer(self) -> int:
+        """A number with a sign: 0, 1, 2, 3, ... in the file are 0, -1, 1, -2, ..."""
         number = self._varint()
-        return number >> 1 ^ -(number & 1)
+        return (number >> 1) ^ -(number & 1)
 
     def skip(self, kind: int, depth: int = 0, in_list: bool = False) -> None:
         """Skip a value. A boolean outside a list has no bytes: its type is its value."""
         if depth > DEPTH:
             raise OSError("its metadata is nested too deeply")
-        if kind in (1, 2):
-            self.at += in_list
-        elif kind in (4, INT32, INT64):
+        if kind in (TRUE, FALSE):
+            self.at += 1 if in_list else 0
+        elif kind == BYTE:
+            self.at += 1
+        elif kind in (INT16, INT32, INT64):
             self._varint()
-        elif kind in (3, 7):
-            self.at += 1 if kind == 3 else 8
+        elif kind == DOUBLE:
+            self.at += 8
         elif kind == BINARY:
             length = self._varint()
             self.at += length
@@ -285,12 +332,17 @@ class ThriftReader:
             raise OSError(f"its metadata has a value of the unknown type {kind}")
 
     def _varint(self) -> int:
-        number = shift = 0
-        while (byte := self._byte()) >> 7:
+        """A number in groups of 7 bits, the lowest ones first: 0xac 0x02 is 0x2c + (0x02 << 7) = 300."""
+        number = 0
+        shift = 0
+        while True:
+            byte = self._byte()
             number |= (byte & 127) << shift
-            if (shift := shift + 7) > 63:
+            if byte < 128:  # the highest bit of the last one is 0
+                return number
+            shift += 7
+            if shift > 63:
                 raise OSError("its metadata has a number of more than 64 bits")
-        return number | byte << shift
 
     def _byte(self) -> int:
         self.at += 1
@@ -306,7 +358,8 @@ class PageHeader(ThriftReader):
         at: Bytes of the header.
     """
 
-    size = stored = -1
+    size: int = -1
+    stored: int = -1
 
     def read(self) -> None:
         """Read the header from its first byte."""
@@ -350,6 +403,7 @@ def check_footer_size(source: Any, size: int, path: str, how: Read) -> None:
         RecipeError: It takes more memory than the file may.
         OSError: The footer is malformed.
     """
+    # a file ends with the footer, its length in 4 bytes, and PAR1
     start = max(size - TAIL, 0)
     source.seek(start)
     tail = source.read(size - start)

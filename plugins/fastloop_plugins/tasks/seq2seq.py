@@ -48,7 +48,7 @@ from fastloop_plugins.text.generation import (
     generating,
     generation_config,
 )
-from fastloop_plugins.text.model import ModelOptions
+from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import SamplingOptions, text_traits
 from fastloop_plugins.text.padding_check import PROBE

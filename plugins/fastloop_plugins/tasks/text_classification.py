@@ -42,7 +42,8 @@ from fastloop_plugins.tasks.shared.metrics import binary_metrics, find_metrics
 from fastloop_plugins.tasks.shared.problems import SingleLabel, make_problem
 from fastloop_plugins.tasks.shared.two_classes import TwoClassOptions
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.model import ModelOptions, TextModel
+from fastloop_plugins.text.model import TextModel
+from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.options import DataOptions
 from fastloop_plugins.text.padding_check import ALIKE, PROBE
 from fastloop_plugins.text.task import TextTask

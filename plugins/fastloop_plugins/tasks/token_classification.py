@@ -43,7 +43,7 @@ from fastloop_plugins.tasks.tags.batches import (
 )
 from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
 from fastloop_plugins.tasks.tags.words import encode_rows
-from fastloop_plugins.text.model import ModelOptions
+from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.padding_check import ALIKE, PROBE
 from fastloop_plugins.text.task import TextTask
 

@@ -16,7 +16,7 @@ split_encoder, encoding_processes, needed_rows   # encodes a split: in processes
 batches, padding_check              # padded batches
 streaming, chunks                   # texts that memory cannot hold
 chat                                # data, tokens and models of causal-lm: conversations, completions and texts
-model, masks, reference, second_model   # the model, its forward passes, and models beside it
+model, model_options, masks, reference, second_model   # the model, its forward passes, and models beside it
 next_token_loss, chunked_loss, chosen_tokens, head_trial   # losses of language models
 generation, generated_samples, forbidden_targets, written_targets   # texts that a model writes
 samples                             # samples that `fastloop plan` shows
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.chosen_tokens import WithPlaces, chunk_log_probabilities, log_probabilities
     from fastloop_plugins.text.generation import Completion, generate
     from fastloop_plugins.text.masks import compute, compute_all, pool, split
-    from fastloop_plugins.text.model import ModelOptions
+    from fastloop_plugins.text.model_options import ModelOptions
     from fastloop_plugins.text.next_token_loss import add_loss
     from fastloop_plugins.text.options import DataOptions, padded_traits, text_traits
     from fastloop_plugins.text.reference import ReferenceModel
@@ -49,7 +49,7 @@ PLACES = {
     "ChatRenderer": "fastloop_plugins.text.chat.template",
     "Completion": "fastloop_plugins.text.generation",
     "DataOptions": "fastloop_plugins.text.options",
-    "ModelOptions": "fastloop_plugins.text.model",
+    "ModelOptions": "fastloop_plugins.text.model_options",
     "SecondModel": "fastloop_plugins.text.second_model",
     "Ragged": "fastloop_plugins.text.batches",
     "ReferenceModel": "fastloop_plugins.text.reference",

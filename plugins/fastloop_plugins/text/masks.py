@@ -10,6 +10,7 @@ answer to transformers' mask functions. Attention gets the same masks as before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +41,10 @@ class KnownMask:
     """
 
     def __init__(self, make: Callable[..., Any], never: bool) -> None:
-        self.make, self.never, self.padded, self.width = make, never, True, 0
+        self.make = make
+        self.never = never
+        self.padded = True
+        self.width = 0
 
     def __call__(self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """The mask in the form that the attention implementation takes; None if it needs none."""
@@ -73,13 +77,15 @@ def forward(model: nn.Module, inputs: Mapping[str, Any], never: bool = False) ->
     import torch
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as functions
 
-    found = transformers_model(model)
-    name = getattr(getattr(found, "config", None), "_attn_implementation", None)
+    config = getattr(transformers_model(model), "config", None)
+    name = getattr(config, "_attn_implementation", None)
     if name not in functions:
         return model(**inputs)
-    known, replaced = _known(functions[name], never), functions._local_mapping
+    known = _known(functions[name], never)
+    known.padded = "attention_mask" in inputs
+    known.width = inputs["input_ids"].shape[1]
+    replaced = functions._local_mapping
     before = replaced.get(name)
-    known.padded, known.width = "attention_mask" in inputs, inputs["input_ids"].shape[1]
     if not known.padded:
         inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
     replaced[name] = known
@@ -123,12 +129,16 @@ def compute_all(
 
     from fastloop.evaluation_results import evaluating
 
-    processes, result = run.loaders.processes, torch.zeros(0)
+    processes = run.loaders.processes
+    result = torch.zeros(0)
     size = run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
-    batches = np.array_split(np.argsort(-dataset.lengths, kind="stable"), -(-len(dataset) // size))
+    longest_first = np.argsort(-dataset.lengths, kind="stable")
+    batches = np.array_split(longest_first, math.ceil(len(dataset) / size))
     with evaluating(model), torch.no_grad():
+        # with 5 batches, process 0 of 2 computes the batches 0, 2 and 4, and process 1 computes 1, 3 and, once more, 0:
+        # every process makes the same number of forward passes
         for first in range(0, len(batches), processes.world_size):
-            place = first + processes.rank  # a process without a batch of its own repeats another
+            place = first + processes.rank
             ids = batches[place % len(batches)].tolist()
             inputs = send_to_device(collate([dataset[index] for index in ids]).inputs, run.device)
             values = compute(model, inputs)
@@ -137,13 +147,17 @@ def compute_all(
             if place < len(batches):
                 result[ids] = values
     for module in model.modules():
-        if reshard := getattr(module, "reshard", None):  # fsdp leaves some weights gathered
+        reshard = getattr(module, "reshard", None)
+        if reshard is not None:  # fsdp leaves some weights gathered
             reshard()
     return processes.all_reduce_sum(result.cpu()).to(run.device)
 
 
 def find_documents(position_ids: Tensor) -> Tensor:
-    """The index of each token's document, (B, T), from positions that restart with each document."""
+    """The index of each token's document, (B, T), from positions that restart with each document.
+
+    For positions [0, 1, 2, 0, 1, 0], it is [0, 0, 0, 1, 1, 2].
+    """
     import torch
 
     starts = position_ids[:, 1:] <= position_ids[:, :-1]
@@ -158,25 +172,43 @@ def pool(states: Tensor, batch: Mapping[str, Any], how: Pooling = "mean") -> Ten
         batch: As ``compute_loss`` receives it.
         how: See ``Pooling``.
     """
+    lengths = batch.get(LENGTHS)
+    if lengths is None:
+        return _pool_padded(states, batch.get("attention_mask"), how)
+    return _pool_packed(states[0], lengths, how)
+
+
+def _pool_padded(states: Tensor, mask: Tensor | None, how: Pooling) -> Tensor:
+    """``pool`` of a padded batch: (texts, T, D). Without a mask, there is no padding. Padding may be on either side."""
     import torch
 
-    if (lengths := batch.get(LENGTHS)) is None:
-        mask = batch.get("attention_mask")
-        if mask is None:
-            mask = states.new_ones(states.shape[:2], dtype=torch.int64)
-        if how == "mean":
-            weights = mask[..., None].float()
-            average: Tensor = (states.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
-            return average
-        # padding may be on either side
-        place = mask.argmax(1) if how == "first" else mask.shape[1] - 1 - mask.flip(1).argmax(1)
-        return states[torch.arange(len(states), device=states.device), place].float()
+    if mask is None:
+        mask = states.new_ones(states.shape[:2], dtype=torch.int64)
+    if how == "mean":
+        weights = mask[..., None].float()
+        average: Tensor = (states.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
+        return average
+    # argmax finds the first 1: for the mask [0, 1, 1, 0], the first token is at 1, and the last one at 4 - 1 - 1 = 2
+    if how == "first":
+        place = mask.argmax(1)
+    else:
+        place = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    return states[torch.arange(len(states), device=states.device), place].float()
+
+
+def _pool_packed(row: Tensor, lengths: Tensor, how: Pooling) -> Tensor:
+    """``pool`` of texts end to end in a row, (T, D), which may have padding at its end."""
+    import torch
+
+    # texts of the lengths [3, 2] begin at [0, 3], and their last tokens are at [2, 4]
     ends = lengths.cumsum(0)
     if how != "mean":
-        return states[0].index_select(0, ends - lengths if how == "first" else ends - 1).float()
-    row = states[0, : int(lengths.sum())].float()
-    text = torch.repeat_interleave(lengths, output_size=len(row))
-    mean: Tensor = row.new_zeros(len(lengths), row.shape[1]).index_add(0, text, row) / lengths[:, None]
+        place = ends - lengths if how == "first" else ends - 1
+        return row.index_select(0, place).float()
+    tokens = row[: int(lengths.sum())].float()
+    text_of_token = torch.repeat_interleave(lengths, output_size=len(tokens))  # [0, 0, 0, 1, 1]
+    sums = tokens.new_zeros(len(lengths), tokens.shape[1]).index_add(0, text_of_token, tokens)
+    mean: Tensor = sums / lengths[:, None]
     return mean
 
 
@@ -189,8 +221,11 @@ def split(states: Tensor, batch: Mapping[str, Any]) -> list[Tensor]:
     """
     import torch
 
-    if (lengths := batch.get(LENGTHS)) is not None:
+    lengths = batch.get(LENGTHS)
+    if lengths is not None:
         sizes = lengths.tolist()
         return list(torch.split(states[0, : sum(sizes)], sizes))
     mask = batch.get("attention_mask")
-    return list(states) if mask is None else [row[real] for row, real in zip(states, mask.bool(), strict=True)]
+    if mask is None:
+        return list(states)
+    return [row[is_real] for row, is_real in zip(states, mask.bool(), strict=True)]

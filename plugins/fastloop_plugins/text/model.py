@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import Problem, RecipeError, no_code, option
+from fastloop import Problem, RecipeError, no_code
 from fastloop.options import parse
-from fastloop.problem import clause, typed_clause
+from fastloop.problem import clause
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.checks import unsupported
 from fastloop_plugins.models.hub import (
     FROM_SCRATCH,
+    check_index,
     check_model_source,
     check_name,
     config_from_scratch,
@@ -30,10 +29,11 @@ from fastloop_plugins.models.hub import (
     quiet,
 )  # fmt: skip
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
-from fastloop_plugins.models.vocabulary import fit_padding, longest_text, rows_needed, set_pad_id
-from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
+from fastloop_plugins.models.vocabulary import fit_padding, fit_vocabulary, longest_text, set_pad_id
+from fastloop_plugins.models.warm_start import load_weights, weight_files
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.text.generation import drop_void_settings, saves_void_settings
+from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.new_tokens import NewTokens
 from fastloop_plugins.text.positions import check_known_length, check_length
 from fastloop_plugins.text.special_tokens import save_generation_config, stop_at_end_tokens
@@ -51,33 +51,6 @@ logger = logging.getLogger("fastloop")
 
 LAYERS = 10_000
 """Layers of a pretrained model at most: each takes memory before its weights are read."""
-
-
-@dataclass(kw_only=True)
-class ModelOptions:
-    """The ``model`` section."""
-
-    name: str | None = option("Pretrained model: hub id or local folder.", default=None)
-    config: dict[str, Any] | None = option(
-        "Instead of name, to train from scratch: model_type and its options.", default=None
-    )
-    tokenizer: str | dict[str, Any] | None = option(
-        "Hub id or local folder; from scratch: {kind: word|bpe|char|byte}, made from the training texts.", default=None
-    )
-    tokens: list[str] | None = option("Tokens to add to the tokenizer. Predictions show them.", default=None)
-    special_tokens: list[str] | None = option(
-        "Tokens to add that predictions leave out, such as one that ends a message.", default=None
-    )
-    resize_embeddings: bool = option(
-        "Add rows to a pretrained model whose tokenizer has more tokens; model.tokens adds its own.", default=False
-    )
-    attn_implementation: str | None = option(
-        "Transformers' attention: sdpa, eager, ...; null: its default.", default=None
-    )
-    trust_remote_code: bool = option("Run Python code that ships with the model.", default=False)
-    revision: str | None = option("Branch, tag or commit of the model on the hub.", default=None)
-    weights: str | None = option(HELP, default=None)
-    weights_strict: bool = option(STRICT_HELP, default=False)
 
 
 class TextModel:
@@ -106,50 +79,74 @@ class TextModel:
     backend_state: BackendState  # of the tokenizer before the run uses it
 
     def __init__(self, recipe: Recipe, classify: bool, key: str = "model") -> None:
-        self.recipe, self.key, self.where, self.classify = recipe, key, f"{recipe.where}: {key}", classify
+        self.recipe = recipe
+        self.key = key
+        self.where = f"{recipe.where}: {key}"
+        self.classify = classify
         self.new: set[str] = set()
         self.options = parse(self.section, recipe.model, self.where)
-        if recipe.inference is not None:  # the exported model and its tokenizer, which has the new tokens
-            self.options.name, self.options.config, self.options.tokenizer = str(recipe.inference.model), None, None
-            self.options.tokens, self.options.special_tokens, self.options.resize_embeddings = None, None, False
-        self.trained: TrainedTokenizer | None = None
+        if recipe.inference is not None:
+            self._use_exported_model(str(recipe.inference.model))
         self.problem_type: str | None = "single_label_classification"
         self.tokenizer: Any = None
         self.config: Any = None
         self._width: Width | None = None
         check_model_source(self.options, self.where, "distilbert")
         self.adapter = self._use_base_of_adapter()
-        given = self.options.tokenizer
-        self.tokenizer_key = "tokenizer" if isinstance(given, str) else "name"
+        self.tokenizer_key = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         self.new_tokens = NewTokens(self.options, self.options.name, self.tokenizer_key, key, self.where)
-        if self.options.config is None:
-            if isinstance(given, dict):
-                raise RecipeError(
-                    "a tokenizer is trained only with model.config. A pretrained model has its own.",
-                    code="unknown-option",
-                    place=f"{self.where}.tokenizer",
-                )
-        elif not isinstance(given, str):
-            self.trained = parse(TrainedTokenizer, given or {}, f"{self.where}.tokenizer")
-            if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
-                raise RecipeError(
-                    code="out-of-range",
-                    place=f"{self.where}.tokenizer.vocab_size",
-                    found=str(self.trained.vocab_size),
-                    expected="300 or more for bpe",
-                )
-            self._check_units(self.trained.kind, given or {})
+        self.trained = self._read_trained_tokenizer()
         self._check_code()
         for named in ("name", "tokenizer"):
-            if isinstance(name := getattr(self.options, named), str):
+            name = getattr(self.options, named)
+            if isinstance(name, str):
                 self._check_name(named, name)
         config = self.options.config
         if config is None:
             config = read_json_object(recipe.find(self.options.name or "") / "config.json")
         self._check_architecture(config)
         if key == "model" and recipe.inference is None:
-            check_known_length(recipe, self.options.config, self.options.name, given, self.where)
+            check_known_length(recipe, self.options.config, self.options.name, self.options.tokenizer, self.where)
         weight_files(recipe)
+
+    def _use_exported_model(self, folder: str) -> None:
+        """In inference, use the exported model and its tokenizer, which has the new tokens."""
+        options = self.options
+        options.name = folder
+        options.config = None
+        options.tokenizer = None
+        options.tokens = None
+        options.special_tokens = None
+        options.resize_embeddings = False
+
+    def _read_trained_tokenizer(self) -> TrainedTokenizer | None:
+        """The tokenizer to train on the texts of the run; None: the recipe or its model names one.
+
+        Raises:
+            RecipeError: The recipe has options of a tokenizer to train, and they are wrong or do not fit the model.
+        """
+        given = self.options.tokenizer
+        where = f"{self.where}.tokenizer"
+        if self.options.config is None:
+            if isinstance(given, dict):
+                raise RecipeError(
+                    "a tokenizer is trained only with model.config. A pretrained model has its own.",
+                    code="unknown-option",
+                    place=where,
+                )
+            return None
+        if isinstance(given, str):
+            return None
+        trained = parse(TrainedTokenizer, given or {}, where)
+        if trained.kind == "bpe" and trained.vocab_size < 300:
+            raise RecipeError(
+                code="out-of-range",
+                place=f"{where}.vocab_size",
+                found=str(trained.vocab_size),
+                expected="300 or more for bpe",
+            )
+        self._check_units(trained.kind, given or {})
+        return trained
 
     def _check_code(self) -> None:
         """Warn of the code that ships with the model. Refuse it, and kernels of the hub, with ``--no-code``."""
@@ -177,7 +174,8 @@ class TextModel:
         adapter = find_adapter(self.recipe, self.options.name, f"{self.where}.name")
         if adapter is None:
             return None
-        self.options.name, self.options.revision = adapter.base, adapter.revision
+        self.options.name = adapter.base
+        self.options.revision = adapter.revision
         if self.options.tokenizer is None and (adapter.folder / "tokenizer_config.json").is_file():
             self.options.tokenizer = str(adapter.folder)
         return adapter
@@ -203,35 +201,26 @@ class TextModel:
 
     def _check_architecture(self, config: dict[str, Any]) -> None:
         """Raise an error for an architecture that cannot do the task."""
-        key, kind = ("name" if self.options.config is None else "config"), config.get("model_type")
+        key = "name" if self.options.config is None else "config"
+        kind = config.get("model_type")
         if not isinstance(kind, str):
             return
-        if problem := unsupported(kind, config, self.classify, self.trained is not None):
+        problem = unsupported(kind, config, self.classify, self.trained is not None)
+        if problem:
             raise RecipeError(problem, code="invalid-value", place=f"{self.where}.{key}")
 
     def _check_name(self, key: str, name: str) -> None:
-        path, wanted = self.recipe.find(name), ("tokenizer.json", "tokenizer_config.json")
-        check_name(f"{self.where}.{key}", name, path, ("config.json",) if key == "name" else wanted)
-        for index in path.glob("*.index.json"):
-            self._check_index(key, index)
+        """Raise an error if ``model.name`` or ``model.tokenizer`` is a folder without the files that it needs.
 
-    def _check_index(self, key: str, index: Path) -> None:
-        """Raise an error if an index of weights names files outside of its folder."""
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            outside = [name for name in names if name != Path(name).name]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RecipeError(
-                f"not an index of weights: {typed_clause(error)}.",
-                code="wrong-format",
-                place=f"{self.where}.{key}: {index}",
-            ) from None
-        if outside:
-            raise RecipeError(
-                f"names {outside[0]!r}, which is not in its folder.",
-                code="unsafe-link",
-                place=f"{self.where}.{key}: {index}",
-            )
+        Args:
+            key: The option, ``name`` or ``tokenizer``.
+            name: Its value.
+        """
+        path = self.recipe.find(name)
+        files = ("config.json",) if key == "name" else ("tokenizer.json", "tokenizer_config.json")
+        check_name(f"{self.where}.{key}", name, path, files)
+        for index in path.glob("*.index.json"):
+            check_index(f"{self.where}.{key}", index)
 
     # -- configuration and tokenizer: before the data, so that a missing model is found early --------------------------
 
@@ -241,24 +230,9 @@ class TextModel:
         Raises:
             RecipeError: One of them is missing or invalid, or the model cannot take ``data.max_length`` tokens.
         """
-        from transformers import AutoConfig
-
         # set explicitly, so that forked workers cause no warning
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        if self.options.config is not None:
-            self.config = config_from_scratch(self.options.config, f"{self.where}.config")
-        else:
-            if self.adapter is not None and self.adapter.base_config is not None:
-                self.config = AutoConfig.from_pretrained(str(self.adapter.base_config))
-            else:
-                self.config = self._pretrained(AutoConfig, "name")
-            self._check_architecture(self.config.to_dict())  # for a model of the hub, only known now
-            if (layers := getattr(self.config, "num_hidden_layers", 0)) > LAYERS:
-                raise RecipeError(
-                    f"{self.options.name} claims {layers} layers, expected at most {LAYERS}.",
-                    code="too-large",
-                    place=f"{self.where}.name",
-                )
+        self.config = self._load_configuration()
         if self.trained is None:
             self.tokenizer = self._pretrained_tokenizer()
         self.checkpoint_pad_id = getattr(self.config, "pad_token_id", None)
@@ -267,6 +241,26 @@ class TextModel:
         if self.trained is None:
             self._add_new_tokens()  # first, because a chat template may end its answers with one
             self._ensure_pad_token()
+
+    def _load_configuration(self) -> Any:
+        """The configuration that the recipe gives, or that of the pretrained model or of the adapter's base."""
+        from transformers import AutoConfig
+
+        if self.options.config is not None:
+            return config_from_scratch(self.options.config, f"{self.where}.config")
+        if self.adapter is not None and self.adapter.base_config is not None:
+            config = AutoConfig.from_pretrained(str(self.adapter.base_config))
+        else:
+            config = self._pretrained(AutoConfig, "name")
+        self._check_architecture(config.to_dict())  # for a model of the hub, only known now
+        layers = getattr(config, "num_hidden_layers", 0)
+        if layers > LAYERS:
+            raise RecipeError(
+                f"{self.options.name} claims {layers} layers, expected at most {LAYERS}.",
+                code="too-large",
+                place=f"{self.where}.name",
+            )
+        return config
 
     def _pretrained_tokenizer(self, **arguments: Any) -> Any:
         """The tokenizer that the recipe names, or the model's own."""
@@ -297,14 +291,15 @@ class TextModel:
     def _pretrained(self, auto: Any, key: str, **arguments: Any) -> Any:
         """Call ``from_pretrained`` with a folder or a hub name."""
         name = getattr(self.options, key)
-        folder, instead = self.recipe.find(name), FROM_SCRATCH if key == "name" else "model.tokenizer=FOLDER"
-        local = folder.is_dir() or offline()
+        folder = self.recipe.find(name)
+        is_local = folder.is_dir()
+        instead = FROM_SCRATCH if key == "name" else "model.tokenizer=FOLDER"
         with explaining(f"{self.where}.{key}", name, folder, instead):
             return auto.from_pretrained(
-                str(folder.resolve()) if folder.is_dir() else name,
-                revision=None if folder.is_dir() else self.options.revision,
+                str(folder.resolve()) if is_local else name,
+                revision=None if is_local else self.options.revision,
                 trust_remote_code=self.options.trust_remote_code,
-                local_files_only=local,
+                local_files_only=is_local or offline(),
                 **arguments,
             )
 
@@ -330,10 +325,11 @@ class TextModel:
     def _ensure_pad_token(self) -> None:
         """Set a pad token if there is none. Raises an error if there is no candidate, or, for a language model, no end
         token."""
-        ends = [self.tokenizer.eos_token, self.tokenizer.sep_token]
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = next((token for token in (*ends, self.tokenizer.unk_token) if token), None)
-        if self.tokenizer.pad_token_id is None or (not self.classify and not any(ends)):
+        tokenizer = self.tokenizer
+        end = tokenizer.eos_token or tokenizer.sep_token
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = end or tokenizer.unk_token or None
+        if tokenizer.pad_token_id is None or (not self.classify and not end):
             raise RecipeError(
                 f"it has no token that {'pads' if self.classify else 'ends a text'}.",
                 code="missing-token",
@@ -351,10 +347,11 @@ class TextModel:
 
         with tempfile.TemporaryDirectory() as folder, quiet():
             self.tokenizer.save_pretrained(folder)
-            files = [
-                (path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()
-            ]
-        return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
+            parts: list[str | bytes] = [transformers.__version__, tokenizers.__version__]
+            for path in sorted(Path(folder).iterdir()):
+                if path.is_file():
+                    parts += [path.name.encode(), path.read_bytes()]
+        return digest(parts)
 
     def width(self, run: Run, options: DataOptions) -> Width:
         """The width of batches. The collators of all splits share it, because ``check_padding`` changes its side."""
@@ -400,9 +397,10 @@ class TextModel:
         generation = deepcopy(getattr(model, "generation_config", None))
         fit_padding(model, self.tokenizer, self.checkpoint_pad_id, self.options.name, self.key, self.where)
         self.new_tokens.fit(model, self.tokenizer, self.recipe.train.seed)
-        if self.trained is not None and (size := longest_text(model)) is not None:
+        size = longest_text(model) if self.trained is not None else None
+        if size is not None:
             self.tokenizer.model_max_length = size
-        self.new = load_weights(model, self.recipe, None if self.options.config is not None else self.new)
+        self.new = load_weights(model, self.recipe, self.new if self.options.config is None else None)
         if self.adapter is not None and self.recipe.inference is None and not continues(self.recipe):
             self.new -= merge_adapter(model, self.adapter.folder, f"{self.where}.name")
         if auto.__name__ == "AutoModelForCausalLM":
@@ -414,51 +412,56 @@ class TextModel:
         return model
 
     def _build(self, auto: Any, labels: LabelOrder | None) -> Any:
+        """The model before padding and new tokens are fitted: pretrained, or with initial weights."""
         import torch
 
-        theirs: dict[int, str] = {}
+        checkpoint_names: dict[int, str] = {}
         if labels is not None:
-            theirs = name_classes(self.config, labels.names)
+            checkpoint_names = name_classes(self.config, labels.names)
             self.config.problem_type = self.problem_type  # a checkpoint may have another one, and pipelines read it
         # on meta, the weights come from another process
         if self.options.config is None and torch.get_default_device().type != "meta":
-            model, notes = self._pretrained(
-                auto,
-                "name",
-                config=self.config,
-                use_safetensors=True,  # the alternative is a pickle
-                dtype=torch.float32,
-                attn_implementation=self.options.attn_implementation,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-            self.new = {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}
-            if self.adapter is None:  # an adapter has the weights that its base model lacks
-                log_new(self.options.name or "", self.new)
-            if labels is not None and not labels.keeps_head:
-                self.new |= start_head_fresh(
-                    model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name", self.head
-                )
-            return model
+            return self._build_pretrained(auto, labels, checkpoint_names)
         if self.options.config is not None:
-            tokens, given = rows_needed(self.tokenizer), self.options.config.get("vocab_size")
-            if given is not None and given < tokens:
-                raise RecipeError(
-                    f"found {given}, and the tokenizer has {tokens} tokens.",
-                    code="conflicting-values",
-                    place=f"{self.where}.config.vocab_size",
-                    remedy="Leave it out.",
-                )
-            self.config.vocab_size = given or tokens
-            for token in ("bos_token_id", "eos_token_id"):
-                setattr(self.config, token, getattr(self.tokenizer, token))
+            fit_vocabulary(self.config, self.tokenizer, self.options.config, f"{self.where}.config")
+        return self._build_from_configuration(auto)
+
+    def _build_pretrained(self, auto: Any, labels: LabelOrder | None, checkpoint_names: Mapping[int, str]) -> Any:
+        """The model with the weights of its checkpoint. Sets ``new``.
+
+        Args:
+            checkpoint_names: Id -> the name that the checkpoint gives that class.
+        """
+        import torch
+
+        model, notes = self._pretrained(
+            auto,
+            "name",
+            config=self.config,
+            use_safetensors=True,  # the alternative is a pickle
+            dtype=torch.float32,
+            attn_implementation=self.options.attn_implementation,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+        missing = set(notes["missing_keys"])
+        mismatched = {name for name, *_ in notes["mismatched_keys"]}
+        self.new = missing | mismatched
+        if self.adapter is None:  # an adapter has the weights that its base model lacks
+            log_new(self.options.name or "", self.new)
+        if labels is not None and not labels.keeps_head:
+            self.new |= start_head_fresh(model, missing, checkpoint_names, labels, f"{self.where}.name", self.head)
+        return model
+
+    def _build_from_configuration(self, auto: Any) -> Any:
+        """The model with initial weights, or on meta without any."""
         config = self.config
         if self.new_tokens.rows is not None:  # on meta: the weights that come from another process have the new rows
             config = deepcopy(config)
             config.get_text_config().vocab_size = self.new_tokens.rows
-        arguments = (
-            {"attn_implementation": self.options.attn_implementation} if self.options.attn_implementation else {}
-        )
+        arguments: dict[str, Any] = {}
+        if self.options.attn_implementation:
+            arguments["attn_implementation"] = self.options.attn_implementation
         try:
             with quiet():
                 return auto.from_config(config, **arguments)

@@ -12,7 +12,7 @@ from fastloop import RecipeError
 from fastloop_plugins.models.vocabulary import add_tokens, resize, rows_needed, rows_of, tokens_after
 
 if TYPE_CHECKING:
-    from fastloop_plugins.text.model import ModelOptions
+    from fastloop_plugins.text.model_options import ModelOptions
 
 logger = logging.getLogger("fastloop")
 

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
@@ -47,6 +48,19 @@ ALIKE = "pad all texts alike: data.padding=max_length"
 """With it, a text has the same padding in each batch."""
 
 
+@dataclass(frozen=True)
+class PaddingSide:
+    """The side to pad texts on.
+
+    Attributes:
+        left: Whether it is the left one.
+        change: How much padding changes logits even there, as a share of the largest logit; 0: it does not.
+    """
+
+    left: bool
+    change: float
+
+
 def check_padding(
     run: Run, model: nn.Module, text_model: TextModel, width: Width, make: Callable[[], Mapping[str, Tensor]]
 ) -> None:
@@ -62,22 +76,28 @@ def check_padding(
             length or predicts several texts at once.
     """
 
-    def find() -> tuple[bool, float]:
-        changes = []
-        for width.left in (False, True):
-            inputs = make()
-            changes.append(padding_change(model, inputs))
-            if not changes[-1] or "labels" in inputs:
-                break
-        return (len(changes) > 1, 0.0) if not changes[-1] else (False, changes[0])
+    def find() -> PaddingSide:
+        width.left = False
+        inputs = make()
+        on_the_right = padding_change(model, inputs)
+        if on_the_right == 0:
+            return PaddingSide(left=False, change=0.0)
+        if "labels" not in inputs:
+            width.left = True
+            if padding_change(model, make()) == 0:
+                return PaddingSide(left=True, change=0.0)
+        return PaddingSide(left=False, change=on_the_right)
 
-    width.left, change = agree(run, model, text_model.where, find) or (False, 0.0)
-    if width.left:
+    side = agree(run, model, text_model.where, find)
+    if side is None:
+        side = PaddingSide(left=False, change=0.0)
+    width.left = side.left
+    if side.left:
         text_model.tokenizer.padding_side = "left"  # for users of the exported model
         text_model.tokenizer.init_kwargs["padding_side"] = "left"  # all that save_pretrained writes
         logger.info("%s needs texts that are padded on the left", type(model).__name__)
     if not width.always:
-        report_padding(run, model, change)
+        report_padding(run, model, side.change)
 
 
 def report_padding(run: Run, model: nn.Module, change: float) -> None:
@@ -129,22 +149,27 @@ def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str
         RecipeError: It does, and the run predicts several prompts at once.
     """
 
-    def logits(ids: Tensor, mask: Tensor) -> list[Tensor]:
-        count = min(CONTINUATION, max_new_tokens)
-        length = {"min_new_tokens": count, "max_new_tokens": count}
-        found = model.generate(
+    count = min(CONTINUATION, max_new_tokens)
+
+    def logits_of_last(ids: Tensor, mask: Tensor) -> list[Tensor]:
+        """The logits of each new token of the last prompt."""
+        generated = model.generate(
             input_ids=ids,
             attention_mask=mask,
-            **length,
+            min_new_tokens=count,
+            max_new_tokens=count,
             do_sample=False,
             return_dict_in_generate=True,
             output_logits=True,
         )
-        return [step[-1] for step in found.logits]
+        return [logits[-1] for logits in generated.logits]
 
     def find() -> float:
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        padded, alone = logits(ids, mask), logits(ids[-1:, mask[-1].bool()], mask[-1:, mask[-1].bool()])
+        ids = inputs["input_ids"]
+        mask = inputs["attention_mask"]
+        is_real = mask[-1].bool()
+        padded = logits_of_last(ids, mask)
+        alone = logits_of_last(ids[-1:, is_real], mask[-1:, is_real])
         change = 0.0
         for found, expected in zip(padded, alone, strict=True):
             change = max(change, relative_change(found, expected))
@@ -152,7 +177,8 @@ def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str
                 break
         return change
 
-    if (change := agree(run, model, where, find) or 0.0) > ROUNDING:
+    change = agree(run, model, where, find) or 0.0
+    if change > ROUNDING:
         effect = (
             f"{type(model).__name__} reads padding: beside a longer prompt, it changes the logits of a short "
             f"one by {percent(change)}"
@@ -166,8 +192,11 @@ def refuse_batched_predictions(run: Run, effect: str, remedy: str = "") -> None:
     Raises:
         RecipeError: It does.
     """
-    inference, size = run.recipe.inference, run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
-    if inference is not None and inference.chunk and min(size, len(run.datasets[run.loaders.first])) > 1:
+    inference = run.recipe.inference
+    if inference is None or not inference.chunk:
+        return
+    size = run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
+    if min(size, len(run.datasets[run.loaders.first])) > 1:
         raise RecipeError(
             f"batches have up to {size} texts. {effect}, so a prediction depends on the other texts of its batch. "
             f"Predict one text at a time: train.eval_batch_size=1{remedy}.",
@@ -179,38 +208,41 @@ def refuse_batched_predictions(run: Run, effect: str, remedy: str = "") -> None:
 def padding_change(model: Any, inputs: Mapping[str, Tensor]) -> float:
     """How much padding changes the logits of the shortest text of a batch, as a share of the largest logit; 0 if only
     by rounding."""
-    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    mask = inputs.get("attention_mask")
+    labels = inputs.get("labels")
     if mask is None:
         return 0.0
     row = int(mask.sum(1).argmin())
-    real = mask[row].bool()
-    alone = {
-        name: value[row][real][None]
-        for name, value in inputs.items()
-        if value.shape == mask.shape and name != "attention_mask"
-    }
-    read = real
+    is_real = mask[row].bool()
+    alone: dict[str, Tensor] = {}  # the inputs of the shortest text without padding
+    for name, value in inputs.items():
+        if value.shape == mask.shape and name != "attention_mask":
+            alone[name] = value[row][is_real][None]
+    has_logits = is_real
     if labels is not None:
-        read = labels[row] != IGNORED
-        alone["labels"] = labels[row][read][None]
+        has_logits = labels[row] != IGNORED
+        alone["labels"] = labels[row][has_logits][None]
 
-    def logits() -> Tensor:
-        found = results(model(**inputs))[row]
-        return found[read] if found.dim() > 1 else found
+    def padded_logits() -> Tensor:
+        logits = results(model(**inputs))[row]
+        return logits[has_logits] if logits.dim() > 1 else logits
 
     try:
         expected = results(model(**alone))[0]
     except Exception:  # the model takes only some lengths, so the text cannot be computed without padding
         return 0.0
     try:
-        found = logits()
+        found = padded_logits()
     except Exception:  # a model may take padding on one side only
         return math.inf
-    if CONTENT < (change := relative_change(found, expected)) <= ROUNDING:
-        with other_padding(model, mask):
-            content = relative_change(logits(), found)
-        return change if content > CONTENT else 0.0
-    return change if change > ROUNDING else 0.0
+    change = relative_change(found, expected)
+    if change > ROUNDING:
+        return change
+    if change <= CONTENT:
+        return 0.0
+    with other_padding(model, mask):
+        by_content = relative_change(padded_logits(), found)
+    return change if by_content > CONTENT else 0.0
 
 
 def results(output: Any) -> Tensor:
@@ -219,8 +251,8 @@ def results(output: Any) -> Tensor:
     import torch
 
     for name in ("logits", "last_hidden_state"):
-        if (found := getattr(output, name, None)) is not None:
-            values: Tensor = found
+        values: Tensor | None = getattr(output, name, None)
+        if values is not None:
             return values
     return torch.stack([value for value in output.values() if value.dim() == 2], dim=-1)
 
@@ -241,12 +273,14 @@ def other_padding(model: Any, mask: Tensor) -> Iterator[None]:
         embedding = model.get_input_embeddings()
     except NotImplementedError:
         embedding = None
-    handle = embedding.register_forward_hook(replace) if isinstance(embedding, nn.Module) else None
+    if not isinstance(embedding, nn.Module):
+        yield
+        return
+    handle = embedding.register_forward_hook(replace)
     try:
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        handle.remove()
 
 
 def relative_change(found: Tensor, expected: Tensor) -> float:

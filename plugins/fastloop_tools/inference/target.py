@@ -7,6 +7,7 @@ import logging
 import mimetypes
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,57 @@ def load(
             found=f"{len(named)} recipes: {', '.join(named)}",
             expected="at most one; overrides are KEY=VALUE",
         )
+    place = find_model(target)
+    if named:
+        recipe_file = named[0]
+    elif place.is_of_run:
+        recipe_file = str(place.run_recipe)
+    else:
+        raise UsageError(
+            "this exported model has no recipe of its own.",
+            code="no-recipe",
+            place=str(target),
+            remedy=f"Name the recipe that gives its task and data: {target} RECIPE.",
+        )
+    recipe = load_recipe(recipe_file, overrides, with_plugins, without_plugins)
+    if recipe.source:
+        recipe.source = started_from(recipe.source)
+    recipe.inference = dataclasses.replace(inference, model=place.model.resolve())
+    if not is_short(inference.source):
+        recipe.plugins.setdefault("auto", dict(SELECTION))
+    return recipe
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """A model on the disk.
+
+    Attributes:
+        model: Its folder.
+        run: The run folder that it is in, or beside whose recipe it lies; None: there is no recipe.
+    """
+
+    model: Path
+    run: Path | None
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether the run exported it, so that the run's recipe is its own."""
+        return self.run is not None and self.model == self.run / "model"
+
+    @property
+    def run_recipe(self) -> Path:
+        """The recipe of the run."""
+        assert self.run is not None
+        return self.run / "recipe.yaml"
+
+
+def find_model(target: str) -> ModelPlace:
+    """The model in RUN/model, or in the folder MODEL.
+
+    Raises:
+        UsageError: The target is neither, or the run exported no model.
+    """
     folder = Path(target)
     if not folder.is_dir():
         raise UsageError(
@@ -68,40 +120,28 @@ def load(
             place=str(target),
             expected="a run folder, such as runs/quickstart, or an exported model",
         )
-    run = next((place for place in (folder, folder.parent) if (place / "recipe.yaml").is_file()), None)
+    run = None
+    for place in (folder, folder.parent):
+        if run is None and (place / "recipe.yaml").is_file():
+            run = place
     if run is not None:
         check_links(run)
-    model = folder if run is None or run != folder else folder / "model"
-    if not any(model.glob("*.safetensors")):
-        if run == folder:
-            raise UsageError(
-                f"this run has exported no model: there are no weights in {model}. It failed, was stopped or still "
-                "trains.",
-                code="no-exported-model",
-                place=str(target),
-                remedy="To complete it:",
-                command=f"fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} --resume",
-            )
+    model = folder / "model" if run == folder else folder
+    if any(model.glob("*.safetensors")):
+        return ModelPlace(model, run)
+    if run == folder:
         raise UsageError(
-            "neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).",
-            code="not-a-run",
+            f"this run has exported no model: there are no weights in {model}. It failed, was stopped or still trains.",
+            code="no-exported-model",
             place=str(target),
+            remedy="To complete it:",
+            command=f"fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} --resume",
         )
-    if not named and (run is None or model != run / "model"):
-        raise UsageError(
-            "this exported model has no recipe of its own.",
-            code="no-recipe",
-            place=str(target),
-            remedy=f"Name the recipe that gives its task and data: {target} RECIPE.",
-        )
-    recipe = load_recipe(
-        named[0] if named else str(run / "recipe.yaml" if run else ""), overrides, with_plugins, without_plugins
+    raise UsageError(
+        "neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).",
+        code="not-a-run",
+        place=str(target),
     )
-    recipe.source = recipe.source and started_from(recipe.source)
-    recipe.inference = dataclasses.replace(inference, model=model.resolve())
-    if not is_short(inference.source):
-        recipe.plugins.setdefault("auto", dict(SELECTION))
-    return recipe
 
 
 def default_split(target: str, arguments: Sequence[str]) -> str:
@@ -126,7 +166,10 @@ def is_short(source: Path | Iterable[str] | None) -> bool:
     """Whether the samples to predict are few: texts of the command line or of stdin, an image, or a small file."""
     if source is None:
         return False
-    if not isinstance(source, Path) or (mimetypes.guess_type(source)[0] or "").startswith("image/"):
+    if not isinstance(source, Path):
+        return True
+    media_type, _ = mimetypes.guess_type(source)
+    if media_type is not None and media_type.startswith("image/"):
         return True
     return source.is_file() and source.stat().st_size < SHORT
 
@@ -160,15 +203,8 @@ def open_inference(
     with reduced_gc():
         resolved = select(recipe)
         startup.start_again(resolved)
-    task: Any = resolved.plugins.task
-    section = getattr(task, "sections", {}).get("data")
-    if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
-        raise UsageError(
-            f"the task {task.name if task else 'none'!r} reads no files (data.files).",
-            code="unsupported-task",
-            place=f"--file {file}",
-            remedy="Use `--split NAME`.",
-        )
+    if file is not None:
+        check_reads_files(resolved.plugins.task, file)
     names = [name for name in resolved.plugins.names() if name in resolved.recipe.selected]
     if names:
         log.info("auto: selects %s (--without auto: none)", ", ".join(names))
@@ -178,6 +214,19 @@ def open_inference(
     from fastloop_tools.inference.weights import ExportedWeights  # imports torch
 
     return start_run(resolved, [*extra, ExportedWeights(inference.model)])
+
+
+def check_reads_files(task: Plugin | None, file: Path) -> None:
+    """Raise an error for --file with a task whose section ``data`` has no option ``files``."""
+    section: Any = getattr(task, "sections", {}).get("data")
+    if section is not None and "files" in {field.name for field in dataclasses.fields(section)}:
+        return
+    raise UsageError(
+        f"the task {task.name if task else 'none'!r} reads no files (data.files).",
+        code="unsupported-task",
+        place=f"--file {file}",
+        remedy="Use `--split NAME`.",
+    )
 
 
 def select(recipe: Recipe) -> ResolvedRecipe:

@@ -15,7 +15,8 @@ from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, answer_end, template_text
-from fastloop_plugins.text.model import ModelOptions, TextModel
+from fastloop_plugins.text.model import TextModel
+from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.next_token_loss import add_loss
 from fastloop_plugins.text.special_tokens import end_of, name_tokens
 

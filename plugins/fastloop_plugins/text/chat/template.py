@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from fastloop_plugins.rows.roles import ROLES, meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
+from fastloop_plugins.text.chat.time_limit import FAILURES, limited_rendering
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -52,10 +51,6 @@ NO_PROMPT = f"the first message is from the assistant, so no prompt shows where 
 STARTS_WITH_ASSISTANT = (
     "It starts with the assistant: a condition of data.drop with first_role: assistant leaves out such rows."
 )
-FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
-"""Errors of Python that a template may raise, beside those of Jinja."""
-SECONDS = 120.0
-"""Seconds that one conversation may take: a long one takes a few."""
 
 
 def template_text(recipe: Recipe, name: str) -> str:
@@ -99,8 +94,10 @@ def names_in(template: str) -> frozenset[str]:
         tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(MARKERS.sub("", template))
     except jinja2.TemplateError:
         return frozenset(re.findall(r"\w+", template))
-    names = {node.name for node in tree.find_all(nodes.Name)} | {node.attr for node in tree.find_all(nodes.Getattr)}
-    return frozenset(names | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
+    variables = {node.name for node in tree.find_all(nodes.Name)}
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(variables | attributes | texts)
 
 
 def misnamed_roles(chat: Chat, templates: Sequence[str]) -> dict[str, str]:
@@ -109,15 +106,20 @@ def misnamed_roles(chat: Chat, templates: Sequence[str]) -> dict[str, str]:
     A template that marks its answers, and names such a role, trains on it as it likes. Other templates write such a
     role, or reject it, and its answers have no loss.
     """
-    found = dict[str, str]()
+    misnamed: dict[str, str] = {}
     for message in chat.messages:
         name = message["role"]
-        if name in ROLES or name in found:
+        if name in ROLES or name in misnamed:
             continue
         meant = meant_role(name)
-        if meant is not None and not any(MARKER.search(text) and name in names_in(text) for text in templates):
-            found[name] = meant
-    return found
+        if meant is not None and not _trains_on(name, templates):
+            misnamed[name] = meant
+    return misnamed
+
+
+def _trains_on(role: str, templates: Sequence[str]) -> bool:
+    """Whether a template marks its answers, and names the role."""
+    return any(MARKER.search(template) and role in names_in(template) for template in templates)
 
 
 def describe_misnamed(roles: Mapping[str, str]) -> str:
@@ -140,49 +142,17 @@ def last_answer(chat: Chat) -> int | None:
     return None
 
 
-class TimeIsUp(Exception):
-    """Ends the code of a thread that runs for too long."""
+@dataclass(frozen=True)
+class RenderedAnswers:
+    """A rendered conversation, and answers of the assistant in it.
 
-
-@contextmanager
-def _rendering(hint: str = "") -> Iterator[None]:
-    """Raise errors of a template as a ``RowError``, and end its Python code after ``SECONDS``, in any thread.
-
-    A template from others may loop for hours. A call of compiled code ends first.
-
-    Args:
-        hint: A remedy, in case the template rejects the conversation.
+    Attributes:
+        text: The conversation.
+        spans: The start and the end of each answer in ``text``, in characters.
     """
-    import jinja2
 
-    thread, lock, seconds = threading.get_ident(), threading.Lock(), SECONDS
-    is_over = False
-
-    def interrupt() -> None:
-        with lock:
-            if not is_over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeIsUp))
-
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        try:
-            yield
-        finally:
-            with lock:
-                is_over = True
-            timer.cancel()
-    except RowError:
-        raise
-    except TimeIsUp:
-        raise RowError(
-            f"the chat template took more than {seconds:g} seconds for this conversation, expected a part of one. Give "
-            "another template: data.chat_template=FILE."
-        ) from None
-    except (jinja2.TemplateError, *FAILURES) as error:
-        problem = f"the chat template rejects the conversation: {error or type(error).__name__}."
-        raise RowError(f"{problem} {hint}".rstrip()) from None
+    text: str
+    spans: list[tuple[int, int]]
 
 
 class ChatRenderer:
@@ -194,7 +164,8 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any, train_on: str = "assistant") -> None:
-        self.tokenizer, self.train_on = tokenizer, train_on
+        self.tokenizer = tokenizer
+        self.train_on = train_on
         self.roles: set[str] = set()  # which the template is known to write
 
     def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
@@ -211,13 +182,11 @@ class ChatRenderer:
             RowError: The template rejects the conversation, leaves out a part of it, does not show which tokens are the
                 assistant's, or takes too long.
         """
-        answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        muted = [index for index in answers if chat.messages[index].get("weight") == 0]
-        if self.train_on == "last":
-            muted = sorted({*muted, *answers[:-1]})
+        answers = _answer_indices(chat.messages)
+        muted = [index for index in answers if self._is_muted(chat, index, last=answers[-1])]
         trained = [index for index in answers if index not in muted]
-        starts = bool(chat.messages) and chat.messages[0]["role"] == "assistant"
-        with _rendering(STARTS_WITH_ASSISTANT if starts else ""):
+        starts_with_assistant = bool(chat.messages) and chat.messages[0]["role"] == "assistant"
+        with limited_rendering(STARTS_WITH_ASSISTANT if starts_with_assistant else ""):
             messages = self._prepare(chat)
             is_marked = self._is_marked(chat.tools)
             if self.train_on == "all":
@@ -225,14 +194,26 @@ class ChatRenderer:
                 mask = [1] * len(ids)
             elif is_marked:
                 self._check_fast()
-                found = self._apply(messages, chat.tools, return_assistant_tokens_mask=True)
-                ids, mask = found["input_ids"], found["assistant_masks"]
+                encoded = self._apply(messages, chat.tools, return_assistant_tokens_mask=True)
+                ids = encoded["input_ids"]
+                mask = encoded["assistant_masks"]
             else:
                 ids, mask = self._locate(messages, chat.tools, trained)
             if muted and (is_marked or self.train_on == "all"):
-                _, without = self._locate(messages, chat.tools, muted)
-                mask = [int(own and not other) for own, other in zip(mask, without, strict=True)]
+                _, is_muted = self._locate(messages, chat.tools, muted)
+                mask = [int(has_loss and not without) for has_loss, without in zip(mask, is_muted, strict=True)]
             return self._end_answers(ids, mask, ends_with_answer=len(messages) - 1 in trained)
+
+    def _is_muted(self, chat: Chat, index: int, last: int) -> bool:
+        """Whether an answer has no loss.
+
+        Args:
+            index: The index of its message.
+            last: That of the last answer.
+        """
+        if self.train_on == "last" and index != last:
+            return True
+        return chat.messages[index].get("weight") == 0
 
     def _end_answers(self, ids: list[int], mask: list[int], ends_with_answer: bool) -> tuple[list[int], list[int]]:
         """Where the next turn ends an answer, give the beginning of that turn a loss, and add it after the last answer.
@@ -243,6 +224,7 @@ class ChatRenderer:
         turns = self._answer_end.next_turn
         if not turns:
             return ids, mask
+        # with a loss at 8 and 5, the mask is [0 0 0 1 0 0 0 1], and the only end of an answer inside is at place 4
         ends = [place for place in range(1, len(ids)) if mask[place - 1] and not mask[place]]
         for place in ends:
             for turn in turns:
@@ -259,7 +241,7 @@ class ChatRenderer:
         Raises:
             RowError: The template rejects the conversation, leaves out a part of it, or takes too long.
         """
-        with _rendering():
+        with limited_rendering():
             ids: list[int] = self._apply(self._prepare(chat), chat.tools, add_generation_prompt=True)["input_ids"]
             return ids
 
@@ -269,8 +251,10 @@ class ChatRenderer:
 
     def templates(self) -> list[str]:
         """The template, or all templates that the tokenizer has."""
-        templates = self.tokenizer.chat_template
-        return list(templates.values()) if isinstance(templates, Mapping) else [templates]
+        template = self.tokenizer.chat_template
+        if isinstance(template, Mapping):
+            return list(template.values())
+        return [template]
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -281,14 +265,14 @@ class ChatRenderer:
             RowError: A role is misnamed, or the template does not read tool calls or leaves out messages of a role.
         """
         messages = [self._message(message) for message in chat.messages]
-        if misnamed := misnamed_roles(chat, self.templates()):
+        misnamed = misnamed_roles(chat, self.templates())
+        if misnamed:
             raise RowError(describe_misnamed(misnamed))
         for number, message in enumerate(messages, 1):
             if message.get("tool_calls"):
                 if "tool_calls" not in self.names():
                     raise RowError(
-                        f"message {number} has tool_calls, which the chat template does not read. Give one "
-                        "that does: "
+                        f"message {number} has tool_calls, which the chat template does not read. Give one that does: "
                         f"data.chat_template=FILE, or a built-in name ({', '.join(BUILT_IN)})."
                     )
             elif message["role"] not in self.roles:
@@ -296,32 +280,39 @@ class ChatRenderer:
         return messages
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: value for key, value in message.items() if key != "weight"}
-        content = found.get("content")
+        """A message with the form of content and of arguments that the template takes."""
+        prepared = {key: value for key, value in message.items() if key != "weight"}
+        content = prepared.get("content")
         if isinstance(content, list) and not self._takes_parts:
-            found["content"] = text_of(message)
+            prepared["content"] = text_of(message)
         elif isinstance(content, str) and self._takes_parts and not self._takes_text:
-            found["content"] = _parts(content)
-        if "tool_calls" in found and self._encodes_arguments:
-            found["tool_calls"] = [_decode_arguments(call) for call in found["tool_calls"]]
-        return found
+            prepared["content"] = _parts(content)
+        if "tool_calls" in prepared and self._encodes_arguments:
+            prepared["tool_calls"] = [_decode_arguments(call) for call in prepared["tool_calls"]]
+        return prepared
 
     def _check_role(self, messages: list[dict[str, Any]], number: int, tools: Any) -> None:
-        """Raise an error if a message leaves no trace in the text, neither as it stands nor as the last one."""
+        """Raise an error if a message leaves no trace in the text, neither as it stands nor as the last one.
+
+        A template that rejects the conversation with the probe in it says nothing about the role.
+
+        Args:
+            number: That of the message; the first one is 1.
+        """
         message = messages[number - 1]
         content = _parts(PROBE) if isinstance(message.get("content"), list) else PROBE
-        upto = [*messages[: number - 1], message | {"content": content}]
-        if all(
-            text is not None and PROBE not in text
-            for text in (self._try(upto + messages[number:], tools), self._try(upto, tools))
-        ):
-            known = [role for role in (*ROLES, "developer", "ipython") if role in self.names()]
-            raise RowError(
-                f"the chat template leaves out message {number}, whose role is {message['role']!r}. It "
-                f"names the roles {', '.join(known) or 'none'}. Rename the role in the data, or give a template that "
-                "writes it: data.chat_template=FILE."
-            )
-        self.roles.add(message["role"])
+        as_last = [*messages[: number - 1], message | {"content": content}]
+        for probed in (as_last + messages[number:], as_last):
+            text = self._try(probed, tools)
+            if text is None or PROBE in text:
+                self.roles.add(message["role"])
+                return
+        known = [role for role in (*ROLES, "developer", "ipython") if role in self.names()]
+        raise RowError(
+            f"the chat template leaves out message {number}, whose role is {message['role']!r}. It names the roles "
+            f"{', '.join(known) or 'none'}. Rename the role in the data, or give a template that writes it: "
+            "data.chat_template=FILE."
+        )
 
     # -- what a template takes -----------------------------------------------------------------------------------------
 
@@ -334,7 +325,7 @@ class ChatRenderer:
             return self._try([self._message(message) for message in messages])
 
         try:
-            with _rendering():
+            with limited_rendering():
                 return find_answer_end(self.tokenizer, render)
         except RowError:
             return AnswerEnd(is_known=False)
@@ -385,19 +376,22 @@ class ChatRenderer:
         return MARKER.search(self.tokenizer.get_chat_template(tools=tools)) is not None
 
     def _locate(self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation, and a 1 for each that has a character of a wanted answer, see ``_answers``."""
-        text, spans = self._answers(messages, tools, wanted)
-        self._check_fast()
-        inside = bytearray(len(text))
-        for start, end in spans:
-            inside[start:end] = b"\1" * (end - start)
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return found["input_ids"], [int(inside.find(1, start, end) >= 0) for start, end in found["offset_mapping"]]
+        """Token ids of a conversation, and a 1 for each that has a character of a wanted answer, see ``_answers``.
 
-    def _answers(
-        self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered conversation, and where the wanted answers of the assistant begin and end in it.
+        In ``<user>Hi<assistant>Yes``, the answer is at the characters 19 to 22. The token ``>Y``, at 18 to 20, has one
+        of them, and counts.
+        """
+        answers = self._answers(messages, tools, wanted)
+        self._check_fast()
+        is_inside = bytearray(len(answers.text))  # a 1 for each character of an answer
+        for start, end in answers.spans:
+            is_inside[start:end] = b"\1" * (end - start)
+        encoded = self.tokenizer(answers.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        mask = [int(is_inside.find(1, start, end) >= 0) for start, end in encoded["offset_mapping"]]
+        return encoded["input_ids"], mask
+
+    def _answers(self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]) -> RenderedAnswers:
+        """The rendered conversation with the wanted answers of the assistant.
 
         Args:
             wanted: The indices of their messages.
@@ -407,9 +401,10 @@ class ChatRenderer:
         """
         if self._is_marked(tools):
             return self._marked_answers(messages, tools, wanted)
-        text, spans = self._render(messages, tools), list[tuple[int, int]]()
+        text = self._render(messages, tools)
+        spans: list[tuple[int, int]] = []
         for index in wanted:
-            if not index:
+            if index == 0:
                 raise RowError(NO_PROMPT)
             before = self._render(messages[:index], tools, add_generation_prompt=True)
             after = self._render(messages[: index + 1], tools)
@@ -419,33 +414,37 @@ class ChatRenderer:
                     f"or does not begin it with its prompt for an answer. {REMEDY}"
                 )
             spans.append((len(before), len(after)))
-        return text, spans
+        return RenderedAnswers(text, spans)
 
-    def _marked_answers(
-        self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _marked_answers(self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]) -> RenderedAnswers:
+        """``_answers`` of a template with ``{% generation %}``, which transformers finds."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.tokenizer.get_chat_template(tools=tools)
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        marks: dict[str, Any] = self.tokenizer.special_tokens_map
+        special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
         rendered: Any = render_jinja_template(
-            [messages], tools, None, template, return_assistant_tokens_mask=True, **marks
+            [messages], tools, None, template, return_assistant_tokens_mask=True, **special_tokens
         )
-        (text,), (spans,) = rendered
-        if len(spans) != len(answers):
+        (text,), (blocks,) = rendered  # of one conversation
+        answers = _answer_indices(messages)
+        if len(blocks) != len(answers):
             reason = "data.train_on is last" if self.train_on == "last" else f"message {wanted[0] + 1} has weight 0"
             raise RowError(
-                f"{reason}, and the chat template has {len(spans)} blocks {{% "
-                f"generation %}} for {len(answers)} answers. Expected one block for each answer. Give such a template: "
-                "data.chat_template=FILE."
+                f"{reason}, and the chat template has {len(blocks)} blocks {{% generation %}} for {len(answers)} "
+                "answers. Expected one block for each answer. Give such a template: data.chat_template=FILE."
             )
-        return text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]
+        spans = [block for index, block in zip(answers, blocks, strict=True) if index in wanted]
+        return RenderedAnswers(text, spans)
 
 
 def answer_end(tokenizer: Any) -> AnswerEnd:
     """How the chat template of a tokenizer ends an answer."""
     return ChatRenderer(tokenizer)._answer_end
+
+
+def _answer_indices(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The indices of the messages of the assistant."""
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _parts(text: str) -> list[dict[str, str]]:
@@ -462,4 +461,6 @@ def _decode_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(arguments, dict):
         return call
     decoded = {**function, "arguments": arguments}
-    return {**call, "function": decoded} if "function" in call else decoded
+    if "function" in call:
+        return {**call, "function": decoded}
+    return decoded

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.model import TextModel
     from fastloop_plugins.text.streaming.blocks import BlockReader, Tokens
 
+    Lane = tuple[int, int]
+    """Lane and source: a lane reads each source with a window of its own."""
     Encoder = Callable[[list[Row], list[RowName]], list[dict[str, Any]]]
     """Columns and names of some rows -> their samples. A data worker calls it."""
 
@@ -71,42 +73,101 @@ class FoundFiles:
     digest: str
 
 
+@dataclass(frozen=True)
+class SlotPlace:
+    """The place of a slot in a pass over a source.
+
+    Attributes:
+        group: Its row group, by the place in the pass.
+        skip: Rows of the group that are before it.
+    """
+
+    group: int
+    skip: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Rows of a lane in memory, among which places are drawn.
+
+    Attributes:
+        turn: The pass over the source.
+        start: Its first slot in that pass.
+        rows: Number and columns of each row.
+    """
+
+    turn: int
+    start: int
+    rows: list[tuple[int, Row]]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The rows of a pass that a lane has not read yet.
+
+    Attributes:
+        turn: The pass over the source.
+        slot: The slot of the next one.
+        rows: They begin with that slot.
+    """
+
+    turn: int
+    slot: int
+    rows: Iterator[tuple[int, Row]]
+
+
 class Windows:
     """The rows of one reader: the current window of each lane in memory, and the position after it in the files."""
 
     def __init__(self, order: Order, reader: Reader | BlockReader, sources: Sequence[int]) -> None:
-        self.order, self.reader, self.sources = order, reader, sources
-        self.held: dict[tuple[int, int], tuple[Any, list[tuple[int, Row]]]] = {}
-        self.cursors: dict[tuple[int, int], tuple[int, int, Iterator[tuple[int, Row]]]] = {}
+        self.order = order
+        self.reader = reader
+        self.sources = sources
+        self.held: dict[Lane, Window] = {}
+        self.cursors: dict[Lane, Cursor] = {}
 
     def row(self, place: Place) -> tuple[int, Row]:
         """Number and columns of the row at a place. Places of a lane come in increasing order."""
-        lane, window = (place.lane, place.source), (place.turn, place.start)
-        held, rows = self.held.get(lane, (None, []))
-        if held != window:
+        lane = (place.lane, place.source)
+        window = self.held.get(lane)
+        if window is None or (window.turn, window.start) != (place.turn, place.start):
             self.held.pop(lane, None)
-            turn, slot, cursor = self.cursors.pop(lane, (-1, 0, iter(())))
-            group, skip = self._find(place.source, place.turn, place.start)
-            if turn == place.turn and 0 <= place.start - slot <= skip:  # in the row group that the cursor reads
-                deque(islice(cursor, place.start - slot), maxlen=0)
-            else:
-                cursor = self._from(place.source, place.turn, group, skip)
-            rows = list(islice(cursor, place.size))
-            self.held[lane] = window, rows
-            self.cursors[lane] = place.turn, place.start + place.size, cursor
-        return rows[place.offset]
+            window = self._read_window(lane, place)
+            self.held[lane] = window
+        return window.rows[place.offset]
 
-    def _find(self, source: int, turn: int, slot: int) -> tuple[int, int]:
-        """The row group of a slot, by its place in a pass over a source, and the group's rows before it."""
+    def _read_window(self, lane: Lane, place: Place) -> Window:
+        """Read the window of a place, from where the last one of its lane ended if that is not far."""
+        start = self._find(place.source, place.turn, place.start)
+        cursor = self.cursors.pop(lane, None)
+        if cursor is not None and cursor.turn == place.turn and 0 <= place.start - cursor.slot <= start.skip:
+            # the cursor reads the same row group: go on to the first row of the window
+            deque(islice(cursor.rows, place.start - cursor.slot), maxlen=0)
+            rows = cursor.rows
+        else:
+            rows = self._from(place.source, place.turn, start)
+        window = Window(place.turn, place.start, list(islice(rows, place.size)))
+        self.cursors[lane] = Cursor(place.turn, place.start + place.size, rows)
+        return window
+
+    def _find(self, source: int, turn: int, slot: int) -> SlotPlace:
+        """The place of a slot in a pass over a source.
+
+        With row groups that end at [4, 8, 12], slot 6 is in the second one, after 2 of its rows.
+        """
         _, ends = self.order.stream(source, turn)
         place = int(np.searchsorted(ends, slot, side="right"))
-        return place, slot - int(ends[place - 1] if place else 0)
+        first = int(ends[place - 1]) if place else 0
+        return SlotPlace(place, slot - first)
 
-    def _from(self, source: int, turn: int, place: int, skip: int) -> Iterator[tuple[int, Row]]:
-        """The rows of a pass over a source, from a row of a row group on."""
-        for number in self.order.stream(source, turn)[0][place:]:
+    def _from(self, source: int, turn: int, start: SlotPlace) -> Iterator[tuple[int, Row]]:
+        """Yield the rows of a pass over a source, from a place on."""
+        skip = start.skip
+        groups, _ = self.order.stream(source, turn)
+        for number in groups[start.group :]:
             group = int(number) + self.sources[source]
-            yield from enumerate(self.reader.read(group, skip), int(self.reader.index.firsts[group]) + skip)
+            first = int(self.reader.index.firsts[group]) + skip
+            yield from enumerate(self.reader.read(group, skip), first)
             skip = 0
 
 
@@ -130,8 +191,12 @@ class Streamed(IterableDataset[Any]):
         encode: Encoder,
         repeats: bool = False,
     ) -> None:
-        self.index, self.make_reader, self.sources, self.repeats = index, make_reader, list(sources), repeats
-        self.make_order, self.encode = make_order, encode
+        self.index = index
+        self.make_reader = make_reader
+        self.sources = list(sources)
+        self.make_order = make_order
+        self.encode = encode
+        self.repeats = repeats
         self.size = int(index.rows.sum())
 
     def __len__(self) -> int:
@@ -146,8 +211,10 @@ class Streamed(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The samples of the first epoch."""
-        for ((_, sample),) in self.read_ranges(0, (range(position, position + 1) for position in range(self.size))):
-            yield sample
+        one_by_one = (range(position, position + 1) for position in range(self.size))
+        for samples in self.read_ranges(0, one_by_one):
+            for _, sample in samples:
+                yield sample
 
     def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[list[tuple[int, Any]]]:
         """See ``fastloop.data.DatasetProtocol``. A sample's id is its row's number, counted over all files; see also
@@ -159,12 +226,17 @@ class Streamed(IterableDataset[Any]):
         with closing(self.make_reader()) as reader:
             windows = Windows(order, reader, self.sources)
             for positions in ranges:
-                places = [order.locate(epoch, position) for position in positions]
-                found = [windows.row(place) for place in places]
-                passes = [self.size * place.turn * self.repeats for place in places]
-                ids = [row + before for (row, _), before in zip(found, passes, strict=True)]
-                samples = self.encode([values for _, values in found], [self.index.name(row) for row, _ in found])
-                yield list(zip(ids, samples, strict=True))
+                ids: list[int] = []
+                rows: list[Row] = []
+                names: list[RowName] = []
+                for position in positions:
+                    place = order.locate(epoch, position)
+                    number, row = windows.row(place)
+                    # with 10 rows, row 3 of the passes 0, 1 and 2 has the ids 3, 13 and 23
+                    ids.append(number + self.size * place.turn if self.repeats else number)
+                    rows.append(row)
+                    names.append(self.index.name(number))
+                yield list(zip(ids, self.encode(rows, names), strict=True))
 
     def fingerprint(self) -> str:
         """A hash of the sizes and checksums of the files' row groups."""
@@ -179,7 +251,9 @@ class LabelReader:
     """
 
     def __init__(self, data: TextData, table: Mapping[Any, Any]) -> None:
-        self.column, self.table, self.numbers = data.labels[0], table, data.label_type == "number"
+        self.column = data.labels[0]
+        self.table = table
+        self.numbers = data.label_type == "number"
         self.untyped = data.stream is not None and data.stream.head.untyped
 
     def read(self, rows: list[Row], names: list[RowName]) -> NDArray[Any]:
@@ -203,17 +277,18 @@ class LabelReader:
                 )
             label: float = self.table[value]
             return label
-        if (number := read_number(value, self.untyped)) is None:
-            remedy = propose_point(value) if self.untyped else ""
-            if is_unlabelled(value):
-                remedy = f" {drop_line(self.column, 'empty: true')}"
-            raise DataError(
-                f"{problem}, expected a finite number (data.label_type=number).",
-                code="wrong-label",
-                place=str(name),
-                remedy=remedy,
-            )
-        return number
+        number = read_number(value, self.untyped)
+        if number is not None:
+            return number
+        remedy = propose_point(value) if self.untyped else ""
+        if is_unlabelled(value):
+            remedy = f" {drop_line(self.column, 'empty: true')}"
+        raise DataError(
+            f"{problem}, expected a finite number (data.label_type=number).",
+            code="wrong-label",
+            place=str(name),
+            remedy=remedy,
+        )
 
 
 class LabelledRows:
@@ -224,7 +299,9 @@ class LabelledRows:
     """
 
     def __init__(self, data: TextData, model: TextModel, table: Mapping[Any, Any]) -> None:
-        self.data, self.model, self.labels = data, model, LabelReader(data, table)
+        self.data = data
+        self.model = model
+        self.labels = LabelReader(data, table)
         self.types = token_types(data.columns, model)
         self.arguments: dict[str, Any] = {"truncation": True, "max_length": data.options.max_length, **self.types}
 
@@ -249,7 +326,8 @@ class Streaming:
     """
 
     def __init__(self, data: TextData, entries: list[list[str]]) -> None:
-        self.data, self.entries = data, entries
+        self.data = data
+        self.entries = entries
         self.columns: list[str]  # this and the next attributes: from read_head on
         self.index: Index
         self.sources: list[int]  # the first row group of each source
@@ -292,13 +370,17 @@ class Streaming:
         self._set_groups(index)
         order = self.order(0, 1)()
         self.make_reader = partial(Reader, index, layout, self.columns)
+        rows: list[Row] = []
+        names: list[str] = []
         with closing(self.make_reader()) as reader:
             windows = Windows(order, reader, self.sources)
-            found = [windows.row(order.locate(0, position)) for position in range(min(HEAD, order.size))]
-        rows = [values for _, values in found]
-        names = [index.name(row) for row, _ in found]
+            for position in range(min(HEAD, order.size)):
+                number, row = windows.row(order.locate(0, position))
+                rows.append(row)
+                names.append(index.name(number))
         if not data.tagged:
             for value, (count, first) in index.labels.items():
+                # a rare class has no row among the first ones: stand-ins, with a label of their own
                 copies = min(count, COPIES)
                 rows += [(*rows[0][:-1], value)] * copies
                 names += [index.name(first)] * copies
@@ -327,17 +409,17 @@ class Streaming:
         """The rows and the share of each source of a mix, for the log."""
         if self.weights is None:
             return ""
-        rows, total = [int(counts.sum()) for counts in self.groups], sum(self.weights)
+        total = sum(self.weights)
         key = "data.sources" if self.data.sources else "data.files.train"
-        lines = [
-            f"{key}[{number}] {count}, {weight / total:.1%} of the samples"
-            for number, (count, weight) in enumerate(zip(rows, self.weights, strict=True))
-        ]
+        lines: list[str] = []
+        for number, (counts, weight) in enumerate(zip(self.groups, self.weights, strict=True)):
+            lines.append(f"{key}[{number}] {int(counts.sum())}, {weight / total:.1%} of the samples")
         return f" ({'; '.join(lines)})"
 
     def _set_groups(self, index: Index) -> None:
         """Set the row groups of each source. Raises an error for a source that is too small for the lanes."""
-        self.index, self.groups = index, np.split(index.rows, self.sources[1:])
+        self.index = index
+        self.groups = np.split(index.rows, self.sources[1:])  # sources [0, 2]: groups 0 and 1, and those from 2 on
         lanes = self.data.options.lanes
         for paths, rows in zip(self.entries, self.groups, strict=True):
             if self.weights is not None and rows.sum() < lanes:
@@ -401,7 +483,10 @@ class Streaming:
     def label_table(self, loaded: Mapping[str, Any]) -> dict[Any, Any]:
         """Label in the files -> label of a sample."""
         labels = loaded["train"].labels
-        return {} if labels is None else dict(zip(self.head.columns[self.data.labels[0]], labels.tolist(), strict=True))
+        if labels is None:
+            return {}
+        in_files = self.head.columns[self.data.labels[0]]
+        return dict(zip(in_files, labels.tolist(), strict=True))
 
     def datasets(self, run: Run, loaded: Mapping[str, Any], encode: Encoder) -> dict[str, Any]:
         """The datasets of a run: ``train`` is streamed, and the others are as ``loaded``. Every process must call

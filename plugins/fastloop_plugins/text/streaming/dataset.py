@@ -87,7 +87,7 @@ class SlotPlace:
 
 
 @dataclass(frozen=True)
-class Window:
+class LaneWindow:
     """Rows of a lane in memory, among which places are drawn.
 
     Attributes:
@@ -102,7 +102,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Cursor:
+class LaneCursor:
     """The rows of a pass that a lane has not read yet.
 
     Attributes:
@@ -123,8 +123,8 @@ class Windows:
         self.order = order
         self.reader = reader
         self.sources = sources
-        self.held: dict[Lane, Window] = {}
-        self.cursors: dict[Lane, Cursor] = {}
+        self.held: dict[Lane, LaneWindow] = {}
+        self.cursors: dict[Lane, LaneCursor] = {}
 
     def row(self, place: Place) -> tuple[int, Row]:
         """Number and columns of the row at a place. Places of a lane come in increasing order."""
@@ -136,18 +136,18 @@ class Windows:
             self.held[lane] = window
         return window.rows[place.offset]
 
-    def _read_window(self, lane: Lane, place: Place) -> Window:
+    def _read_window(self, lane: Lane, place: Place) -> LaneWindow:
         """Read the window of a place, from where the last one of its lane ended if that is not far."""
         start = self._find(place.source, place.turn, place.start)
         cursor = self.cursors.pop(lane, None)
         if cursor is not None and cursor.turn == place.turn and 0 <= place.start - cursor.slot <= start.skip:
-            # the cursor reads the same row group: go on to the first row of the window
+            # the cursor reads the same row group: skip its rows before the window
             deque(islice(cursor.rows, place.start - cursor.slot), maxlen=0)
             rows = cursor.rows
         else:
             rows = self._from(place.source, place.turn, start)
-        window = Window(place.turn, place.start, list(islice(rows, place.size)))
-        self.cursors[lane] = Cursor(place.turn, place.start + place.size, rows)
+        window = LaneWindow(place.turn, place.start, list(islice(rows, place.size)))
+        self.cursors[lane] = LaneCursor(place.turn, place.start + place.size, rows)
         return window
 
     def _find(self, source: int, turn: int, slot: int) -> SlotPlace:
@@ -371,7 +371,7 @@ class Streaming:
         order = self.order(0, 1)()
         self.make_reader = partial(Reader, index, layout, self.columns)
         rows: list[Row] = []
-        names: list[str] = []
+        names: list[RowName] = []
         with closing(self.make_reader()) as reader:
             windows = Windows(order, reader, self.sources)
             for position in range(min(HEAD, order.size)):

@@ -106,6 +106,18 @@ def test_help_imports_no_library_of_training():
     assert not found.intersection(HELP_NEEDS_NONE)
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_errors_of_a_recipe_come_before_the_import_of_torch(command):
+    """It takes two seconds."""
+    code = (
+        "import sys\nfrom fastloop.cli import main\ntry:\n    main()\nexcept SystemExit as ended:\n"
+        "    print('MODULES', ended.code, *sys.modules)"
+    )
+    found, _ = modules("-c", code, command, "quickstart", "train.lrr=1")
+    assert "2" in found
+    assert "torch" not in found
+
+
 @with_pinned_versions
 def test_quickstart_imports_little_before_its_first_step():
     Path("probe.py").write_text(PROBE)

@@ -12,12 +12,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fastloop.checkpoint.folder import check_contents
 from fastloop.cli.arguments import RecipeArguments
 from fastloop.cli.messages import show_messages
 from fastloop.cli.option_table import describe
 from fastloop.distributed import ranks
-from fastloop.lifecycle import check_task
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.plugin import Plugin, shown_numerics
@@ -78,6 +76,10 @@ def make_plan(recipe: Recipe, nproc: int | None) -> Plan:
         world_size = ranks.world_size()
         resolved = resolve(recipe)
         plugins = resolved.plugins
+        # only here: they import torch, and errors of the recipe come before
+        from fastloop.checkpoint.folder import check_contents
+        from fastloop.lifecycle import check_task
+
         plugins.hooks.check_recipe(recipe=resolved.recipe, plugins=plugins)
         check_task(resolved.recipe, plugins)
         check_contents(Path(resolved.recipe.output), recipe.where)

@@ -81,6 +81,11 @@ PAGES = {
                 "complete checkpoint is used. A failed save is logged, and training continues or stops as "
                 "`train.on_save_error` states. A second run in the folder is refused.",
             ),
+            "test_full_disk": (
+                "Full disks",
+                "A disk is full while a command writes its result: one error names the file, the file that it replaces "
+                "stays, and the same command works with free space.",
+            ),
             "test_power_loss": (
                 "Loss of power",
                 "Power is lost at any moment of a save, a rotation, an export or a run: the newest reported "
@@ -132,6 +137,11 @@ PAGES = {
                 "Fuzzing",
                 "Recipes, command lines, options, rows, data files and checkpoints are random: each is read, or "
                 "refused by one message.",
+            ),
+            "test_pairings": (
+                "Plugins drawn together",
+                "A task, plugins and settings are drawn at random: a resumed run equals a whole one to the bit, and an "
+                "export has the metrics of its run.",
             ),
             "test_soak": (
                 "Load",

@@ -90,6 +90,12 @@ WIDE: Mapping[str, Any] = {
     "plugins": [{"amp": {"dtype": "bf16"}}, "packing"],
 }
 """``TEXTS`` with heads of 32 features, in bf16 and packed: the CPU kernels accept it."""
+DECODER: Mapping[str, Any] = {
+    **LANGUAGE,
+    "model": LANGUAGE["model"] | {"config": LANGUAGE["model"]["config"] | {"hidden_size": 64}},
+    "plugins": [{"amp": {"dtype": "bf16"}}, "packing"],
+}
+"""``LANGUAGE`` with heads of 32 features, in bf16 and packed: the CPU kernels accept it."""
 TASKS = {
     "vectors": VECTORS,
     "images": IMAGES,
@@ -99,6 +105,7 @@ TASKS = {
     "dates": DATES,
     "tagged": TAGGED,
     "wide": WIDE,
+    "decoder": DECODER,
 }
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "ddp": {"ddp": {}},
@@ -298,6 +305,8 @@ def single_groups() -> list[Group]:
         if row.task in PAIRED_TASKS and load(name).numerics == "bitwise":
             strategies = strategies[:1]
         groups.append(Group(row.task, (name,), strategies))
+    # the row of cpu-layers trains its kernels of BERT
+    groups.append(Group("decoder", ("cpu-layers",), ("ddp", "fsdp")))
     return groups
 
 

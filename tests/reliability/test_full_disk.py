@@ -94,7 +94,7 @@ def test_a_full_disk_is_named_and_the_command_works_later(name: str, disk: Path,
 
 @pytest.mark.slow
 def test_onnx_on_a_full_disk(disk: Path, trained: Path, cli: Any):
-    """a full disk while an ONNX model is written"""
+    """a full disk while an ONNX model is written: an error, and nothing half-written"""
     pytest.importorskip("onnxscript")
     fill(disk, KEPT)
     code, _, said = cli("export", str(trained / "run"), "--to", "onnx", "--out", str(disk / "onnx"))
@@ -130,7 +130,7 @@ def test_what_a_command_replaces_stays_on_a_full_disk(disk: Path):
 
 
 def test_errors_of_libraries_are_recognized():
-    """errors of libraries about a full disk, which have no number or another class"""
+    """errors of libraries about a full disk, without its number or of another class: recognized"""
     numbered = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     copied = shutil.Error([("a", "b", str(numbered))])
     text = RuntimeError("I/O error: No space left on device (os error 28)")

@@ -193,7 +193,7 @@ def test_a_listing_that_cannot_be_written_is_an_error(command):
     """the standard output of a listing is a full disk: one line of error"""
     done = shell(command, "> /dev/full")
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert_problem(done.stderr, "file-failed standard output No space")
+    assert_problem(done.stderr, "disk-full standard output")
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fastloop import Machine
 from fastloop.recipe import make_recipe
+from fastloop.testing import write_texts
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels.target_logits import TargetLogits
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.precision.amp import Amp
 from fastloop_plugins.training.lora import LoRA
+from interrupted_runs import Case, check_interrupted
 from text_helpers import build_on_short_texts as run
 from text_helpers import train_to_numbers
 from torch.nn.functional import silu
+from transformers import AutoConfig, AutoModelForCausalLM
+from world_rows import DECODER
 
 from fastloop_cpu._cpu_decoder import SOURCE, Gate, RMSNorm, Rotation, use
 from fastloop_cpu._native import unavailable_kernels
@@ -64,8 +69,6 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def build(config: dict[str, Any]) -> Any:
     """A language model of this config, with weights from seed 0."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(0)
     config = {"vocab_size": 100, "initializer_range": 0.1} | config
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
@@ -247,6 +250,19 @@ def test_gradients_are_as_exact_as_those_of_amp_alone(kind, monkeypatch):
     assert len(calls) == (8 if has_norms_of_heads else 4)
     assert torch.equal(gradients(False), exact), "without autocast, the model computes itself"
     assert list(model.state_dict()) == names
+
+
+def write_files() -> None:
+    write_texts(Path())
+
+
+@pytest.mark.slow
+@needs_kernel
+def test_a_killed_run_resumes_and_exports_a_model_of_transformers():
+    check_interrupted(Case(DECODER, ["cpu-layers"], write=write_files), "SIGKILL", 3)
+    _, loaded = AutoModelForCausalLM.from_pretrained("cut/model", output_loading_info=True)
+    assert not loaded["missing_keys"]
+    assert not loaded["unexpected_keys"]
 
 
 @needs_kernel

@@ -137,7 +137,7 @@ LINES: dict[str, tuple[Callable[[], str], str, str | None]] = {
     "900 lists as a text in a jsonl": (
         lambda: written("a.jsonl", lines('{"text": ' + "[" * 900 + "]" * 900 + ', "label": "good"}\n')),
         "line 41: column 'text' .*expected text",
-        "row 41: column 'text' .*expected text",
+        "line 41: column 'text' .*expected text",
     ),
     "200,000 objects in a row of a jsonl": (lambda: written("a.jsonl", lines('{"text":' * 200_000)), DEPTH, DEPTH),
     "200,000 lists in a json": (lambda: written("a.json", DEEP), "line 1: .*recursion depth", None),

@@ -194,7 +194,7 @@ class ReviewTask(TextClassification):
     def check_recipe(self) -> None:
         """Sets the loss. There are no texts and no tokenizer to check."""
         self.criterion = ClassLoss("cross_entropy", "benchmark")
-        self.problem = make_problem("class", self.criterion, None, "benchmark")
+        self.problem = make_problem("class", self.criterion, self, "benchmark")
         self.text_model: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=PAD))
 
     @hookimpl

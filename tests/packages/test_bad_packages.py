@@ -232,7 +232,7 @@ def test_plugins_with_same_name_are_selected_by_package(venv, recipe):
     assert "amp  (slot precision, " in out
     code, out, _ = fastloop(venv, "plan", recipe, "-v", "--with", "bad-amp:amp")
     assert code == 0
-    assert "amp  (bitwise, listed in the recipe as bad-amp:amp)" in out
+    assert "amp  (not declared, listed in the recipe as bad-amp:amp)" in out
 
 
 def test_commands_that_crash_or_take_a_name_of_ours(venv, recipe):

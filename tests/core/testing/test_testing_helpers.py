@@ -399,7 +399,7 @@ BAD = {
         "declared",
         "promises a numerics class. Found: 'about right'. Expected one of: bitwise, reassociated",
     ),
-    "unsaid": (GOOD, "documented", "promises a recipe to copy. Found: none in the docstring of unsaid"),
+    "unsaid": (GOOD, "documented", "no recipe to copy in the docstring of unsaid"),
 }
 """Plugin -> what it does, the check that finds it, and the words of it."""
 ONLY = {

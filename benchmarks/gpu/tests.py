@@ -7,14 +7,12 @@ Each file of tests runs in its own process, a few at a time: an error that break
 The longest files are divided among several processes, and begin first.
 The first command runs the tests marked ``gpu``. The second one runs the files of ``tests/plugins``, except those of
 strategies, without their slow tests: ``tiny_run`` and the conformance suite train on the device there. Each test that
-did not pass is a record, and each file with its counts. A test may take ``--timeout`` seconds if pytest-timeout is
-installed.
+did not pass is a record, and each file with its counts. A test may take ``--timeout`` seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -86,8 +84,7 @@ class Part:
         command += ["-p", "_report_tests", "--no-header", "--tb=short"]
         command += ["-W", "default"]  # warnings of another torch, and of CUDA, are no failures
         command.append(f"--basetemp={folder / self.stem}")
-        if importlib.util.find_spec("pytest_timeout") is not None:
-            command.append(f"--timeout={timeout:g}")
+        command.append(f"--timeout={timeout:g}")
         if device == "cuda" and self.file.name == "test_conformance.py":
             command += ["-k", "not ddp and not fsdp and not deepspeed"]  # two processes would need two GPUs
         return command

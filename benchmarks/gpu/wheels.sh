@@ -22,7 +22,7 @@ fetch() {  # FOLDER PACKAGE...: wheels for Python 3.12 on Linux
 wheels=benchmarks/gpu/wheels
 rm -rf "$wheels"
 mkdir -p "$wheels"
-mapfile -t pinned < <(grep -iE '^(pydantic|pydantic_core|omegaconf|annotated-types|typing-inspection)==' constraints.txt)
+mapfile -t pinned < <(grep -iE '^(pydantic|pydantic_core|omegaconf|annotated-types|typing-inspection|pytest-timeout)==' constraints.txt)
 fetch "$wheels" "${pinned[@]}"
 if [ "${1:-}" = --optional ]; then fetch "$wheels" liger-kernel torchao; fi
 

@@ -390,8 +390,8 @@ class GRPO(TextTask):
         import torch
 
         started = perf_counter()
-        asked = [batch.inputs for batch in batches if batch.samples]  # others repeat rows of another process
-        rollout = self.roll_out(run, asked, self.num_generations, f"train {run.state.step} {run.rank}")
+        own_inputs = [batch.inputs for batch in batches if batch.samples]  # others repeat rows of another process
+        rollout = self.roll_out(run, own_inputs, self.num_generations, f"train {run.state.step} {run.rank}")
         generated = perf_counter()
         scale = self.loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards
         advantages = rollout.advantages(scale)

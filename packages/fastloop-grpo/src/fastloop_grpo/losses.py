@@ -76,11 +76,11 @@ def equal_groups(rewards: Tensor) -> Tensor:
     return smallest >= largest
 
 
-def policy_loss(found: Tensor, batch: Mapping[str, Tensor], settings: LossSettings) -> PolicyLoss:
+def policy_loss(log_probabilities: Tensor, batch: Mapping[str, Tensor], settings: LossSettings) -> PolicyLoss:
     """The loss of completions: the clipped objective of PPO with the advantages of a group.
 
     Args:
-        found: Log-probabilities of all tokens of completions, end to end: (tokens,) float32.
+        log_probabilities: Those of all tokens of completions, end to end: (tokens,) float32.
         batch: ``completions`` is the number of each token's completion, (tokens,) int64; ``sizes`` the number of tokens
             of each completion, and ``advantages``, both (completions,) float32; ``old`` the log-probabilities before
             the first update. Optional: ``reference``, those of the model before training; ``sampled``, those of an
@@ -89,25 +89,27 @@ def policy_loss(found: Tensor, batch: Mapping[str, Tensor], settings: LossSettin
     """
     rows = batch["completions"]
     sizes = batch["sizes"]
-    gains = batch["advantages"][rows]
-    change = found - batch["old"]
+    advantage = batch["advantages"][rows]  # of each token: that of its completion
+    change = log_probabilities - batch["old"]
     if settings.name == "gspo":
         sums = torch.zeros_like(sizes).index_add(0, rows, change)
         change = (sums / sizes.clamp(min=1))[rows]
     ratio = change.exp()
     bounded = ratio.clamp(1 - settings.low, 1 + settings.high)
-    losses = -torch.min(ratio * gains, bounded * gains)
-    clipped = ((ratio < 1 - settings.low) & (gains < 0)) | ((ratio > 1 + settings.high) & (gains > 0))
+    losses = -torch.min(ratio * advantage, bounded * advantage)
+    clipped_below = (ratio < 1 - settings.low) & (advantage < 0)
+    clipped_above = (ratio > 1 + settings.high) & (advantage > 0)
     weights = torch.ones_like(losses)
     if "sampled" in batch:
         weights = sampler_weights(batch["old"], batch["sampled"], settings.sampler_cap)
         losses = losses * weights
-    divergence = torch.zeros_like(found)
+    divergence = torch.zeros_like(log_probabilities)
     if "reference" in batch:
-        distance = batch["reference"] - found
+        distance = batch["reference"] - log_probabilities
         estimate = distance.exp() - distance - 1  # Schulman, 2020, http://joschu.net/blog/kl-approx.html
         divergence = ratio * estimate  # so that its gradient is unbiased: https://arxiv.org/abs/2512.02556
         losses = losses + settings.beta * divergence
+    clipped = clipped_below | clipped_above
     return PolicyLoss(mean_loss(losses, rows, sizes, settings), clipped, divergence.detach(), weights)
 
 

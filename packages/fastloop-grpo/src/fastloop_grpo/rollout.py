@@ -138,12 +138,12 @@ class Rollout:
         values: list[float] = advantages(self.rewards, scale).flatten().tolist()
         return values
 
-    def samples(self, gains: Sequence[float], mask_truncated: bool) -> list[CompletionSample]:
+    def samples(self, advantages: Sequence[float], mask_truncated: bool) -> list[CompletionSample]:
         """The samples of the loss, the longest ones first, so that batches have little padding."""
         samples = []
-        for place, (completion, gain) in enumerate(zip(self.completions, gains, strict=True)):
+        for place, (completion, advantage) in enumerate(zip(self.completions, advantages, strict=True)):
             masked = mask_truncated and not completion.ended
-            samples.append(completion_sample(self.prompts[place // self.count], completion, gain, masked))
+            samples.append(completion_sample(self.prompts[place // self.count], completion, advantage, masked))
         return sorted(samples, key=lambda sample: -len(sample.input_ids))
 
     def means(self) -> dict[str, Mean]:
@@ -176,7 +176,7 @@ class Rollout:
         """1 for a completion without an end token, and 0 for others."""
         return [float(not completion.ended) for completion in self.completions]
 
-    def rows(self, gains: Sequence[float], most: int) -> list[dict[str, Any]]:
+    def rows(self, advantages: Sequence[float], most: int) -> list[dict[str, Any]]:
         """The first completions, as rows to log."""
         rewards = self.rewards.flatten().tolist()
         rows = []
@@ -187,7 +187,7 @@ class Rollout:
                 "tokens": len(completion.ids),
                 "ended": completion.ended,
                 "reward": rewards[place],
-                "advantage": gains[place],
+                "advantage": advantages[place],
             }
             for name, values in self.parts.items():
                 row[f"rewards/{name}"] = values[place]

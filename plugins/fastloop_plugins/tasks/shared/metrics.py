@@ -96,7 +96,7 @@ def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: 
 
 
 def make_metrics(
-    classes: Mapping[str, type[Metric]],
+    metric_classes: Mapping[str, type[Metric]],
     options: Mapping[str, Mapping[str, Any]],
     where: str,
     task_arguments: Mapping[str, Any] | None = None,
@@ -105,7 +105,7 @@ def make_metrics(
     """Name -> metric: those of the task, and those of the recipe.
 
     Args:
-        classes: The result of ``find_metrics``.
+        metric_classes: The result of ``find_metrics``.
         where: The recipe and the key, for messages.
         task_arguments: Arguments that the task knows, for the metrics that have such a parameter.
         task_metrics: Name -> metric of the task.
@@ -114,7 +114,7 @@ def make_metrics(
         RecipeError: A metric has the name of one of the task, or does not take its arguments.
     """
     metrics = dict(task_metrics or {})
-    for name, cls in classes.items():
+    for name, cls in metric_classes.items():
         if name in metrics:
             raise RecipeError(
                 f"the task has a metric {name!r}.",
@@ -151,7 +151,7 @@ def collect(metrics: Mapping[str, Metric], where: str) -> MetricCollection:
 
 
 def classifier_metrics(
-    classes: Mapping[str, type[Metric]],
+    metric_classes: Mapping[str, type[Metric]],
     options: Mapping[str, Mapping[str, Any]],
     where: str,
     num_classes: int,
@@ -188,8 +188,8 @@ def classifier_metrics(
     arguments: dict[str, Any] = {"num_classes": num_classes, "task": "multiclass"}
     if threshold is not None:
         arguments["threshold"] = threshold
-    metrics = make_metrics(classes, options, where, arguments, metrics)
-    for name, cls in classes.items():
+    metrics = make_metrics(metric_classes, options, where, arguments, metrics)
+    for name, cls in metric_classes.items():
         # also what a class such as MatthewsCorrCoef makes, by its argument ``task``
         if threshold is not None and isinstance(metrics[name], MulticlassStatScores | MulticlassConfusionMatrix):
             metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decision.classes)
@@ -205,11 +205,11 @@ def classifier_metrics(
     return collect(metrics, where)
 
 
-def binary_metrics(classes: Mapping[str, type[Metric]], num_classes: int) -> list[str]:
+def binary_metrics(metric_classes: Mapping[str, type[Metric]], num_classes: int) -> list[str]:
     """The names of the metrics of ``classifier_metrics`` that score one of two classes."""
     if num_classes != 2:
         return []
-    return ["f1", *(name for name, cls in classes.items() if cls.__name__.startswith("Binary"))]
+    return ["f1", *(name for name, cls in metric_classes.items() if cls.__name__.startswith("Binary"))]
 
 
 def prediction_columns(

@@ -37,10 +37,10 @@ class SingleLabel:
         return Output(self.loss(logits.float(), targets), logits, targets)
 
     def metrics(
-        self, names: Sequence[str], classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
+        self, names: Sequence[str], metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
     ) -> MetricCollection:
         """See ``classifier_metrics``."""
-        return classifier_metrics(classes, options, where, len(names), self.decide(names))
+        return classifier_metrics(metric_classes, options, where, len(names), self.decide(names))
 
     def column_names(self, names: Sequence[str]) -> list[str]:
         """The names of ``columns``."""
@@ -65,7 +65,7 @@ class Regression:
         return Output(mse_loss(values, targets.float()), values, targets.float())
 
     def metrics(
-        self, names: Sequence[str], classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
+        self, names: Sequence[str], metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
     ) -> MetricCollection:
         """``mse``, ``mae``, ``pearson`` and ``spearman``, and the recipe's metrics."""
         from torchmetrics import MeanAbsoluteError, MeanSquaredError, PearsonCorrCoef, SpearmanCorrCoef
@@ -74,7 +74,7 @@ class Regression:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*will save all targets")  # two numbers for each text
             metrics["spearman"] = SpearmanCorrCoef()
-        return collect(make_metrics(classes, options, where, task_metrics=metrics), where)
+        return collect(make_metrics(metric_classes, options, where, task_metrics=metrics), where)
 
     def column_names(self, names: Sequence[str]) -> list[str]:
         """The names of ``columns``."""
@@ -105,7 +105,7 @@ class MultiLabel:
         return Output(binary_cross_entropy_with_logits(logits.float(), targets), logits, targets)
 
     def metrics(
-        self, names: Sequence[str], classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
+        self, names: Sequence[str], metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
     ) -> MetricCollection:
         """``f1_micro``, ``f1_macro`` and ``subset_accuracy``: the share of texts with all classes right. And the
         recipe's metrics."""
@@ -118,7 +118,7 @@ class MultiLabel:
             "f1_macro": MultilabelF1Score(len(names), self.threshold, average="macro"),
             "subset_accuracy": MultilabelExactMatch(len(names), self.threshold),
         }
-        metrics = make_metrics(classes, options, where, known, metrics)
+        metrics = make_metrics(metric_classes, options, where, known, metrics)
         return collect(
             {name: LambdaInputTransformer(metric, _probabilities, _whole_numbers) for name, metric in metrics.items()},
             where,

@@ -313,7 +313,7 @@ def _scores(hits: int, predicted: int, actual: int) -> dict[str, float]:
 def tag_metrics(
     names: Sequence[str],
     scheme: Scheme | None,
-    classes: Mapping[str, type[Metric]],
+    metric_classes: Mapping[str, type[Metric]],
     options: Mapping[str, Any],
     where: str,
 ) -> MetricCollection:
@@ -323,7 +323,7 @@ def tag_metrics(
     Tags without the prefixes of entities, such as parts of speech, have no entities: then only ``accuracy``.
 
     Args:
-        classes: The result of ``find_metrics``.
+        metric_classes: The result of ``find_metrics``.
         options: The options of the recipe's metrics.
         where: The recipe and the task, for messages.
 
@@ -352,7 +352,7 @@ def tag_metrics(
         )
     known = {"num_classes": len(names), "task": "multiclass", "ignore_index": IGNORED}
     where = f"{where}.metrics"
-    return collect(make_metrics(classes, options, where, known, made), where)
+    return collect(make_metrics(metric_classes, options, where, known, made), where)
 
 
 def tag_columns(

@@ -198,13 +198,13 @@ class LanguageTextData(TextData):
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:
             return datasets
-        from fastloop_plugins.text.chat.tokens import Documents, LanguageRows, blocks, warn_about_long_rows
+        from fastloop_plugins.text.chat.tokens import DocumentEncoder, LanguageRows, block_samples, warn_about_long_rows
 
         if self.options.blocks:
             # the hash does not cover such code
             known = None if model.options.trust_remote_code else f"{ENCODING} {model.fingerprint()}"
-            self.stream.put_end_to_end(run, Documents(self, model.tokenizer), self.options.max_length, known)
-            return self.stream.datasets(run, datasets, blocks)
+            self.stream.put_end_to_end(run, DocumentEncoder(self, model.tokenizer), self.options.max_length, known)
+            return self.stream.datasets(run, datasets, block_samples)
         if not self.masked:
             warn_about_long_rows(self, model.tokenizer, self.stream.head.columns[self.columns[0]])
         return self.stream.datasets(run, datasets, LanguageRows(self, model.tokenizer, datasets["train"][0]))

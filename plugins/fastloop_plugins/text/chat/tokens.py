@@ -367,8 +367,8 @@ def warn_about_long_rows(data: LanguageTextData, tokenizer: Any, texts: Sequence
         )
 
 
-class Documents:
-    """The tokens of some streamed rows, end to end; empty texts are skipped."""
+class DocumentEncoder:
+    """Encodes some streamed rows: their tokens, end to end. Empty texts are skipped."""
 
     def __init__(self, data: LanguageTextData, tokenizer: Any) -> None:
         self.data = data
@@ -379,8 +379,8 @@ class Documents:
         return flat(encode_rows(self.tokenizer, texts, self.data.encoding_arguments()))[0]
 
 
-def blocks(rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:
-    """Samples of blocks of tokens, see ``text.streaming.blocks``."""
+def block_samples(rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:
+    """The samples of streamed blocks of tokens, which ``text.streaming.blocks`` cuts."""
     return [{"input_ids": ids} for (ids,) in rows]
 
 

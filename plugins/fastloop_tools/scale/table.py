@@ -26,9 +26,9 @@ WIDTH = 5
 """Characters of a column at least."""
 
 
-def write_json(found: Estimate, file: str) -> None:
+def write_json(estimate: Estimate, file: str) -> None:
     """Write the estimates to a file, or to stdout if it is ``-``."""
-    text = json.dumps(secrets.hidden(found.to_dict()), indent=1)
+    text = json.dumps(secrets.hidden(estimate.to_dict()), indent=1)
     if file == "-":
         typer.echo(text)
         return
@@ -37,31 +37,32 @@ def write_json(found: Estimate, file: str) -> None:
     write(Path(file), text + "\n", hidden=True)
 
 
-def show(found: Estimate, recipe: Recipe, command: Command) -> None:
+def show(estimate: Estimate, recipe: Recipe, command: Command) -> None:
     """Print the table and the smallest change that fits, as a change of the recipe's command."""
-    for line in lines(found, recipe, command):
+    for line in lines(estimate, recipe, command):
         typer.echo(line)
 
 
-def lines(found: Estimate, recipe: Recipe, command: Command) -> Iterator[str]:
+def lines(estimate: Estimate, recipe: Recipe, command: Command) -> Iterator[str]:
     """The lines of the output."""
-    unit, size = unit_for(max(variant.total for variant in found.variants))
-    yield f"{found.parameters:,} parameters on {found.processes} processes, precision {found.precision}, {unit}"
-    shapes = ", ".join("x".join(map(str, shape)) or "1" for shape in found.batch)
-    yield f"micro-batch of {found.micro_batch_size} samples ({shapes}), {found.micro_steps} a step"
+    unit, size = unit_for(max(variant.total for variant in estimate.variants))
+    model = f"{estimate.parameters:,} parameters on {estimate.processes} processes"
+    yield f"{model}, precision {estimate.precision}, {unit}"
+    shapes = ", ".join("x".join(map(str, shape)) or "1" for shape in estimate.batch)
+    yield f"micro-batch of {estimate.micro_batch_size} samples ({shapes}), {estimate.micro_steps} a step"
     yield ""
     head = f"{'strategy':<16} ckpt"
     for name in COLUMNS:
         head += f" {name:>{WIDTH}}"
-    if found.device_memory is not None:
+    if estimate.device_memory is not None:
         head += " fits"
-    if any(variant.seconds is not None for variant in found.variants):
+    if any(variant.seconds is not None for variant in estimate.variants):
         head += " seconds"
     yield head
-    for variant in found.variants:
+    for variant in estimate.variants:
         yield row(variant, size)
     yield ""
-    yield from notes(found, recipe, command, unit, size)
+    yield from notes(estimate, recipe, command, unit, size)
 
 
 def row(variant: MemoryVariant, size: float) -> str:
@@ -82,40 +83,40 @@ def row(variant: MemoryVariant, size: float) -> str:
     return line.rstrip()
 
 
-def notes(found: Estimate, recipe: Recipe, command: Command, unit: str, size: float) -> Iterator[str]:
+def notes(estimate: Estimate, recipe: Recipe, command: Command, unit: str, size: float) -> Iterator[str]:
     """The lines below the table."""
     yield "Sizes of one process. wire: bytes that it sends in a step. ckpt: activation"
     yield "checkpointing. *: the recipe's. Not counted: the device's own libraries"
     yield "(often 1 GiB), fragmentation, temporary tensors of the optimizer."
     other_sizes = {}
-    for variant in found.variants:
-        if variant.samples != found.micro_batch_size:
+    for variant in estimate.variants:
+        if variant.samples != estimate.micro_batch_size:
             other_sizes[variant.name] = variant.samples
     for name, samples in other_sizes.items():
         yield f"{name}: a micro-batch has {samples} samples."
-    if any(variant.seconds is not None for variant in found.variants):
+    if any(variant.seconds is not None for variant in estimate.variants):
         yield "seconds: a step if communication and computation overlap: a lower bound."
-    if found.device_memory is None:
+    if estimate.device_memory is None:
         return
-    current = next((variant for variant in found.variants if variant.listed), None)
+    current = next((variant for variant in estimate.variants if variant.listed), None)
     if current is not None and current.fits:
         yield f"The recipe fits: {label(current)} needs {format_size(current.total / size)} {unit}."
         return
-    best = found.smallest_change
-    fitting = [label(variant) for variant in found.variants if variant.fits]
+    best = estimate.smallest_change
+    fitting = [label(variant) for variant in estimate.variants if variant.fits]
     if best is None and fitting:
         yield f"The recipe's plugins or its optimizer refuse each variant that fits: {', '.join(fitting)}."
         return
     if best is None:
-        least = min(found.variants, key=lambda variant: variant.total)
+        least = min(estimate.variants, key=lambda variant: variant.total)
         yield f"Nothing fits. {label(least)} needs {format_size(least.total / size)} {unit}."
         advice = "Use more processes"
-        if found.micro_batch_size > 1:
-            advice += f", or a smaller train.micro_batch_size (now {found.micro_batch_size})"
+        if estimate.micro_batch_size > 1:
+            advice += f", or a smaller train.micro_batch_size (now {estimate.micro_batch_size})"
         yield f"{advice}."
         return
     yield f"Smallest change that fits ({format_size(best.total / size)} {unit}): {label(best)}"
-    yield from ("  " + line for line in command.changed(recipe, best, found.variants).lines(76))
+    yield from ("  " + line for line in command.changed(recipe, best, estimate.variants).lines(76))
 
 
 def label(variant: MemoryVariant) -> str:

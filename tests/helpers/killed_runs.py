@@ -1,4 +1,4 @@
-"""Runs of the tiny model in a process of their own, which may be killed. It is not forked from the test: a forked
+"""Runs of the tiny model in a process of their own, which a plugin may kill. It is not forked from the test: a forked
 process cannot use an accelerator that the test has used."""
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ folder, lock              # the run folder, and its lock
 run_summary               # ``summary.json``
 resume                    # the state of a run, saved and restored
 saver                     # the pending save, and failed ones
-build_record              # the settings of a run, which a resume compares
+build_record              # the settings of a run in its checkpoint; ``fastloop.checks.resume`` compares them
 """
 
 from fastloop.checkpoint.store import MANIFEST, ResumePoint, find_newest, pack, read, rotate, unpack, verify, write

@@ -10,8 +10,8 @@ Tensors in safetensors, the rest in JSON; no pickle.
         manifest.json        size and SHA-256 of the other files; written last, so it marks a complete checkpoint
 
 Any number of processes can read sharded tensors, which torch.distributed.checkpoint writes. There is no pointer to the
-newest checkpoint: ``find`` lists the folders and verifies them. A save that fails (full disk) removes its files and
-keeps the earlier checkpoints.
+newest checkpoint: ``find_newest`` lists the folders and verifies them. A save that fails (full disk) removes its files
+and keeps the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 def write(
     folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True, group: Any = None
 ) -> Path:
-    """Write a checkpoint at ``folder``. If the process is killed at any time, ``find`` returns the new checkpoint or
-    the one before.
+    """Write a checkpoint at ``folder``. If the process is killed at any time, ``find_newest`` returns the new
+    checkpoint or the one before.
 
     Every process must call it if tensors are sharded; the main process writes the rest.
 

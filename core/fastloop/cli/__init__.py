@@ -6,7 +6,8 @@ The files around them::
     commands, arguments   # the list of all commands, and the arguments that several of them have
     launch                # starts the processes of ``--nproc``
     startup, ending       # the start of a process until its run is open, and its end
-    messages, streams     # the log, errors and their exit codes, and the standard streams
+    messages              # the log of the main process, errors and their exit codes
+    streams               # standard streams that are closed or full, or whose reader left
     usage                 # errors in the command line: unknown options, missing arguments
     summary, hook_timing  # tables at the end of a run
     quick_checks          # ``--fast-dev-run`` and ``--overfit``

@@ -7,6 +7,8 @@
 ``torchrun``, ``accelerate launch`` and MPI work, too. With this launcher, a failing process ends the others at once,
 and only its own error is shown. ``torchrun`` prints a table after each failure, which hides the reason, and imports
 torch in a process that does not train. Use it for elastic restarts and rendezvous, which this launcher lacks.
+
+The processes write to the standard streams of the launcher. Only the main process shows its log: see ``messages``.
 """
 
 from __future__ import annotations

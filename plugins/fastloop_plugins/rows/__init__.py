@@ -13,7 +13,7 @@ From a file to rows::
     unreadable                # the rows of a source that cannot be read
     drop                      # rows that are left out
     splits, split_rows        # splits that are held out, and the rows of a split
-    roles                     # roles of messages
+    roles                     # roles of messages, such as ``user`` and ``assistant``
     index, order              # row groups of a stream, and the order of its rows
     content_hashes            # whether a file has changed, for caches
 """

@@ -14,7 +14,8 @@ tokenizers, special_tokens, new_tokens, positions   # tokenizers, and what they 
 tokens, known_tokens                # token ids and their cache, and those of earlier runs
 split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads
 batches, padding_check              # padded batches
-streaming, chunks                   # texts that memory cannot hold
+streaming                           # training texts that memory cannot hold
+chunks                              # texts to predict, some rows at a time
 chat                                # data, tokens and models of causal-lm: conversations, completions and texts
 model, model_options, masks, reference, second_model   # the model, its forward passes, and models beside it
 next_token_loss, chunked_loss, chosen_tokens, head_trial   # losses of language models

@@ -1,8 +1,10 @@
 """The ``data`` section of the text tasks: rows from files, a Python function, a local folder or the hub.
 
-Sources return *parts* (one file, one split), so that an error can name its file. The samples selected by
-``validation_fraction`` and ``limit`` do not depend on ``train.seed``: runs with different seeds use the same data and
-stay comparable.
+Sources return *parts* (one file, one split), so that an error can name its file. A *role* is ``train``,
+``validation`` or ``test``; ``data.splits`` gives the name of its split in the source.
+
+The samples selected by ``validation_fraction`` and ``limit`` do not depend on ``train.seed``: runs with different seeds
+use the same data and stay comparable.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The ``data`` section of the text tasks: rows from files, a Python function, a local folder or the hub.
 
 Sources return *parts* (one file, one split), so that an error can name its file. A *role* is ``train``,
-``validation`` or ``test``; ``data.splits`` gives the name of its split in the source.
-
-The samples selected by ``validation_fraction`` and ``limit`` do not depend on ``train.seed``: runs with different seeds
-use the same data and stay comparable.
+``validation`` or ``test``; ``data.splits`` gives the name of its split in the source. The samples selected by
+``validation_fraction`` and ``limit`` do not depend on ``train.seed``: runs with different seeds use the same data and
+stay comparable.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ from fastloop_plugins.text.option_checks import check_label_options
 from fastloop_plugins.text.options import DataOptions, Files
 from fastloop_plugins.text.repeats import find_repeats
 from fastloop_plugins.text.sources import Source, find_sources, mix_sources, number_sources
-from fastloop_plugins.text.streaming.options import StreamedData, check_streaming
+from fastloop_plugins.text.streaming.options import check_streaming
+from fastloop_plugins.text.streaming.streamed_data import StreamedData
 from fastloop_plugins.text.targets import is_readable, read_labels, summarize
 
 if TYPE_CHECKING:

@@ -133,10 +133,11 @@ def unpadded(batch: Any, lengths: list[int]) -> Ragged:
     return Ragged(columns=columns, fixed=fixed, loss_weight=batch.loss_weight, tokens=batch.tokens)
 
 
-class OtherPackedCollator:
-    """Collates with another collator, and packs with the current settings of ``packed``.
+class LaterPackedCollator:
+    """Packs the batches of a split after the first one, which has a collator of its own.
 
-    The model may be adapted after this is built.
+    Each batch uses the settings that ``packed``, the collator of the first split, has then: the model may be adapted
+    after this is built.
     """
 
     def __init__(self, packed: PackedCollator, collate: Callable[[list[Any]], Any]) -> None:

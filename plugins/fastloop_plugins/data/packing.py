@@ -88,13 +88,13 @@ class Packing(Plugin):
     def build_collator(
         self, run: Run, split: str
     ) -> Generator[None, Callable[[list[Any]], Any], Callable[[list[Any]], Batch]]:
-        from fastloop_plugins.data._packing import OtherPackedCollator, PackedCollator
+        from fastloop_plugins.data._packing import LaterPackedCollator, PackedCollator
 
         collate = yield
         if getattr(collate, "generates", False):
             return collate
         if split != run.loaders.first:
-            return OtherPackedCollator(self.collator, collate)
+            return LaterPackedCollator(self.collator, collate)
         self.collator = PackedCollator(collate, run.settings.pad_to_multiple_of)
         return self.collator
 

@@ -52,9 +52,11 @@ def chunks_of(rows: Iterable[tuple[str, T]], start: int, size: int) -> Iterator[
         rows: The name of each row in messages, and the row.
     """
     rest = islice(rows, start, None)
-    while chunk := list(islice(rest, size)):
+    chunk = list(islice(rest, size))
+    while chunk:
         places = [place for place, _ in chunk]
         yield [row for _, row in chunk], partial(_refuse, places)
+        chunk = list(islice(rest, size))
 
 
 def _refuse(places: Sequence[str], index: int, problem: str) -> None:
@@ -65,7 +67,8 @@ class EmptyTexts:
     """Counts the texts to predict that are empty. Each one gets a prediction, which means nothing."""
 
     def __init__(self) -> None:
-        self.total, self.empty = 0, 0
+        self.total = 0
+        self.empty = 0
 
     def add(self, row: Text) -> None:
         """Count a row: a text, or the texts of several columns."""
@@ -93,8 +96,11 @@ def text_chunks(
     empty = EmptyTexts()
     for rows, bad in read_chunks(data, source, start, size):
         columns = zip(data.columns, zip(*rows, strict=True), strict=True)
-        found = [data.read_column(values, name, bad) for name, values in columns]
-        texts = list[Text](found[0] if len(found) == 1 else zip(*found, strict=True))
+        texts_by_column = [data.read_column(values, name, bad) for name, values in columns]
+        if len(texts_by_column) == 1:
+            texts = list[Text](texts_by_column[0])
+        else:
+            texts = list[Text](zip(*texts_by_column, strict=True))
         for text in texts:
             empty.add(text)
         yield texts, bad
@@ -117,7 +123,9 @@ def token_chunks(
         arguments: Arguments of the tokenizer.
         begin: Adds special tokens to the ids of a text, such as ``SpecialTokens.begin``.
     """
-    types, facts, has_warned = token_types(data.columns, model), dict[str, int](), False
+    types = token_types(data.columns, model)
+    facts: dict[str, int] = {}
+    has_warned = False
     for texts, _ in text_chunks(data, source, start, size):
         encoded = encode(model.tokenizer, join_columns(texts, model), {**arguments, **types}, facts)
         ids, lengths = flat(encoded if begin is None else map(begin, encoded))

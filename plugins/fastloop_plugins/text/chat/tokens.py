@@ -164,8 +164,10 @@ class MaskedSequences(Sequences):
 
     def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], max_length: int, drop: bool = True) -> None:
         super().__init__(ids, lengths)
-        ends, kept_lengths = GrowingArray(np.int64), GrowingArray(np.int64)
-        self.cut = self.dropped = 0
+        ends = GrowingArray(np.int64)
+        kept_lengths = GrowingArray(np.int64)
+        self.cut = 0
+        self.dropped = 0
         for span in spans(len(lengths)):
             starts = self.ends[span] - lengths[span]
             last = last_trained(ids, starts, starts + np.minimum(lengths[span], max_length))
@@ -175,7 +177,8 @@ class MaskedSequences(Sequences):
             kept_lengths.extend(np.where(has_loss, last - starts + 1, 0)[kept])
             self.cut += int((lengths[span] > max_length).sum())
             self.dropped += int((~has_loss).sum())
-        self.ends, self.lengths = ends.finish(), kept_lengths.finish()
+        self.ends = ends.finish()
+        self.lengths = kept_lengths.finish()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         end = self.ends[index]
@@ -257,7 +260,8 @@ def last_answer(sample: Mapping[str, Any]) -> Target:
 
     For ids ``[5, 6, 7, 8]`` and targets ``[-100, 7, 8, -100]``, the answer ``[7, 8]`` follows the prompt ``[5, 6]``.
     """
-    ids, targets = sample["input_ids"].tolist(), sample["targets"]
+    ids = sample["input_ids"].tolist()
+    targets = sample["targets"]
     start = len(ids)
     while start > 1 and targets[start - 2] != IGNORED:
         start -= 1
@@ -277,14 +281,16 @@ def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in end_of(tokenizer):  # as GPT-2's, which ends each text
         return
-    parts, example = [], ""
+    parts: list[str] = []
+    example = ""
     for split, dataset in datasets.items():
         rows = dataset.rows_with(unknown)
         if len(rows):
             total = len(dataset) + dataset.dropped
             parts.append(f"{split}: {len(rows)} of {total} rows ({len(rows) / total:.1%})")
-            targets = dataset[int(rows[0])]["targets"]
-            example = example or tokenizer.decode(targets[targets >= 0])
+            if not example:
+                targets = dataset[int(rows[0])]["targets"]
+                example = tokenizer.decode(targets[targets >= 0])
     if parts:
         logger.warning(
             Problem(

@@ -7,7 +7,9 @@ task, column_data                   # the base class of tasks, and its ``data`` 
 options, option_checks              # the keys of ``data``, and checks of those for labels
 data, sources                       # finds the files and reads their rows; ``data.sources`` mixes several
 columns                             # the texts of a row: one column, or several
-labels, label_column, label_warnings, label_names, targets   # classes and their names, numbers, and sets of classes
+targets                             # labels by ``data.label_type``: numbers and sets of classes; calls ``labels``
+labels, label_column                # one class a row, and the column that holds it
+label_names, label_warnings         # names of classes, and classes that are probably mistakes
 dropped_rows, repeats               # rows that are left out, or repeat each other
 row_places                          # the file and the line of a row
 tokenizers, special_tokens, new_tokens, positions   # tokenizers, and what they lack

@@ -1,6 +1,7 @@
-"""Labels of the text tasks that are not one class a row: numbers, or any number of classes.
+"""The labels of the text tasks by ``data.label_type``: ``read_labels``.
 
-Chooses the reader by ``data.label_type``."""
+Here are numbers, and any number of classes a row. ``text.labels`` reads one class a row.
+"""
 
 from __future__ import annotations
 

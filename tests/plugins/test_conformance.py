@@ -1,7 +1,7 @@
 """All of fastloop's plugins pass the conformance suite that other packages use.
 
-Without the slow tests, two processes train with the plugins whose work involves other processes, under ddp only, and
-with ddp and fsdp. The other strategies take over ten seconds.
+The quick tests train with a plugin of each kind, and two processes with plugins whose work involves other processes,
+under ddp only. The checks of one plugin take two to nine seconds, and those of a strategy over ten.
 """
 
 from __future__ import annotations
@@ -122,10 +122,25 @@ ON_PROCESSES = (
 """Plugins whose work involves the other processes."""
 
 
+QUICK = (
+    "amp", "checkpoint-best", "ddp", "early-stopping", "ema", "fsdp", "fused-optimizer", "log", "lr-scheduler",
+    "module", "nan-guard", "packing", "text-classification",
+)  # fmt: skip
+"""A plugin of each kind. Those of the other plugins train in `make test-slow`."""
+TRAINING = ("declared", "numerics", "batch_norm", "saved_and_loaded", "killed", "off", "cost")
+"""The checks that train, on one process."""
+
+
 def suite(name: str) -> type[Conformance]:
     """The suite of one plugin."""
-    quick = {"ddp"} if name in ON_PROCESSES else {name} & {"ddp", "fsdp"}
+    quick = set()
+    if name in QUICK and name in ON_PROCESSES:
+        quick = {"ddp"}
+    elif name in ("ddp", "fsdp"):
+        quick = {name}
     slow = [f"processes[{strategy}]" for strategy in strategies_for(name) if strategy not in quick]
+    if name not in QUICK:
+        slow += TRAINING
     attributes = {"plugin": name, "__module__": __name__, "slow": slow, **TRIED_ON.get(name, {})}
     return type(f"Test_{name.replace('-', '_')}", (Conformance,), attributes)
 

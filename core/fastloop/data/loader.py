@@ -17,6 +17,7 @@ from fastloop.data.datasets import Collate, MapReader
 from fastloop.data.sampler import AnnouncedMicroBatches, MicroBatchIds, StepSampler
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.problem import Problem
+from fastloop.runtime.forks import without_stdin
 from fastloop.runtime.regions import region
 from fastloop.runtime.tracebacks import user_line
 from fastloop.settings import Settings
@@ -200,7 +201,8 @@ class Loader:
             try:
                 with region("data"):
                     if batches is None:
-                        batches = iter(self.loader)
+                        with without_stdin():
+                            batches = iter(self.loader)
                     batch = next(batches)
             except StopIteration:
                 break

@@ -7,6 +7,7 @@ hardware, platform_support   # the device, and services that some platforms lack
 random_states             # seeded, saved and restored
 device_copies             # batches, copied to the device
 host_copies               # numbers of the device, read without waiting for it
+forks                     # processes that are forked, without standard input
 delayed_imports           # libraries that few runs use, imported when something uses them
 tracebacks, main_module   # the line of user code that failed, and the script that trains
 """

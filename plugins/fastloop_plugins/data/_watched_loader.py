@@ -28,6 +28,7 @@ from fastloop import Batch
 from fastloop.data.loader import explain_error
 from fastloop.errors import DataError
 from fastloop.runtime import platform_support
+from fastloop.runtime.forks import without_stdin
 from fastloop.runtime.main_module import ADVICE, EXIT_IMPORTED
 
 CHECKED_WITH = "2.13"
@@ -75,7 +76,8 @@ class WatchedLoader(DataLoader[Any]):
         """
         try:
             self.waiting_since = monotonic()
-            batches = super().__iter__()
+            with without_stdin():
+                batches = super().__iter__()
             self.processes = unregister_workers(batches)
             if self.limit:
                 wait_in_turns(batches, min(self.limit, POLL_SECONDS), self._check_limit)

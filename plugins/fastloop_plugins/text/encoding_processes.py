@@ -17,7 +17,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import psutil
 
 from fastloop.problem import Problem
+from fastloop.runtime.forks import without_stdin
 from fastloop.runtime.platform_support import cores, signal_at_end_of_parent
 
 logger = logging.getLogger("fastloop")
@@ -128,18 +129,6 @@ def encode_in_processes(
             worker.end()
 
 
-@contextmanager
-def _without_stdin() -> Iterator[None]:
-    """Hide standard input from a process that is forked. multiprocessing closes it there, which waits for ever if a
-    thread of this process is reading from it."""
-    stdin = sys.stdin
-    sys.stdin = None
-    try:
-        yield
-    finally:
-        sys.stdin = stdin
-
-
 class EncodingProcess:
     """A process that encodes one portion after another.
 
@@ -155,7 +144,7 @@ class EncodingProcess:
         self._connection, other = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_serve, args=(other, encode, portion, os.getpid()), daemon=True)
-        with warnings.catch_warnings(), _without_stdin():
+        with warnings.catch_warnings(), without_stdin():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: none of them is needed
             self._process.start()
         other.close()

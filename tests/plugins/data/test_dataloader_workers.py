@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
+import threading
 import time
 
 import numpy as np
@@ -146,6 +148,24 @@ def test_a_worker_that_fails_ends_the_run_with_its_error(tiny_run, how, message)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+def test_workers_start_while_a_thread_reads_standard_input(tiny_run, monkeypatch):
+    """Such as one of a script that ends when its user presses Enter."""
+    plain = tiny_run()
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        thread = threading.Thread(target=stdin.readline)
+        thread.start()
+        time.sleep(0.1)  # until it reads
+        losses = tiny_run([workers(1, timeout=20)]).losses
+        os.write(writing, b"\n")
+        thread.join(10)
+    os.close(writing)
+    assert losses == plain.losses
+    assert sys.stdin is stdin
+
+
 def test_no_worker_outlives_the_run(tiny_run):
     before = set(psutil.Process().children(recursive=True))
     tiny_run([workers(2)])

@@ -6,13 +6,13 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from standard_input import read_by_a_thread
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastloop import Batch, CheckpointError, FastloopError, Plugin, hookimpl
@@ -147,25 +147,15 @@ def test_a_worker_that_fails_ends_the_run_with_its_error(tiny_run, how, message)
         tiny_run([workers(2, timeout=2 if how == "hangs" else 300)], data=Breaks(how))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
 def test_workers_start_while_a_thread_reads_standard_input(tiny_run, monkeypatch):
-    """Such as one of a script that ends when its user presses Enter."""
     plain = tiny_run()
-    reading, writing = os.pipe()
-    with os.fdopen(reading) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        thread = threading.Thread(target=stdin.readline)
-        thread.start()
-        time.sleep(0.1)  # until it reads
+    with read_by_a_thread(monkeypatch):
         losses = tiny_run([workers(1, timeout=20)]).losses
-        os.write(writing, b"\n")
-        thread.join(10)
-    os.close(writing)
     assert losses == plain.losses
-    assert sys.stdin is stdin
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_the_run(tiny_run):
     before = set(psutil.Process().children(recursive=True))
     tiny_run([workers(2)])

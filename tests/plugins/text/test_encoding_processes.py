@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from standard_input import read_by_a_thread
 from text_helpers import TINY, make_run
 
 from fastloop import RecipeError
@@ -134,21 +135,11 @@ def test_this_process_encodes_the_portions_of_one_that_hangs(monkeypatch, caplog
 
 
 def test_a_thread_that_reads_standard_input_lets_no_process_hang(monkeypatch, caplog):
-    """Such as one of a script that ends when its user presses Enter."""
     monkeypatch.setattr(encoding_processes, "PATIENCE", 1.0)
-    reading, writing = os.pipe()
-    with os.fdopen(reading) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        thread = threading.Thread(target=stdin.readline)
-        thread.start()
-        time.sleep(0.1)  # until it reads
+    with read_by_a_thread(monkeypatch):
         rows = [(list(ids), is_cut) for ids, is_cut in encode_in_processes(double, iter(PORTIONS), 2)]
-        os.write(writing, b"\n")
-        thread.join(10)
-    os.close(writing)
     assert rows == EXPECTED
     assert find_problems(caplog, "encoding-process-hangs") == []
-    assert sys.stdin is stdin
 
 
 def test_rows_that_are_not_used_leave_no_process():

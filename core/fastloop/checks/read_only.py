@@ -159,8 +159,13 @@ def _comparable(state: object) -> object:
     if isinstance(state, np.ndarray):
         return state.tobytes()
     if isinstance(state, tuple):
-        # an inner tuple is Python's: 625 integers, which compare as they are
-        return [part if isinstance(part, tuple) else _comparable(part) for part in state]
+        parts: list[object] = []
+        for part in state:
+            if isinstance(part, tuple):  # Python's: 625 integers, which compare as they are
+                parts.append(part)
+            else:
+                parts.append(_comparable(part))
+        return parts
     return state
 
 

@@ -135,7 +135,9 @@ class Drop:
                 used = kept[max(skip - before, 0) :]
                 before += len(kept)
                 found = {name: [columns[name][row] for row in used] for name in names if name in block.columns}
-                lines = None if block.lines is None else [block.lines[row] for row in used]
+                lines = None
+                if block.lines is not None:
+                    lines = [block.lines[row] for row in used]
                 yield Block(block.start, len(used), found, lines)
         except BadRow as error:
             error.before = before

@@ -171,7 +171,12 @@ class _ModelClasses:
 def _named_by_dataset(values: PartLabels, names: Sequence[str], offset: int) -> PartLabels:
     """Labels with the names that the dataset gives its numbers, as its features define them."""
     name_of_number = dict(enumerate(names, offset))
-    named = [name_of_number.get(label, label) if isinstance(label, int) else label for label in values.labels]
+    named: list[Any] = []
+    for label in values.labels:
+        if isinstance(label, int):
+            named.append(name_of_number.get(label, label))
+        else:
+            named.append(label)
     return replace(values, labels=named)
 
 

@@ -124,7 +124,13 @@ def find_origins(run: Run, split: str, samples: Sequence[int], keep: Sequence[st
             remedy="Leave it out.",
         )
     name_of = getattr(dataset, "place_of", None)  # of images
-    return [Origin(None if name_of is None else name_of(sample), {}) for sample in samples]
+    origins = []
+    for sample in samples:
+        name = None
+        if name_of is not None:
+            name = name_of(sample)
+        origins.append(Origin(name, {}))
+    return origins
 
 
 def kept_columns(run: Run, places: Sequence[RowPlace], keep: Sequence[str]) -> list[dict[str, Any]]:

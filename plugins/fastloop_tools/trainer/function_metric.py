@@ -68,15 +68,17 @@ class WatchedArray(np.ndarray):
             for prediction in predictions:
                 for target in targets:
                     check_shapes(prediction.shape, target.shape)
-        plain = [value.view(np.ndarray) if isinstance(value, WatchedArray) else value for value in inputs]
         if "out" in keywords:
-            keywords["out"] = tuple(
-                value.view(np.ndarray) if isinstance(value, WatchedArray) else value for value in keywords["out"]
-            )
-        result = getattr(ufunc, method)(*plain, **keywords)
+            keywords["out"] = tuple(map(as_plain, keywords["out"]))
+        result = getattr(ufunc, method)(*map(as_plain, inputs), **keywords)
         if not isinstance(result, np.ndarray) or (predictions and targets):
             return result
         return result.view(Predictions if predictions else Targets)
+
+
+def as_plain(value: Any) -> Any:
+    """A watched array as an ordinary one; other values as they are."""
+    return value.view(np.ndarray) if isinstance(value, WatchedArray) else value
 
 
 class Predictions(WatchedArray):

@@ -7,6 +7,7 @@ it, and an expression such as ``((predictions - targets) ** 2).mean()`` does not
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from fastloop import UsageError
+from fastloop.probing import uncompiled
 
 HIDES_SHAPE = {
     torch.dist,
@@ -51,7 +53,7 @@ class BroadcastCheck:
         shapes = (_inner_shapes(predictions), _inner_shapes(targets))
         if shapes in self._checked:
             return loss(predictions, targets)
-        with torch.compiler.set_stance("force_eager"), BroadcastWatch(predictions, targets):
+        with uncompiled(), BroadcastWatch(predictions, targets):
             result = loss(predictions, targets)
         if not _has_one_sample(targets):
             self._checked.add(shapes)
@@ -176,7 +178,10 @@ def _runs_own_code(model: nn.Module) -> bool:
     """Whether the model computes its loss in Python code that is not compiled and not part of transformers."""
     from accelerate.utils import extract_model_from_parallel
 
+    compiler = sys.modules.get("torch._dynamo")  # nothing is compiled if nothing has imported it
     for module in model.modules():
-        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        if compiler is not None and isinstance(module, compiler.OptimizedModule):
+            return False
+        if module._compiled_call_impl is not None:
             return False
     return not type(extract_model_from_parallel(model)).__module__.startswith("transformers.")

@@ -76,14 +76,19 @@ class StreamedData:
             else:
                 found[split] = self._read_files(paths) if split in needed else []
         names = self.shards.class_names(self)
-        for table in (table for tables in found.values() for table in tables):
-            table.classes = names
+        for tables in found.values():
+            for table in tables:
+                table.classes = names
         return found
 
     def every_file(self: Any) -> list[Path]:
         """The files of all splits."""
-        streamed = [] if self.stream is None else self.stream.paths
-        return [path for paths in self.files.values() for path in paths] + [Path(path) for path in streamed]
+        files: list[Path] = []
+        for paths in self.files.values():
+            files += paths
+        if self.stream is not None:
+            files += map(Path, self.stream.paths)
+        return files
 
     def optional_columns(self) -> list[str]:
         """Columns that are read if a file has them, after those of ``text_columns``."""

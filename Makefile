@@ -93,7 +93,7 @@ mutants: $(VENV)/ready
 scale: $(VENV)/ready
 	$(BIN)/python benchmarks/scale.py
 
-# Memory and speed of data.streaming, into docs/streaming.md; ARGS="--sizes 0.5 2 8" for larger files.
+# Memory and speed of data.streaming, into docs/benchmarks.md; ARGS="--sizes 0.5 2 8" for larger files.
 streaming: $(VENV)/ready
 	$(BIN)/python benchmarks/streaming.py $(ARGS)
 

@@ -80,7 +80,6 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.measure)))
         return
-    page = Path(__file__).resolve().parent.parent / "docs" / "streaming.md"
     results = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         os.chdir(name)
@@ -95,7 +94,7 @@ def main() -> None:
                 row = spawn([Path(__file__).resolve(), "--measure", arm])
                 results.append({"arm": arm, "start_number": start, "rows": options.rows, "bytes": size} | row)
                 print(results[-1], flush=True)
-        os.chdir(page.parent)
+        os.chdir(Path(__file__).resolve().parent)
     facts = machine("torch", "transformers", "tokenizers", "pyarrow")
     write("many-rows", {"machine": facts, "rows": results})
     rows = [
@@ -113,7 +112,7 @@ def main() -> None:
         "",
         f"{show_machine(facts)} {load(results)}",
     ]
-    write_section("Start with many rows", "\n".join(text), page)
+    write_section("Start with many rows", "\n".join(text))
 
 
 if __name__ == "__main__":

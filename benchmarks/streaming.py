@@ -199,11 +199,7 @@ def main() -> None:
     results.sort(key=lambda row: (list(KINDS).index(row["kind"]), row["bytes"]))
     facts = machine("torch", "transformers", "tokenizers", "pyarrow")
     write("streaming", {"machine": facts, "rows": results})
-    write_section(
-        "Memory and speed",
-        report(results, f"{show_machine(facts)} {load(results)}"),
-        HERE.parent / "docs" / "streaming.md",
-    )
+    write_section("Streams", report(results, f"{show_machine(facts)} {load(results)}"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rows of data: one reader per format. The names in ``__all__`` are public: docs/data.md describes them.
+"""Rows of data: one reader per format. The names in ``__all__`` are public: docs/write-a-task.md describes them.
 
 From a file to rows::
 

@@ -1,4 +1,4 @@
-"""The toolkit of text tasks. The names in ``__all__`` are public: docs/text-tasks.md describes them.
+"""The toolkit of text tasks. The names in ``__all__`` are public: docs/write-a-task.md describes them.
 
 Reads rows with named columns, tokenizes them with a cache, streams, pads and packs them, renders conversations, and
 loads and exports a model with its tokenizer. Importing it imports neither torch nor transformers.

@@ -1,4 +1,4 @@
-"""Tests of formats that other packages read, by the example in docs/data.md."""
+"""Tests of formats that other packages read, by the example in docs/write-a-task.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastloop_plugins.text.chunks import text_chunks
 from fastloop_plugins.text.data import TextData
 from fastloop_tools.inference.predict import read_source
 
-PAGE = Path(__file__).parents[3] / "docs" / "data.md"
+PAGE = Path(__file__).parents[3] / "docs" / "write-a-task.md"
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 from torch import Tensor, nn
 from training_runs import execute
 
+from fastloop import Plugin
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
@@ -81,10 +82,11 @@ def make_run(
     model: Mapping[str, Any] | None = None,
     resume: Path | None = None,
     task: Mapping[str, Any] | None = None,
+    objects: Sequence[Plugin] = (),
     **train: Any,
 ) -> Run:
     """Build the run of a recipe file ``r.yaml`` in the current folder. ``train`` are keys of that section, ``task`` of
-    the task."""
+    the task, ``objects`` plugins given in Python."""
     tree = {
         "model": {"module": "code.py:Net", **(model or {})},
         "data": {"module": "code.py:data"},
@@ -95,7 +97,7 @@ def make_run(
     Path("code.py").write_text(CODE)
     Path("r.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe("r.yaml", overrides)
-    return build(resolve(recipe), resume=resume)
+    return build(resolve(recipe, objects=list(objects)), resume=resume)
 
 
 def trained(*overrides: str, **settings: Any) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ transformers, or ``file.py:name``, called with ``(optimizer, **arguments)``:
 
 The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and ``num_warmup_steps``, unless
 ``arguments`` does. Schedules step once an optimizer step, so ``step_size`` counts steps. A run resumes only with the
-same options. With ``CosineAnnealingLR`` or ``OneCycleLR``, it also needs the same number of steps.
+same options. With ``CosineAnnealingLR`` or ``OneCycleLR``, it also needs the same number of steps. With other
+schedules, a run that is longer or shorter than before continues at the rate that its new length has at this step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
-from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, warmup_steps
+from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, set_rates, warmup_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,3 +97,20 @@ class LRSchedule(Plugin):
             return self.min_ratio + (1 - self.min_ratio) * OWN[self.schedule](progress)
 
         return LambdaLR(optimizer, ratio)
+
+    @hookimpl
+    def save_state(self, run: Run) -> dict[str, Any]:
+        return {"total_steps": run.total_steps}
+
+    @hookimpl
+    def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        from fastloop.checkpoint.form import check_form
+
+        before = state["total_steps"]
+        check_form(state, {"total_steps": 0 if before is not None else None})
+        if before == run.total_steps:
+            return
+        self.log.info(
+            "the run has %s steps, and had %s: the schedule is that of the new length", run.total_steps, before
+        )
+        set_rates(run.scheduler)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from interrupted_runs import Case, check_interrupted
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
+from torch import nn
 from torch.optim import AdamW, lr_scheduler
 from training_runs import execute
 from transformers import get_scheduler
 
-from fastloop import CheckpointError, RecipeError, UsageError
+from fastloop import CheckpointError, Plugin, RecipeError, Run, UsageError, hookimpl
 from fastloop.recipe import make_recipe
 from fastloop.testing import expect_problem, tiny_data
 from fastloop_plugins.training._schedules import find_schedule
@@ -73,6 +76,71 @@ def test_a_schedule_of_a_given_length_resumes_in_a_longer_run():
     execute(make_run("output=cut", plugins=[{"lr-scheduler": options}]))
     longer = make_run("output=cut", "train.epochs=5", plugins=[{"lr-scheduler": options}], resume=Path("cut"))
     assert execute(longer)["steps"] == 40
+
+
+class Rates(Plugin):
+    """Records the learning rate of each step."""
+
+    name = "rates"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[float] = []
+
+    @hookimpl
+    def before_optimizer_step(self, run: Run) -> None:
+        self.used.append(run.optimizer.param_groups[0]["lr"])
+
+
+class StopsAfter(Plugin):
+    """Ends its run after a step."""
+
+    name = "stops-after"
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        if run.state.step == self.step:
+            run.state.request_stop("enough")
+
+
+CUT = 10
+"""Steps of the run that is resumed with another length."""
+OF_LENGTH: dict[str, tuple[dict[str, Any], Any]] = {
+    "linear": ({"schedule": "linear"}, lambda opt, steps: get_scheduler("linear", opt, 0, steps)),
+    "warm-up": ({"warmup": 0.5}, lambda opt, steps: get_scheduler("linear", opt, math.ceil(steps / 2), steps)),
+    "cosine": ({"schedule": "cosine"}, lambda opt, steps: get_scheduler("cosine", opt, 0, steps)),
+    "polynomial": ({"schedule": "polynomial"}, lambda opt, steps: get_scheduler("polynomial", opt, 0, steps)),
+}
+"""Options whose rates depend on the steps of the run -> the same schedule of a plain loop, by optimizer and steps."""
+
+
+@pytest.mark.parametrize("schedule", OF_LENGTH)
+@pytest.mark.parametrize(
+    ("before", "now", "steps"),
+    [({"epochs": 2}, {"epochs": 3}, 24), ({"epochs": 5}, {"epochs": 5, "max_steps": 12}, 12)],
+    ids=["longer", "shorter"],
+)
+def test_a_resumed_run_of_another_length_has_the_rates_of_that_length(schedule, before, now, steps, caplog):
+    options, make = OF_LENGTH[schedule]
+    plugins = [{"lr-scheduler": options}]
+    execute(make_run("output=cut", plugins=plugins, save_every=CUT, objects=[StopsAfter(CUT)], **before))
+    rates = Rates()
+    resumed = make_run("output=cut", plugins=plugins, resume=Path("cut"), objects=[rates], **now)
+    with caplog.at_level("INFO"):
+        execute(resumed)
+    assert f"the run has {steps} steps, and had {before['epochs'] * 8}" in caplog.text
+    optimizer = AdamW([nn.Parameter(torch.zeros(1))], lr=LR)
+    plain = make(optimizer, steps)
+    expected = []
+    for _ in range(steps):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        plain.step()
+    assert rates.used == pytest.approx(expected[CUT:], rel=1e-12)
 
 
 @pytest.mark.parametrize(

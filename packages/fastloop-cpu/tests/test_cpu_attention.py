@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import stat
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,22 @@ def test_a_torch_without_the_products_is_a_reason(symbol, reason, monkeypatch):
     monkeypatch.setitem(_cpu_attention.PRODUCTS, "multiply", symbol)
     with pytest.raises(_native.KernelUnavailable, match=reason):
         _cpu_attention.products.__wrapped__()
+
+
+@needs_kernel
+@pytest.mark.parametrize("setting", ["autocast", "default dtype", "inference mode"])
+def test_the_first_product_is_right_whatever_is_set_around_it(setting):
+    """The first call may be in a forward pass, such as of a model that was exported with the kernel."""
+    before = torch.get_default_dtype()
+    with ExitStack() as around:
+        if setting == "autocast":
+            around.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        elif setting == "default dtype":
+            around.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(torch.bfloat16)
+        else:
+            around.enter_context(torch.inference_mode())
+        assert _cpu_attention.products.__wrapped__() == _cpu_attention.products()
 
 
 @needs_kernel

@@ -82,13 +82,15 @@ def products() -> dict[str, int]:
         raise KernelUnavailable(f"torch {torch.__version__} does not export oneDNN's products") from None
     first, second = (torch.arange(tokens * 64).remainder(7).view(tokens, 64).bfloat16() for tokens in (16, 64))
     pairs = second.view(32, 2, 64).transpose(1, 2).contiguous()
-    result = torch.empty(16, 64)
+    result = torch.empty(16, 64, dtype=torch.float32)
     sizes = (16, 64, 64, 64, 64, 64)
     tensors = (first, pairs, result)
     multiply.argtypes = [ctypes.c_int64] * 6 + [ctypes.c_bool] + [ctypes.c_void_p] * 3 + [ctypes.c_bool]
     multiply(*sizes, False, *(tensor.data_ptr() for tensor in tensors), True)
     release(ctypes.c_bool(True))
-    if not torch.equal(result, first.float() @ second.float()):
+    with torch.autocast("cpu", enabled=False):  # the first call may be in a forward pass, whose products are in bf16
+        expected = first.float() @ second.float()
+    if not torch.equal(result, expected):
         raise KernelUnavailable(f"a product of oneDNN in torch {torch.__version__} is wrong")
     return {
         name: ctypes.cast(function, ctypes.c_void_p).value or 0
@@ -194,7 +196,7 @@ class RowAttention(torch.autograd.Function):
             tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)
         )
         output = torch.empty(query.shape, dtype=query.dtype)
-        log_sums = torch.empty(query.shape[:2])
+        log_sums = torch.empty(query.shape[:2], dtype=torch.float32)
         ctx.ends = ends
         ctx.options = {"scale": scale, "causal": causal, **draw_dropout(p)}
         call(

@@ -126,7 +126,7 @@ class RMSNorm(torch.autograd.Function):
         check_columns("rms_norm_forward", columns)
         rows = residual.contiguous()
         output = torch.empty(rows.shape, dtype=torch.bfloat16)
-        factors = torch.empty(rows.shape[:-1])
+        factors = torch.empty(rows.shape[:-1], dtype=torch.float32)
         arguments = NormArguments(
             rows=factors.numel(),
             columns=columns,
@@ -180,7 +180,7 @@ class RMSNorm(torch.autograd.Function):
             arguments.branch_grad = of_branch.data_ptr()
         sums = None
         if ctx.needs_input_grad[2]:
-            sums = torch.zeros(torch.get_num_threads(), len(weight))
+            sums = torch.zeros(torch.get_num_threads(), len(weight), dtype=torch.float32)
             arguments.weight_grads = sums.data_ptr()
         call("rms_norm_backward", arguments)
         of_weight = None if sums is None else sums.sum(0)

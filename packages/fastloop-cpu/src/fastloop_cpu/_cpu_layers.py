@@ -122,7 +122,7 @@ class Norm(torch.autograd.Function):
         weight, normal, factors = ctx.saved_tensors
         of_input = torch.empty_like(normal)
         of_residual = torch.empty_like(normal)
-        sums = torch.zeros(torch.get_num_threads(), 3, len(weight))
+        sums = torch.zeros(torch.get_num_threads(), 3, len(weight), dtype=torch.float32)
         call(
             "norm_backward",
             len(weight),
@@ -159,7 +159,7 @@ class Gelu(torch.autograd.Function):
         input, bias = ctx.saved_tensors
         columns = input.shape[-1]
         of_input = torch.empty_like(input)
-        sums = torch.zeros(torch.get_num_threads(), 3, columns)
+        sums = torch.zeros(torch.get_num_threads(), 3, columns, dtype=torch.float32)
         grad = output_grad.contiguous()
         call("gelu_backward", columns, {}, input=input, bias=bias, output_grad=grad, input_grad=of_input, sums=sums)
         return of_input, None if bias is None else sums[:, 0].sum(0)

@@ -12,6 +12,7 @@ pytorch.org/memory_viz.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, Problem, hookimpl, option
@@ -105,7 +106,11 @@ class Profile(Plugin):
         """Write the recorded steps. The profiler calls it after each cycle."""
         import torch
 
-        torch.profiler.tensorboard_trace_handler(str(self.folder), worker_name=self.prefix, use_gzip=True)(profiler)
+        from fastloop_plugins.observe._trace_files import write_trace
+
+        self.folder.mkdir(exist_ok=True)
+        # as torch's tensorboard_trace_handler names them: TensorBoard finds the process by it
+        write_trace(profiler, self.folder / f"{self.prefix}.{time_ns()}.pt.trace.json.gz")
         averages: Any = profiler.key_averages()
         by = (
             "self_device_time_total"

@@ -21,6 +21,7 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
+from fastloop_plugins.observe._trace_files import write_trace
 from fastloop_tools.trials.measuring_process import Spec, StepMeter, WarningCollector
 from fastloop_tools.trials.timeline import LAUNCH, OPERATION, DeviceTimeline, build_host_timeline, read_timeline
 
@@ -122,7 +123,7 @@ class ProfileObserver(StepMeter):
             if self.trace is None and device.type == "cpu":
                 return None
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.profiler.export_chrome_trace(str(path))
+            write_trace(self.profiler, path)
             return None if device.type == "cpu" else read_timeline(path)
 
     @hookimpl

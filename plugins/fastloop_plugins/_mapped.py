@@ -11,11 +11,13 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop.errors import RecipeError
+from fastloop.errors import FastloopError, RecipeError
+from fastloop.runtime.files import full_disk
 from fastloop_plugins import _cache
 
 if TYPE_CHECKING:
@@ -139,6 +141,9 @@ def _address(array: NDArray[Any]) -> int:
 
 
 # -- arrays with a number for each row -------------------------------------------------------------------------------
+
+OTHER_TEMPORARY_FOLDER = "Free its disk, or set TMPDIR to another folder."
+"""The remedy for a full disk of temporary files."""
 
 
 def temporary_folder() -> str:
@@ -300,19 +305,28 @@ def _temporary_file() -> IO[bytes]:
     return tempfile.TemporaryFile(dir=temporary_folder())
 
 
+def unwritable_rows(error: OSError, folder: str) -> FastloopError:
+    """The error for rows that cannot be written to a temporary file in ``folder``: a full disk, or a folder that takes
+    no file."""
+    full = full_disk(error, Path(folder), OTHER_TEMPORARY_FOLDER)
+    if full is not None:
+        return full
+    return RecipeError(
+        f"rows cannot be written to a temporary file in {folder}: {error.strerror}.",
+        code="file-not-writable",
+        place="data",
+        remedy=OTHER_TEMPORARY_FOLDER,
+    )
+
+
 @contextmanager
 def _writing() -> Iterator[None]:
     """Explain an error of writing a temporary file.
 
     Raises:
-        RecipeError: In place of an ``OSError``.
+        FastloopError: In place of an ``OSError``; see ``unwritable_rows``.
     """
     try:
         yield
     except OSError as error:
-        raise RecipeError(
-            f"rows cannot be written to a temporary file in {temporary_folder()}: {error.strerror}.",
-            code="file-not-writable",
-            place="data",
-            remedy="Free its disk, or set TMPDIR to another folder.",
-        ) from None
+        raise unwritable_rows(error, temporary_folder()) from None

@@ -3,13 +3,16 @@ command works with free space."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ import pytest
 import torch
 from saving_helpers import mounted, train, write_recipe
 
+import fastloop
+import fastloop_plugins
 from fastloop.runtime.files import full_disk, naming, write
 from fastloop_tools.inference.output import PredictionOutput
 
@@ -63,13 +68,32 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "schema": (["schema", "--output", "{disk}/schema.json"], "schema.json"),
     "plan": (["plan", "{folder}/recipe.yaml", "--json", "{disk}/plan.json"], "plan.json"),
     "train": (["train", "{folder}/recipe.yaml", "output={disk}/run"], "run"),
+    "train in new folders": (["train", "{folder}/recipe.yaml", "output={disk}/runs/today/run"], "runs/today/run"),
+    "profile": (
+        ["profile", "{folder}/recipe.yaml", "--steps", "2", "--seconds", "0", "--output", "{disk}/profile"],
+        "profile/rank0.trace.json",
+    ),
+    "the plugin profile": (
+        ["train", "{folder}/recipe.yaml", "output={disk}/run", "--with", "profile", "plugins.profile.wait=1"],
+        "run/profile",
+    ),
+    "new plugin": (["new", "plugin", "my-plugin", "--folder", "{disk}/package"], "package"),
     "tokens": (
         ["prepare", "{folder}/recipe.yaml", "--with", "token-cache", "plugins.token-cache.folder={disk}/tokens"],
         "tokens",
     ),
 }
 """Arguments, and the file or folder that they write on the disk."""
-QUICK = ("predict parquet", "export", "report", "tokens")
+QUICK = ("predict parquet", "export", "report", "tokens", "train in new folders", "new plugin")
+KEPT_FILES = {
+    "predict jsonl": "*.parts/*",
+    "predict csv": "*.parts/*",
+    "predict parquet": "*.parts/*",
+    "evaluate": "e.json",
+    "tokens": "tokens/**/*",
+    "the plugin profile": "run/**/*",
+}
+"""Command -> the files that it keeps after the error: to continue from, or a whole one of several results."""
 
 
 @pytest.mark.parametrize(
@@ -87,9 +111,73 @@ def test_a_full_disk_is_named_and_the_command_works_later(name: str, disk: Path,
         assert problem["code"] == "disk-full"
         assert str(disk) in problem["place"]
         assert problem["remedy"]
+        assert new_files(disk, KEPT_FILES.get(name)) == []
     (disk / "filler").unlink()
     assert cli(*arguments)[0] == 0
     assert (disk / result).exists()
+
+
+def new_files(disk: Path, kept: str | None) -> list[str]:
+    """The files on a disk beside those of ``fill``, and those that match a pattern."""
+    expected = {disk / "filler", *(disk.glob(kept) if kept else ())}
+    return sorted(str(path.relative_to(disk)) for path in disk.rglob("*") if path.is_file() and path not in expected)
+
+
+@pytest.fixture
+def disk_without_inodes(tmp_path: Path) -> Iterator[Path]:
+    """A disk with free bytes, on which no file can be created. A folder on a usual full disk cannot be, either."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=6m,nr_inodes=20", "none") as folder:
+        with suppress(OSError):
+            for number in range(30):
+                (folder / f"filler{number}").touch()
+        yield folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("train", "new plugin") else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS],
+)
+def test_a_disk_on_which_nothing_can_be_created_is_no_wrong_option(
+    name: str, disk_without_inodes: Path, trained: Path, cli: Any
+):
+    """a disk without room for a new file or folder: exit code 1, as on any full disk"""
+    words, _ = COMMANDS[name]
+    arguments = [word.format(run=trained / "run", folder=trained, disk=disk_without_inodes) for word in words]
+    code, _, said = cli("--json", *arguments)
+    [problem] = [line for line in map(json.loads, said.splitlines()) if line["level"] == "error"]
+    assert (code, problem["code"]) == (1, "disk-full")
+    assert str(disk_without_inodes) in problem["place"]
+
+
+BLAMES = re.compile(r"(file|folder)-not-writable")
+"""Codes of errors that call a path wrong."""
+RECOGNIZE = {"refuse_full_disk", "full_disk", "unwritable_rows"}
+"""Functions that recognize a full disk."""
+
+
+def test_each_error_about_a_path_that_cannot_be_written_asks_for_a_full_disk_first():
+    """an error that calls a path wrong, whose exit code is 2: raised only where the disk is not full"""
+    checked = 0
+    careless = []
+    for path in [
+        *Path(fastloop.__file__).parents[1].rglob("*.py"),
+        *Path(fastloop_plugins.__file__).parents[1].rglob("*.py"),
+    ]:
+        for handler in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(handler, ast.ExceptHandler) or not any(
+                isinstance(part, ast.Raise) for part in ast.walk(handler)
+            ):
+                continue
+            text = ast.unparse(handler)
+            if not BLAMES.search(text):
+                continue
+            checked += 1
+            called = {part.id for part in ast.walk(handler) if isinstance(part, ast.Name)}
+            called |= {part.attr for part in ast.walk(handler) if isinstance(part, ast.Attribute)}
+            if not called & RECOGNIZE:
+                careless.append(f"{path.name}, line {handler.lineno}")
+    assert careless == []
+    assert checked > 5
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import shlex
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ def check(run: Run) -> None:
 
     Raises:
         RecipeError: The folder cannot be created, is in use by another process, or holds files that are not a run's.
+        SaveError: The disk is full.
     """
     existing = _nearest_existing(run.folder)
     if not existing.is_dir() or not _writable(existing):
@@ -73,22 +75,33 @@ def make(run: Run) -> None:
 
     Raises:
         RecipeError: Another process uses the folder, or it cannot be written.
+        SaveError: The disk is full. Nothing that is new stays on it.
     """
     if not run.is_main:
         return
     try:
-        lock = _create_and_lock(run)
+        with ExitStack() as after_error:
+            after_error.callback(files.remove_empty, files.missing_folders(run.folder))
+            lock = _create_and_lock(run)
+            after_error.callback(_give_up, lock, run.folder)
+            _write_recipe(run)
+            after_error.pop_all()
         run._until_closed.callback(lock.release)
-        _write_recipe(run)
     except OSError as error:
-        full = files.full_disk(error, run.folder)
-        if full is not None:
-            raise full from error
+        files.refuse_full_disk(error, run.folder)
         raise RecipeError(
             f"{run.folder} cannot be written: {clause(error)}.",
             code="folder-not-writable",
             place=f"{run.recipe.where}: output",
         ) from error
+
+
+def _give_up(lock: Lock, folder: Path) -> None:
+    """Release the lock of a run folder, and remove it if the folder holds nothing else."""
+    if _files(folder):
+        lock.release()
+    else:
+        lock.remove()
 
 
 def _create_and_lock(run: Run) -> Lock:
@@ -141,10 +154,15 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be created in a folder. Tries it, because permission bits are not enough (root, read-only
-    mounts)."""
+    """Whether this user may create files in a folder. Tries it, because permission bits are not enough (root, read-only
+    mounts).
+
+    Raises:
+        SaveError: The disk is full.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
-    except OSError:
+    except OSError as error:
+        files.refuse_full_disk(error, folder)
         return False

@@ -81,6 +81,7 @@ class Lock:
 
     def __init__(self, folder: Path, where: str) -> None:
         path = folder / ".lock"
+        self.path = path
         self.file = files.no_follow(str(path), os.O_RDWR | os.O_CREAT)
         remedy = "Wait for it to end, or set another output."
         try:
@@ -88,7 +89,7 @@ class Lock:
             # another run has just moved the folder aside, and the path leads to a new file
             in_use = not os.path.samestat(os.fstat(self.file), path.stat())
         except OSError as error:
-            in_use = error.errno in (errno.EACCES, errno.EAGAIN)
+            in_use = error.errno in (errno.EACCES, errno.EAGAIN, errno.ENOENT)  # ENOENT: its owner has removed it
             owner = self._read_owner()
             if not in_use and owner is not None:  # the file system has no locks
                 in_use = owner.may_run()
@@ -119,6 +120,12 @@ class Lock:
             return LockOwner(pid=int(content["pid"]), host=content["host"], since=str(content["since"]))
         except (OSError, ValueError, LookupError, TypeError):
             return None
+
+    def remove(self) -> None:
+        """Remove the file, and release the lock."""
+        with contextlib.suppress(OSError):  # Windows does not remove an open file
+            self.path.unlink()
+        self.release()
 
     def release(self) -> None:
         """Release the lock."""

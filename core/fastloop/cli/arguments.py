@@ -161,6 +161,7 @@ def output_file(option: str, help: str, kind: type = str, stdout: bool = False) 
         from pathlib import Path
 
         from fastloop.errors import UsageError
+        from fastloop.runtime.files import refuse_full_disk
 
         path = Path(text)
         if text == "" or (text == "-" and stdout):
@@ -191,6 +192,7 @@ def output_file(option: str, help: str, kind: type = str, stdout: bool = False) 
             # permission bits are not enough: a file system may be read-only
             tempfile.TemporaryFile(dir=path.parent).close()
         except (OSError, ValueError) as error:  # a ValueError: a null byte
+            refuse_full_disk(error, path)
             why = getattr(error, "strerror", None) or error
             raise UsageError(
                 f"cannot be written: {why}.",

@@ -23,7 +23,7 @@ def schema(
     """
     from fastloop.cli.recipe_schema import recipe_schema
     from fastloop.errors import UsageError
-    from fastloop.runtime.files import full_disk, write
+    from fastloop.runtime.files import refuse_full_disk, write
 
     result, problems = recipe_schema(every)
     for line in problems:
@@ -35,8 +35,7 @@ def schema(
     try:
         write(output, text + "\n", hidden=True)
     except OSError as error:
-        if full_disk(error) is not None:
-            raise
+        refuse_full_disk(error, output)
         raise UsageError(
             f"{output} cannot be written: {error.strerror}.", code="file-not-writable", place="--output"
         ) from None

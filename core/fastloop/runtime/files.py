@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -26,6 +26,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of the errors that writing gives on a full disk, over a quota, and over a limit of file sizes."""
 FULL_TEXT = re.compile(rf"{'|'.join(os.strerror(number) for number in FULL)}|\d+ requested and \d+ written")
 """Messages of libraries about such an error. The last one is numpy's."""
+FREE_SPACE = "Free disk space or raise the limit, then repeat the command."
+"""The remedy for a full disk."""
 
 
 def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> None:
@@ -58,13 +60,14 @@ def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> 
         aside.unlink(missing_ok=True)
 
 
-def full_disk(error: BaseException, place: Path | None = None) -> SaveError | None:
+def full_disk(error: BaseException, place: Path | None = None, remedy: str = FREE_SPACE) -> SaveError | None:
     """The error of a full disk, a quota or a limit of file sizes; None: ``error`` has another reason.
 
     Libraries raise it as errors of their own: safetensors, ``shutil.copytree`` and torch's exporter only mention it.
 
     Args:
         place: The file or folder that is written, if the error names none.
+        remedy: That of the error.
     """
     filename: Any = place
     while True:
@@ -81,8 +84,22 @@ def full_disk(error: BaseException, place: Path | None = None) -> SaveError | No
         f"{reason}.",
         code="disk-full",
         place="a file" if filename is None else str(filename),
-        remedy="Free disk space or raise the limit, then repeat the command.",
+        remedy=remedy,
     )
+
+
+def refuse_full_disk(error: BaseException, place: Path | None = None, remedy: str = FREE_SPACE) -> None:
+    """Raise the error of a full disk, if ``error`` is one.
+
+    Call it before an error is raised that calls a path or an option wrong: on a full disk they are right, and the same
+    command works later.
+
+    Raises:
+        SaveError: See ``full_disk``.
+    """
+    full = full_disk(error, place, remedy)
+    if full is not None:
+        raise full from error
 
 
 @contextmanager
@@ -231,13 +248,25 @@ def apply_umask(folder: Path) -> None:
             path.chmod(usual)
 
 
+def missing_folders(folder: Path) -> list[Path]:
+    """A folder and its parents, as far as they do not exist, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, up to the first one that holds something."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents durably.
 
     Raises:
         OSError: It cannot be created.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = missing_folders(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync(path.parent)

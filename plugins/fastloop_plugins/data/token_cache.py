@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, Recommendation, hookimpl, option
+from fastloop.runtime.files import refuse_full_disk
 from fastloop_plugins._task_traits import recipe_traits
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def open_token_folder(given: str, where: str) -> Path:
     try:
         return own_part(user_cache("tokens") if given == "auto" else Path(given).expanduser())
     except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user who has no home folder
+        refuse_full_disk(error, Path(given))
         place = f"{where}: plugins.token-cache.folder: {getattr(error, 'filename', None) or given}"
         raise PluginError(
             f"{getattr(error, 'strerror', None) or error}.",

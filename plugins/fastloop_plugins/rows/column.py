@@ -15,8 +15,7 @@ from weakref import ref
 
 import numpy as np
 
-from fastloop.errors import RecipeError
-from fastloop_plugins._mapped import take, temporary_folder
+from fastloop_plugins._mapped import take, temporary_folder, unwritable_rows
 from fastloop_plugins.rows.file import BLOCK
 
 if TYPE_CHECKING:
@@ -55,12 +54,7 @@ class Store:
         try:
             self._append(data)
         except OSError as error:
-            raise RecipeError(
-                f"rows cannot be written to a temporary file in {self.folder}: {error.strerror}.",
-                code="file-not-writable",
-                place="data",
-                remedy="Free its disk, or set TMPDIR to another folder.",
-            ) from None
+            raise unwritable_rows(error, self.folder) from None
         offset = self._size
         self._size += len(data)
         return offset, len(data)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastloop import RecipeError, option
+from fastloop.runtime.files import refuse_full_disk
+from fastloop_plugins._mapped import OTHER_TEMPORARY_FOLDER
 from fastloop_plugins.models.hub import quiet
 
 CHECKED, CHARACTERS = 20, 10_000
@@ -117,6 +119,7 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: Sequence[str], whe
             config.save_pretrained(folder)
             saved: Any = AutoTokenizer.from_pretrained(Path(folder))
     except OSError as error:
+        refuse_full_disk(error, Path(tempfile.gettempdir()), OTHER_TEMPORARY_FOLDER)
         raise RecipeError(
             f"cannot be saved in {tempfile.gettempdir()}: {error}", code="file-not-writable", place=f"{where}.tokenizer"
         ) from None

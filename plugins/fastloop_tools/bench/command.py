@@ -310,6 +310,7 @@ def make_folder(folder: Path) -> Path:
             typer.echo(f"an earlier ablation was in {folder}: moved to {files.move_aside(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        files.refuse_full_disk(error, folder)
         raise UsageError(
             f"cannot be created: {clause(error)}.", code="folder-not-writable", place=f"--output {folder}"
         ) from None

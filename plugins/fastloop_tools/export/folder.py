@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from fastloop.errors import SaveError, UsageError
 from fastloop.problem import clause
-from fastloop.runtime.files import apply_umask, full_disk, naming, sync_folder
+from fastloop.runtime.files import apply_umask, naming, refuse_full_disk, sync_folder
 from fastloop.runtime.platform_support import sync
 
 
@@ -72,9 +72,7 @@ def written(folder: Path) -> Iterator[Path]:
         if old.exists() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
-        full = full_disk(error, folder)
-        if full is not None:
-            raise full from error
+        refuse_full_disk(error, folder)
         if isinstance(error, OSError | SafetensorError):
             raise SaveError(f"{folder} was not written: {clause(error)}.", code="save-failed") from error
         raise

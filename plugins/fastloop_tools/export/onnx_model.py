@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastloop.errors import FastloopError, UsageError
 from fastloop.problem import typed_clause
-from fastloop.runtime.files import full_disk
+from fastloop.runtime.files import refuse_full_disk
 from fastloop_tools.export.calls import Calls
 
 OPSET = 20
@@ -140,9 +140,7 @@ def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported
             )
             program.save(file, external_data=size > LARGEST_FILE)
     except Exception as error:
-        full = full_disk(error, file)
-        if full is not None:
-            raise full from error
+        refuse_full_disk(error, file)
         raise UsageError(f"{label}. The exporter reports: {_reason(error)}.", code="export-failed") from None
     try:
         difference, largest, shapes = compare(wrapped, calls, file)

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import typer
 
 from fastloop.errors import UsageError
 from fastloop.problem import clause
+from fastloop.runtime.files import missing_folders, refuse_full_disk, remove_empty
 
 if TYPE_CHECKING:
     import jinja2
@@ -53,7 +55,8 @@ def _quoted(text: str) -> str:
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write new files, and print their paths.
+    """Write new files, and print their paths. After an error, none of them is there, so that the same command works
+    later.
 
     Args:
         files: Path in ``folder`` -> text.
@@ -68,10 +71,16 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
             code="folder-not-empty",
         )
     try:
-        for path, text in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text, encoding="utf-8")
+        with ExitStack() as after_error:
+            for path, text in files.items():
+                target = folder / path
+                after_error.callback(remove_empty, missing_folders(target.parent))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                after_error.callback(target.unlink, missing_ok=True)
+                target.write_text(text, encoding="utf-8")
+            after_error.pop_all()
     except OSError as error:
+        refuse_full_disk(error, folder)
         raise UsageError(
             f"cannot be written: {clause(error)}.", code="folder-not-writable", place=str(folder)
         ) from None

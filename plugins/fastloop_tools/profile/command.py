@@ -12,7 +12,7 @@ from fastloop.cli.arguments import NoCode, Overrides, RecipeName, With, Without,
 from fastloop.distributed import ranks
 from fastloop.errors import UsageError
 from fastloop.problem import clause
-from fastloop.runtime.files import check_links
+from fastloop.runtime.files import check_links, refuse_full_disk
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -52,6 +52,7 @@ def profile(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        refuse_full_disk(error, folder)
         raise UsageError(
             f"cannot be created: {clause(error)}.", code="folder-not-writable", place=f"--output {folder}"
         ) from None

@@ -12,8 +12,9 @@ its files in its ``__init__``. The files beside this one::
     implementations, default_hooks   # the hooks that the core implements
     lifecycle, run            # a run: built, trained, exported and closed; the argument ``run`` of hooks
     loop, step_totals         # an epoch, a step and an evaluation
-    schedule                  # when the loop evaluates, saves and stops; requests are shared in ``Run._sync_requests``
-    state, settings           # counters, requests and batches; the settings that plugins return in ``configure``
+    schedule                  # the steps and epochs after which the loop evaluates, saves and stops
+    state                     # counters, batches, and requests of plugins to stop, evaluate or save at another time
+    settings                  # the settings that plugins return in ``configure``
     strategy                  # the base class of strategies for several processes
     scalars, log_points       # logged values
     evaluation_results, metric_states   # metrics of an evaluation, on one process and on several

@@ -2,8 +2,8 @@
 
 Methods change nothing: the caller that handles a request clears it.
 
-Processes must decide alike, so nothing here reads a clock. A decision by wall time is a request: ``Run._sync_requests``
-shares it.
+Processes must decide alike, so nothing here reads a clock or a file. A plugin that does calls ``State.request_stop``,
+``request_evaluate`` or ``request_save`` in a hook. ``Run._sync_requests`` shares these requests.
 """
 
 from __future__ import annotations

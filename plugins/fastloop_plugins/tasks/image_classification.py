@@ -192,11 +192,11 @@ class ImageClassification(TwoClassOptions):
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks.shared.metrics import prediction_columns
+        from fastloop_plugins.tasks.shared.predicted_columns import predicted_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
         names = self.labels.names
-        return {"file": list(batch[2]), **prediction_columns(output, names, self.decision(names))}
+        return {"file": list(batch[2]), **predicted_columns(output, names, self.decision(names))}
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

@@ -227,9 +227,9 @@ class Module(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks.shared.metrics import prediction_columns
+        from fastloop_plugins.tasks.shared.predicted_columns import predicted_columns
 
-        return prediction_columns(run.hooks.compute_loss(run=run, model=run.model, batch=batch))
+        return predicted_columns(run.hooks.compute_loss(run=run, model=run.model, batch=batch))
 
     def _call(self, key: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The file of predictions.
+"""Writes the columns of predictions to a file. The hook ``predict`` of the task computes them.
 
 Complete chunks are kept beside it until the end, so that an interrupted job continues after the last one.
 

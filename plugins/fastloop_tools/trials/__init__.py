@@ -9,7 +9,7 @@ Measured runs, for bench and profile::
 Trained runs, for sweeps::
 
     runs                      # a run by `fastloop train`, and its result
-    record                    # the file ``sweep.json``
+    record                    # the file ``sweep.json``, and the table of its points
 
 Both use ``statistics``.
 """

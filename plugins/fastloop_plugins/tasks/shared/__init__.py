@@ -2,6 +2,7 @@
 
 problems                  # one class a text, sets of classes, or numbers
 losses, metrics           # those that a recipe names
+predicted_columns         # label and probabilities, which `fastloop predict` writes
 two_classes               # the positive class of two, and the threshold of its probability
 forward                   # loss and outputs of a batch of two common forms
 broadcasts                # losses and metrics that compare each prediction with every target

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Output, RecipeError
 from fastloop_plugins.tasks.shared.losses import LossOptions
-from fastloop_plugins.tasks.shared.metrics import classifier_metrics, collect, make_metrics, prediction_columns
+from fastloop_plugins.tasks.shared.metrics import classifier_metrics, collect, make_metrics
+from fastloop_plugins.tasks.shared.predicted_columns import predicted_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +48,8 @@ class SingleLabel:
         return ["label", "probability", *(f"probability_{name}" for name in names)]
 
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
-        """See ``prediction_columns``."""
-        return prediction_columns(output, names, self.decide(names))
+        """See ``predicted_columns``."""
+        return predicted_columns(output, names, self.decide(names))
 
 
 class Regression:

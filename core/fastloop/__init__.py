@@ -19,7 +19,7 @@ its files in its ``__init__``. The files beside this one::
     scalars, log_points       # logged values
     evaluation_results, metric_states   # metrics of an evaluation, on one process and on several
     metric_modes, undefined_metrics     # which values of a metric are better, and which say nothing
-    estimates, memory_estimates   # the speedups and the memory that plugins estimate
+    speedup_estimates, memory_estimates   # the speedups and the memory that plugins estimate
     options                   # declares and checks the options of plugins and of recipe sections
     errors, problem           # the errors that users see, and their fields
     no_code, probing          # ``--no-code``, and forward passes on trial
@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
-    from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
     from fastloop.hookspecs import hookspec
     from fastloop.memory_estimates import Layout, MemoryEstimate
     from fastloop.metric_modes import MetricMode
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from fastloop.run import Run
     from fastloop.runtime.hardware import Machine
     from fastloop.settings import Settings
+    from fastloop.speedup_estimates import Recommendation, SpeedupEstimate, StepProfile
     from fastloop.state import Batch, Output, State
     from fastloop.strategy import Strategy
     from fastloop_tools.trainer.trainer import Trainer
@@ -87,7 +87,6 @@ __all__ = [
 
 MODULES = {
     "errors": ("CheckpointError", "FastloopError", "PluginCrash", "PluginError", "RecipeError", "UsageError"),
-    "estimates": ("Recommendation", "SpeedupEstimate", "StepProfile"),
     "hookspecs": ("hookspec",),
     "memory_estimates": ("Layout", "MemoryEstimate"),
     "metric_modes": ("MetricMode",),
@@ -99,6 +98,7 @@ MODULES = {
     "run": ("Run",),
     "runtime.hardware": ("Machine",),
     "settings": ("Settings",),
+    "speedup_estimates": ("Recommendation", "SpeedupEstimate", "StepProfile"),
     "state": ("Batch", "Output", "State"),
     "strategy": ("Strategy",),
 }

@@ -23,7 +23,6 @@ from fastloop import Problem
 from fastloop.data import Loader
 from fastloop.data.datasets import Filler
 from fastloop.errors import FastloopError, PluginCrash, PluginError
-from fastloop.estimates import Recommendation
 from fastloop.evaluation_results import evaluating
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
@@ -33,6 +32,7 @@ from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import hardware
 from fastloop.runtime.hardware import Machine
+from fastloop.speedup_estimates import Recommendation
 from fastloop.strategy import method_that_raised
 from fastloop_plugins.auto import recommend_beside
 

@@ -33,7 +33,7 @@ HELP_NEEDS_NONE = (
         "logging",
     ),
     "fastloop_plugins",
-    *(f"fastloop.{name}" for name in ("hookspecs", "estimates", "options", "recipe", "settings", "strategy")),
+    *(f"fastloop.{name}" for name in ("hookspecs", "speedup_estimates", "options", "recipe", "settings", "strategy")),
     *(f"fastloop.cli.{name}" for name in ("launch", "messages", "plan", "plugins", "train")),
     *(f"fastloop_tools.{name}" for name in ("bench.command", "importing.keys", "new.command", "report.charts")),
 )

@@ -17,8 +17,8 @@ import yaml
 from torch._C._autograd import DeviceType
 
 from fastloop.cli import main
-from fastloop.estimates import StepProfile
 from fastloop.recipe import make_recipe
+from fastloop.speedup_estimates import StepProfile
 from fastloop_cpu._cpu_attention import unavailable
 from fastloop_plugins.observe._machine_speed import fault_seconds, peaks
 from fastloop_tools.profile import page

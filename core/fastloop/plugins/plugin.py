@@ -37,11 +37,11 @@ from fastloop.plugins.packages import DISTRIBUTION
 from fastloop.problem import Problem
 
 if TYPE_CHECKING:
-    from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
     from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.runtime.hardware import Machine
+    from fastloop.speedup_estimates import Recommendation, SpeedupEstimate, StepProfile
 
 _place: ContextVar[str] = ContextVar("_place", default="")
 

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from fastloop.distributed.ranks import world_size
 from fastloop.errors import FastloopError, PluginError
-from fastloop.estimates import Recommendation
 from fastloop.plugins import declarations
 from fastloop.plugins.installed import check_class, defaults, installed, load
 from fastloop.plugins.manager import PluginSet, origin
@@ -29,6 +28,7 @@ from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
 from fastloop.runtime import hardware
+from fastloop.speedup_estimates import Recommendation
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from fastloop import Plugin, hookimpl
 from fastloop.cli import startup
-from fastloop.estimates import StepProfile
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
+from fastloop.speedup_estimates import StepProfile
 from fastloop_plugins.toolkit import ForeignLoad, cores
 
 from fastloop_cpu.cpu_affinity import CpuAffinity

@@ -19,9 +19,9 @@ from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+    from fastloop.speedup_estimates import StepProfile
 
 
 class DataLoaderWorkers(Plugin):

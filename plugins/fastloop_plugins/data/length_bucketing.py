@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import Generator
 
     from fastloop import Run, Settings
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.speedup_estimates import StepProfile
 
 
 class LengthBucketing(Plugin):

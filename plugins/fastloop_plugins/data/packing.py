@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Batch, Run
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+    from fastloop.speedup_estimates import StepProfile
     from fastloop_plugins.data._packing import PackedCollator
     from fastloop_plugins.data._packing_trial import TrialResult
 

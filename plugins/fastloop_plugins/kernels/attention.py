@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.speedup_estimates import StepProfile
 
 
 FLASH = "flash_attention_2"

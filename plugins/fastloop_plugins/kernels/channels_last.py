@@ -16,8 +16,8 @@ from fastloop import Plugin, Problem, SpeedupEstimate, hookimpl
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.speedup_estimates import StepProfile
 
 
 class ChannelsLast(Plugin):

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fastloop import Run
-    from fastloop.estimates import StepProfile
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+    from fastloop.speedup_estimates import StepProfile
 
 LINEARS = {("query", "key", "value"): None, ("q_lin", "k_lin", "v_lin"): "out_lin"}
 """Names of the query, key and value projections in an attention module -> name of its output projection, if it has

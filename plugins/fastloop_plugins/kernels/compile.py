@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run, Settings
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+    from fastloop.speedup_estimates import StepProfile
 
 
 FUSED = 0.5

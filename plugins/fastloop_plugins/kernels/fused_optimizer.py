@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fastloop import Run
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+    from fastloop.speedup_estimates import StepProfile
 
 
 def eight_bits(plugin: Any) -> bool:

@@ -26,9 +26,9 @@ from fastloop import Plugin, PluginError, Problem, Recommendation, SpeedupEstima
 
 if TYPE_CHECKING:
     from fastloop import Run
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+    from fastloop.speedup_estimates import StepProfile
 
 
 LIBRARIES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fastloop import Batch, Run
-    from fastloop.estimates import SpeedupEstimate, StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.speedup_estimates import SpeedupEstimate, StepProfile
 
 logger = logging.getLogger("fastloop")
 
@@ -121,8 +121,8 @@ class SpeedCheck(Plugin):
     def profile(self, run: Run, seconds: float, faults: float) -> StepProfile:
         """The figures of a step. All of its time counts as computing, and fp32's matrix products as running at the
         peak."""
-        from fastloop.estimates import StepProfile
         from fastloop.runtime import platform_support
+        from fastloop.speedup_estimates import StepProfile
         from fastloop_plugins.observe import _machine_speed
 
         precision = {"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision)

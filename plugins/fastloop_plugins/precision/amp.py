@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from fastloop import Output, Run
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+    from fastloop.speedup_estimates import StepProfile
 
 
 CPU_CALL_SECONDS = 3e-4
@@ -87,7 +87,7 @@ class Amp(Plugin):
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        from fastloop.estimates import MULTIPLYING
+        from fastloop.speedup_estimates import MULTIPLYING
 
         small = max(
             (dtype for dtype in ("bf16", "fp16") if dtype in profile.peaks), key=profile.peaks.__getitem__, default=None

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
     from fastloop import Run, Trait
-    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.speedup_estimates import StepProfile
     from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.tasks.shared.problems import MultiLabel, Regression
     from fastloop_plugins.text.batches import Ragged, Sequences

@@ -21,10 +21,10 @@ from typing import Any, get_args
 
 from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop.errors import UsageError
-from fastloop.estimates import StepProfile
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import Recipe
+from fastloop.speedup_estimates import StepProfile
 from fastloop_tools.profile.suggestions import show_speedup, speedup, suggest
 from fastloop_tools.shared.changed_recipes import edited
 from fastloop_tools.trials.measure import failed_measurement

@@ -79,8 +79,8 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     import rich
     from rich.markdown import Markdown
 
-    from fastloop.estimates import StepProfile
     from fastloop.runtime.files import write
+    from fastloop.speedup_estimates import StepProfile
     from fastloop_tools.profile import page
     from fastloop_tools.profile.suggestions import suggest
     from fastloop_tools.report.page import render

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fastloop.estimates import StepProfile
+from fastloop.speedup_estimates import StepProfile
 from fastloop_tools.profile.suggestions import Suggestion, show_speedup, speedup
 from fastloop_tools.shared.tables import markdown_table
 from fastloop_tools.trials.statistics import break_even

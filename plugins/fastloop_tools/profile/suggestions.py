@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from fastloop.errors import UsageError
-from fastloop.estimates import SpeedupEstimate, StepProfile
 from fastloop.plugins.installed import load
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import load_listed
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
+from fastloop.speedup_estimates import SpeedupEstimate, StepProfile
 from fastloop_plugins._own_plugins import own_plugins
 from fastloop_tools.shared.changed_recipes import edited
 from fastloop_tools.trials.statistics import break_even

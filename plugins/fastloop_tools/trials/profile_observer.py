@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 
 from fastloop.errors import UsageError
-from fastloop.estimates import StepProfile
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
+from fastloop.speedup_estimates import StepProfile
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
 from fastloop_plugins.observe._trace_files import write_trace

@@ -13,11 +13,11 @@ from text_helpers import TINY
 from torch import nn
 from training_runs import execute
 
-from fastloop.estimates import StepProfile
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
+from fastloop.speedup_estimates import StepProfile
 from fastloop_plugins.observe import _machine_speed, speed_check
 from fastloop_plugins.observe.speed_check import SpeedCheck, estimates, multiplications
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from saving_helpers import times
+from fault_runs import times
 
 
 def pytest_itemcollected(item: pytest.Function) -> None:

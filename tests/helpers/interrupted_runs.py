@@ -1,7 +1,7 @@
 """Runs that are interrupted and resumed, each compared with the same run without a break: ``check_interrupted``.
 
 The conformance suite does this for each plugin with its default options, after one step. Here are other options, models
-and data, each kind of end, and any step. ``saving_helpers`` ends a run within a step, a save or an evaluation.
+and data, each kind of end, and any step. ``fault_runs`` ends a run within a step, a save or an evaluation.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving_helpers import times
+from fault_runs import times
 from torch.utils.data import Dataset
 from training_runs import execute
 

@@ -20,7 +20,7 @@ import inference_runs
 import numpy as np
 import pytest
 import torch
-from saving_helpers import mounted, train, write_recipe
+from fault_runs import mounted, train, write_recipe
 
 import fastloop
 import fastloop_plugins

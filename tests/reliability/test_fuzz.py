@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from fault_runs import times
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from saving_helpers import times
 
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
 from fastloop.cli.option_table import describe

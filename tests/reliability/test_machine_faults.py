@@ -12,7 +12,7 @@ from pathlib import Path
 
 import file_trace
 import pytest
-from saving_helpers import (
+from fault_runs import (
     FASTLOOP,
     Forked,
     record,
@@ -119,7 +119,7 @@ assert train("output=whole", *BARE) == 0
 DRIVER = """
 import os, shutil, traceback
 from pathlib import Path
-from saving_helpers import *
+from fault_runs import *
 for name, (settings, code) in SCENARIOS.items():
     Path(name).mkdir()
     os.chdir(name)

@@ -15,8 +15,8 @@ import forked
 import pytest
 import torch
 import yaml
+from fault_runs import Forked, said, until, with_tmpfs
 from safetensors.torch import load_file
-from saving_helpers import Forked, said, until, with_tmpfs
 
 pytestmark = pytest.mark.slow
 

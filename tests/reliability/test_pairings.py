@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_runs import times
 from interrupted_runs import Case, check_interrupted
 from round_trip_data import Base, Bases, write_data
-from saving_helpers import times
 
 pytestmark = pytest.mark.slow
 

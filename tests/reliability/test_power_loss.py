@@ -18,8 +18,8 @@ from typing import Any
 import file_trace
 import pytest
 from crash_states import History
+from fault_runs import FASTLOOP, RECIPE, ranks, record, said, times, train, write_recipe
 from long_form import LONG
-from saving_helpers import FASTLOOP, RECIPE, ranks, record, said, times, train, write_recipe
 
 from fastloop.checkpoint import read, resume, step_of
 

@@ -22,7 +22,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from saving_helpers import Forked, mounted, record, said, steps, summary, times, together, train, until, write_recipe
+from fault_runs import Forked, mounted, record, said, steps, summary, times, together, train, until, write_recipe
 
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.checkpoint import MANIFEST, find_newest, read, verify, write

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from saving_helpers import times
+from fault_runs import times
 
 from fastloop import Plugin, hookimpl
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import forked
 import pytest
-from long_form import LONG
-from saving_helpers import (
+from fault_runs import (
     FASTLOOP,
     Forked,
     record,
@@ -30,6 +29,7 @@ from saving_helpers import (
     until,
     write_recipe,
 )
+from long_form import LONG
 
 from fastloop.cli import launch
 from fastloop.distributed import signals

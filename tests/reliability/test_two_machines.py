@@ -14,8 +14,8 @@ import forked
 import pytest
 import torch
 import yaml
+from fault_runs import steps, times, until
 from safetensors.torch import load_file
-from saving_helpers import steps, times, until
 from two_nodes import ADDRESSES, TwoNodes
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saving_helpers import write_recipe
+from fault_runs import write_recipe
 
 from fastloop.plugins.packages import PLUGINS
 from fastloop.testing import assert_problem

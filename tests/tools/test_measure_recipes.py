@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from saving_helpers import RECIPE, write_recipe
+from fault_runs import RECIPE, write_recipe
 
 from fastloop.cli.quick_checks import without_publishers
 from fastloop.recipe import load_recipe

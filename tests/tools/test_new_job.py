@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from saving_helpers import summary, write_recipe
+from fault_runs import summary, write_recipe
 
 from fastloop import __version__
 from fastloop.testing import assert_problem

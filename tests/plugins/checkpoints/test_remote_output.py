@@ -13,8 +13,8 @@ from typing import Any
 
 import fsspec
 import pytest
+from fault_runs import RECIPE, record, said, steps, times, train, write_recipe
 from fsspec.implementations.local import LocalFileSystem
-from saving_helpers import RECIPE, record, said, steps, times, train, write_recipe
 
 from fastloop import PluginError, UsageError, checkpoint
 from fastloop.errors import CheckpointError, FastloopError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from saving_helpers import RECIPE, record, said, steps, train, until, write_recipe
+from fault_runs import RECIPE, record, said, steps, train, until, write_recipe
 
 from fastloop import checkpoint
 from fastloop.cli.launch import free_port

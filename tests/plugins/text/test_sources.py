@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from data_helpers import named_rows, problem_of, refusal, text_data, write
-from saving_helpers import record, said, steps, summary, together
+from fault_runs import record, said, steps, summary, together
 from streaming_helpers import KILL, LANGUAGE, MODEL, NAMES, STREAM, ids_by_step, samples_of, write_lines
 from text_helpers import TINY, make_run, rows, train_whole_and_cut
 

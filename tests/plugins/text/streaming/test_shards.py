@@ -11,9 +11,9 @@ from typing import Any
 import datasets
 import pytest
 import yaml
+from fault_runs import record, steps, summary
 from hub_server import Hub, commit_of, hub_server
 from package_helpers import ForkingPython
-from saving_helpers import record, steps, summary
 from streaming_helpers import KILL, MODEL, STREAM, ids_by_step, samples_of, write_lines
 from text_helpers import make_run, rows
 

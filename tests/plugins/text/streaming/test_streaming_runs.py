@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow
 import pytest
 import yaml
+from fault_runs import Forked, ranks, record, said, steps, summary, times, together, train
 from long_form import LONG
 from pyarrow import parquet
-from saving_helpers import Forked, ranks, record, said, steps, summary, times, together, train
 from streaming_helpers import (
     KILL,
     LANGUAGE,

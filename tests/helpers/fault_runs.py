@@ -1,6 +1,6 @@
-"""Runs that are hurt: the command line in processes that a test forks, signals and kills.
+"""Runs of `fastloop train` with injected faults, in forked processes that a test stops, kills, or lets fail at a place.
 
-A forked process has torch loaded already, so that a hundred of them are a matter of a minute.
+A forked process has torch loaded already, so that a hundred of them take about a minute.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def predict(
 ) -> None:
     """Predict the samples of a file, a text or a split.
 
-    A classifier gives labels and probabilities, a language model texts, and a module its outputs. Images also have the
-    name of their file.
+    A classifier gives the label, its probability, and the probability of each class in a column `probability_NAME`. A
+    language model gives texts, and a module its outputs. Images also have the name of their file.
 
     Files and splits are predicted with the plugins that `auto` selects; `--without auto` turns it off. Rows keep their
     order. An interrupted job with --out continues after the last complete chunk, if the same command is

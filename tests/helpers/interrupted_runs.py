@@ -6,6 +6,7 @@ and data, each kind of end, and any step. ``fault_runs`` ends a run within a ste
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -133,3 +134,12 @@ def check_interrupted(case: Case, end: str, step: int) -> None:
     assert resumed.lrs == whole.lrs[saved:]
     for split in ("validation", "test"):
         assert resumed.summary.get(split) == whole.summary.get(split)
+
+
+def check_evaluation(cli: Any) -> None:
+    """Check that ``fastloop evaluate`` of the resumed run of ``check_interrupted`` gives the metrics of the whole
+    run."""
+    code, _, err = cli("evaluate", "cut", "--split", "validation", "--json", "results.json")
+    assert code == 0, err
+    expected = json.loads(Path("whole/summary.json").read_text())["validation"]
+    assert json.loads(Path("results.json").read_text())["metrics"] == pytest.approx(expected, rel=1e-6)

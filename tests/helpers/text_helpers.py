@@ -8,9 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from safetensors.torch import load_file
 from training_runs import execute
 
 from fastloop.lifecycle import build
@@ -96,21 +93,3 @@ def train_to_numbers(config: dict[str, Any], *objects: Plugin) -> list[float]:
         summary["validation"]["loss"],
         *(float(w.detach().norm()) for name, w in weights if not name.endswith(keys)),
     ]
-
-
-def train_whole_and_cut(cli: Any, recipe: str, steps: int, *changes: str) -> None:
-    """Train a recipe into the folder ``whole``, and into ``cut`` with a stop after some steps and a resume."""
-    for arguments in (["output=whole"], ["output=cut", f"train.max_steps={steps}"], ["output=cut", "--resume"]):
-        code, out, err = cli("train", recipe, *arguments, *changes)
-        assert code == 0, out + err
-
-
-def check_whole_and_cut(cli: Any) -> None:
-    """The runs of ``train_whole_and_cut`` have equal weights, and an evaluation of ``cut`` has the last metrics."""
-    whole = load_file("whole/model/model.safetensors")
-    cut = load_file("cut/model/model.safetensors")
-    assert all(torch.equal(weight, cut[name]) for name, weight in whole.items())
-    code, _, err = cli("evaluate", "cut", "--split", "validation", "--json", "results.json")
-    assert code == 0, err
-    trained = json.loads(Path("whole/summary.json").read_text())["validation"]
-    assert json.loads(Path("results.json").read_text())["metrics"] == pytest.approx(trained, rel=1e-6)

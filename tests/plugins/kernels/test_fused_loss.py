@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from text_helpers import TINY_GPT, make_run, train_whole_and_cut
+from interrupted_runs import Case, check_evaluation, check_interrupted
+from text_helpers import TINY_GPT, make_run
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -336,7 +336,7 @@ def test_it_needs_the_task():
 
 @pytest.mark.slow
 def test_a_run_resumes_predicts_and_evaluates(cli):
-    recipe = {
+    task = {
         "model": {"config": MODELS["tied"], "tokenizer": TOKENIZER},
         "data": {
             "files": {"train": "a.jsonl", "validation": "a.jsonl"},
@@ -344,16 +344,10 @@ def test_a_run_resumes_predicts_and_evaluates(cli):
             "completion": "a",
             "max_length": 40,
         },
-        "train": {"epochs": 3, "batch_size": 8, "lr": 0.01, "device": "cpu", "save_every": 2},
-        "plugins": [{"fused-loss": {"chunk_tokens": 20}}],
     }
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    train_whole_and_cut(cli, "recipe.yaml", 4)
-    whole, cut = (json.loads(Path(name, "summary.json").read_text()) for name in ("whole", "cut"))
-    assert whole["validation"] == cut["validation"]
-    code, _, err = cli("evaluate", "cut", "--split", "validation", "--json", "results.json")
-    assert code == 0, err
-    assert json.loads(Path("results.json").read_text())["metrics"] == pytest.approx(whole["validation"], rel=1e-6)
+    fused = {"fused-loss": {"chunk_tokens": 20}}
+    check_interrupted(Case(task, [fused], {"epochs": 3, "lr": 0.01}), "limit", 4)
+    check_evaluation(cli)
     code, out, err = cli("predict", "cut", "what is 3", "plugins.causal-lm.max_new_tokens=4")
     assert code == 0, err
     assert out

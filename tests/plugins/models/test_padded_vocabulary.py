@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from interrupted_runs import Case, check_evaluation, check_interrupted
 from safetensors.torch import load_file
-from text_helpers import TINY, TINY_GPT, check_whole_and_cut, make_run, train_whole_and_cut
+from text_helpers import TINY, TINY_GPT, make_run
 from training_runs import execute
 
 from fastloop import Plugin, RecipeError
@@ -108,10 +108,9 @@ def test_a_multiple_that_the_vocabulary_has_changes_nothing():
 @pytest.mark.slow
 def test_a_run_resumes_evaluates_predicts_and_exports_a_checkpoint(cli):
     model = {"config": MODELS["tied"] | {"n_positions": 48}, "tokenizer": TOKENIZER, "pad_vocab_to": 64}
-    train = {"epochs": 3, "batch_size": 8, "lr": 0.01, "device": "cpu", "save_every": 2}
-    Path("recipe.yaml").write_text(yaml.safe_dump({"model": model, "data": DATA, "train": train}))
-    train_whole_and_cut(cli, "recipe.yaml", 4)
-    check_whole_and_cut(cli)
+    train = {"epochs": 3, "lr": 0.01, "save_every": 2}
+    check_interrupted(Case({"model": model, "data": DATA}, train=train), "limit", 4)
+    check_evaluation(cli)
     code, out, err = cli("predict", "cut", "one two", "plugins.causal-lm.max_new_tokens=4")
     assert code == 0, err
     assert out

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from interrupted_runs import Case, check_evaluation, check_interrupted
 from new_token_runs import FILES, LLAMA, TASKS, model_of, pretrain, write_rows
-from text_helpers import check_whole_and_cut, make_run, train_whole_and_cut
+from text_helpers import make_run
 from training_runs import execute
 
 from fastloop import RecipeError
@@ -178,12 +178,10 @@ def test_wrong_options_are_refused(options, key):
 def test_a_run_with_new_tokens_resumes_evaluates_and_predicts(cli):
     _, data = pretrain("tied head")
     model = {"name": "base", "tokens": ["<call>"], "special_tokens": ["<|end|>"]}
-    train = {"epochs": 3, "batch_size": 8, "lr": 0.01, "device": "cpu", "save_every": 2}
-    Path("recipe.yaml").write_text(yaml.safe_dump({"model": model, "data": data, "train": train}))
-    train_whole_and_cut(cli, "recipe.yaml", 4)
-    check_whole_and_cut(cli)
+    check_interrupted(Case({"model": model, "data": data}, train={"epochs": 3, "lr": 0.01}), "limit", 4)
+    check_evaluation(cli)
     code, _, err = cli("predict", "cut", "one two", "plugins.causal-lm.max_new_tokens=4")
     assert code == 0, err
-    code, _, err = cli("train", "recipe.yaml", "output=cut", "--resume", "model.tokens=[<other>]")
+    code, _, err = cli("train", "cut/recipe.yaml", "--resume", "model.tokens=[<other>]")
     assert code == 2
     assert "model" in err

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from data_helpers import named_rows, problem_of, refusal, text_data, write
 from fault_runs import record, said, steps, summary, together
+from interrupted_runs import Case, check_evaluation, check_interrupted
 from streaming_helpers import KILL, LANGUAGE, MODEL, NAMES, STREAM, ids_by_step, samples_of, write_lines
-from text_helpers import TINY, make_run, rows, train_whole_and_cut
+from text_helpers import TINY, make_run, rows
 
 from fastloop.testing import assert_problem
 from fastloop_plugins.data.token_cache import TokenCache
@@ -146,19 +147,14 @@ def test_the_second_run_maps_the_token_ids_of_all_sources(task, monkeypatch):
 @pytest.mark.slow
 def test_a_run_of_sources_resumes_to_the_same_bits_and_evaluates(cli):
     data = {"sources": write_sources(1, 3), "label": "label", "max_length": 16}
-    recipe = {"model": {"config": TINY, "tokenizer": {"kind": "word"}}, "data": data, "train": TRAIN}
-    Path("recipe.json").write_text(json.dumps(recipe | {"plugins": ["text-classification", {"progress": False}]}))
-    train_whole_and_cut(cli, "recipe.json", 5)
-    whole, cut = (Path(name, "model", "model.safetensors").read_bytes() for name in ("whole", "cut"))
-    assert whole == cut
-    code, out, err = cli("evaluate", "cut", "--split", "validation", "--json", "-")
-    assert code == 0, out + err
-    trained = json.loads(Path("whole/summary.json").read_text())["validation"]["loss"]
-    assert json.loads(out)["metrics"]["loss"] == pytest.approx(trained, rel=1e-6)
+    model = {"config": TINY, "tokenizer": {"kind": "word"}}
+    task = {"model": model, "data": data, "plugins": ["text-classification"]}
+    check_interrupted(Case(task, train=TRAIN | {"epochs": None}), "limit", 5)
+    check_evaluation(cli)
     write("few.csv", "text,label\na fine film,good\na dull bore,bad\n")
     code, out, err = cli("evaluate", "cut", "--file", "few.csv")
     assert code == 0, out + err
-    code, out, err = cli("plan", "recipe.json", "--samples", "2")
+    code, out, err = cli("plan", "cut/recipe.yaml", "--samples", "2")
     assert code == 0, out + err
     code, out, err = cli("predict", "cut", "a fine and lovely film")
     assert code == 0, out + err

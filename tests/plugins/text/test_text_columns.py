@@ -178,7 +178,7 @@ def test_the_token_cache_gives_the_same_pairs_and_keeps_them_apart_from_single_t
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit():
     task = {"model": {"name": pretrained(TASK, BERT, DATA)}, "data": DATA, "plugins": [TASK]}
-    check_interrupted(Case(task, train=TRAIN, write=dict), "limit", 6)
+    check_interrupted(Case(task, train=TRAIN), "limit", 6)
 
 
 @pytest.mark.parametrize("config", [BERT, DISTILBERT], ids=["bert", "distilbert"])

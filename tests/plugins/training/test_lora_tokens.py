@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import yaml
+from interrupted_runs import Case, check_interrupted
 from new_token_runs import TASKS, model_of, pretrain, write_rows
-from safetensors.torch import load_file
-from text_helpers import make_run, train_whole_and_cut
+from text_helpers import make_run
 from training_runs import execute
 
 from fastloop import PluginError
@@ -81,11 +78,7 @@ def test_an_adapter_alone_with_new_rows_is_refused():
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_its_new_rows(cli):
+def test_a_run_resumes_with_its_new_rows():
     _, data = pretrain("tied head")
-    train: dict[str, Any] = {"epochs": 2, "batch_size": 8, "lr": 0.1, "device": "cpu", "save_every": 2}
-    plugins = [{"lora": {"r": 2, "target_modules": ["c_attn"]}}]
-    Path("recipe.yaml").write_text(yaml.safe_dump({"model": MODEL, "data": data, "train": train, "plugins": plugins}))
-    train_whole_and_cut(cli, "recipe.yaml", 3)
-    whole, cut = load_file("whole/model/model.safetensors"), load_file("cut/model/model.safetensors")
-    assert all(torch.equal(weight, cut[name]) for name, weight in whole.items())
+    lora = {"lora": {"r": 2, "target_modules": ["c_attn"]}}
+    check_interrupted(Case({"model": MODEL, "data": data}, [lora], {"lr": 0.1}), "limit", 3)

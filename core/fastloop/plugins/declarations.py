@@ -226,6 +226,8 @@ def nearest(reference: str, names: Collection[str], slots: Collection[str]) -> s
 
 def _closest(name: str, known: Collection[str]) -> str:
     """The known name that is most similar to a name; empty if none is similar."""
+    if name in known:  # most names are, and a comparison with each name takes a millisecond
+        return name
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=CLOSE)
     return close[0] if close else ""
 

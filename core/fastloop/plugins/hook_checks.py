@@ -16,14 +16,17 @@ from fastloop.strategy import METHODS
 
 
 def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """``(hook, method, marks of @hookimpl)`` for each hook that a plugin implements."""
-    for attribute in dir(type(plugin)):
-        if isinstance(inspect.getattr_static(plugin, attribute), property):
+    """``(hook, method, marks of @hookimpl)`` for each hook that a plugin implements, by the names of its attributes."""
+    attributes: dict[str, Any] = {}
+    for cls in reversed(type(plugin).__mro__):
+        attributes |= vars(cls)
+    for name in sorted(attributes):
+        if isinstance(attributes[name], property):
             continue  # it may read attributes that only a hook sets
-        method = getattr(plugin, attribute)
+        method = getattr(plugin, name)
         marks = getattr(method, "fastloop_impl", None)
         if marks is not None:
-            yield marks["specname"] or attribute, method, marks
+            yield marks["specname"] or name, method, marks
 
 
 def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Collection[str]) -> None:

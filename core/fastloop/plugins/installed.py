@@ -6,6 +6,7 @@ Until a recipe names a plugin of another package, its code is not imported.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -112,13 +113,20 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
 
 def unsupported(point: importlib.metadata.EntryPoint) -> str:
     """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
+    if point.dist is None or distribution_name(point) == DISTRIBUTION:
+        return ""
+    return _unsupported(point.dist)
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(distribution: importlib.metadata.Distribution) -> str:
+    """``unsupported`` for another distribution. `auto` asks for each plugin a hundred times, and parsing the metadata
+    takes a millisecond."""
     # These take long to import, and most runs do not need them.
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
-    if point.dist is None or distribution_name(point) == DISTRIBUTION:
-        return ""
-    for text in point.dist.requires or ():
+    for text in distribution.requires or ():
         if "fastloop" not in text.lower():  # parsing takes long
             continue
         try:
@@ -137,7 +145,8 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
             )
         ours = importlib.metadata.version(DISTRIBUTION)
         if not requirement.specifier.contains(ours, prereleases=True):
-            both = f"pip install -U {distribution_name(point)} '{DISTRIBUTION}{requirement.specifier}'"
+            package = name_and_version(distribution)[0]
+            both = f"pip install -U {package} '{DISTRIBUTION}{requirement.specifier}'"
             return (
                 f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: "
                 f"`{both}`."
@@ -204,12 +213,19 @@ def _metadata_folders() -> tuple[tuple[str, int], ...]:
     takes up to a second, so the results are kept until one of them changes. A run writes into the current folder, which
     usually has none."""
     folders = []
-    for path in map(Path, sys.path):
+    for path in sys.path:
         with suppress(OSError):
-            folder = (str(path.absolute()), path.stat().st_mtime_ns)
-            if _has_metadata(*folder):
-                folders.append(folder)
+            folder = _absolute(path) or str(Path(path).absolute())
+            changed = os.stat(folder).st_mtime_ns  # noqa: PTH116  # a Path takes most of the time
+            if _has_metadata(folder, changed):
+                folders.append((folder, changed))
     return tuple(folders)
+
+
+@lru_cache(maxsize=256)
+def _absolute(path: str) -> str:
+    """The path, normalized, if it does not depend on the current folder; otherwise empty."""
+    return str(Path(path)) if Path(path).is_absolute() else ""
 
 
 @lru_cache(maxsize=64)

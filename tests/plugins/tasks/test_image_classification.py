@@ -471,8 +471,18 @@ def test_damaged_images_end_the_run_before_training(suffix):
         make_run()
     first, _, rest = str(caught.value).partition(": cannot be read as an image: ")
     assert first in (f"images/train/red/01.{suffix}", f"images/test/blue/03.{suffix}")
-    assert rest.endswith("skip-unreadable. 1 more of the 69 images that were tried cannot be read.")
+    assert "1 more of the 69 images that were tried cannot be read." in rest
+    assert rest.endswith("To skip such images: --with skip-unreadable")
     assert not Path("out").exists()
+
+
+def test_a_damaged_image_proposes_no_plugin_that_the_recipe_leaves_out():
+    write_images(Path("images"))
+    damage("images/train/red/01.png")
+    with pytest.raises(RecipeError) as caught:
+        make_run(plugins=[{"skip-unreadable": False}])
+    assert str(caught.value).startswith("images/train/red/01.png: cannot be read as an image: ")
+    assert str(caught.value).endswith("Replace or remove the file.")
 
 
 def test_few_of_many_images_are_decoded_before_training(monkeypatch):

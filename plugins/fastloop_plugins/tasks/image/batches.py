@@ -83,8 +83,10 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
         images = list(pool.map(check, tried))
     problems = [image.problem for image in images if image.problem is not None]
     if problems and not skip_unreadable:
-        more = f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read."
-        raise RecipeError(problems[0] + (more if len(problems) > 1 else ""), code="image-unreadable")
+        message = problems[0]
+        if len(problems) > 1:
+            message += f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read."
+        raise RecipeError(message + splits[0].advice, code="image-unreadable")
     dark = [image.path for image in images if image.is_dark]
     if dark:
         others = f" So have {len(dark) - 1} more of the {len(tried)} images that were tried." if len(dark) > 1 else ""
@@ -162,10 +164,7 @@ def read_image(
             f"{path}: {str(error).partition(',')[0]}. See data.max_pixels, which is {max_pixels}."
         ) from None
     except Exception as error:  # decoders raise errors of any type
-        raise ValueError(
-            f"{path}: cannot be read as an image: {clause(error)}. Replace or remove the file, or add the plugin "
-            "skip-unreadable."
-        ) from None
+        raise ValueError(f"{path}: cannot be read as an image: {clause(error)}. Replace or remove the file.") from None
 
 
 def _is_turned(image: Image.Image) -> bool:
@@ -341,7 +340,10 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
         name = self.files.names[index]
         label = self.files.labels[index]
         random = Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**32)
-        image = self.transform.read(self.files.root / name, self.files.max_pixels, random)
+        try:
+            image = self.transform.read(self.files.root / name, self.files.max_pixels, random)
+        except ValueError as error:
+            raise ValueError(f"{error}{self.files.advice}") from None
         return (image, label, name) if self.named else (image, label)
 
     def fingerprint(self) -> str:

@@ -154,12 +154,14 @@ class ImageFiles:
         names: Paths with forward slashes, in sorted order.
         labels: Ids of the classes.
         max_pixels: ``data.max_pixels``.
+        advice: Proposal after the error of an image that cannot be read, with a space before it; may be empty.
     """
 
     root: Path
     names: list[str]
     labels: list[int]
     max_pixels: int = MAX_PIXELS
+    advice: str = ""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -380,7 +382,13 @@ class ImageData:
                 raise self._unknown_class(name, folder)
             names += images
             labels += [ids[name]] * len(images)
-        return ImageFiles(folder, names, labels, self.options.max_pixels)
+        return ImageFiles(folder, names, labels, self.options.max_pixels, self._advice())
+
+    def _advice(self) -> str:
+        """Proposes ``skip-unreadable``, unless the recipe lists it or leaves it out."""
+        if "skip-unreadable" in self.recipe.plugins:
+            return ""
+        return " To skip such images: --with skip-unreadable"
 
     def _unknown_class(self, name: str, folder: Path) -> RecipeError:
         known = ", ".join(self.classes)
@@ -434,7 +442,7 @@ class ImageData:
         for first in names:
             is_empty = False
             chunk = [first, *islice(names, size - 1)]
-            yield ImageFiles(root, chunk, [0] * len(chunk), self.options.max_pixels)
+            yield ImageFiles(root, chunk, [0] * len(chunk), self.options.max_pixels, self._advice())
         if is_empty:
             raise RecipeError(
                 f"found no image ({' '.join(SUFFIXES)}) to predict.",

@@ -20,7 +20,7 @@ import rich
 import yaml
 from rich.console import Console
 
-from fastloop.errors import UsageError
+from fastloop.errors import RecipeError, UsageError
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.report.read import read
 from fastloop_tools.shared.command_lines import command_line
@@ -465,18 +465,15 @@ def test_what_needs_trials_is_refused_without_them(cli, arguments, expected):
 
 
 @pytest.mark.parametrize(
-    ("files", "shown"),
+    ("kind", "files", "shown"),
     [
-        (("recipe.yaml", "summary.json"), "a run of `fastloop train`"),
-        (("bench.json", "bench.md"), "bench.json, bench.md"),
+        ("search", ("recipe.yaml", "summary.json"), "a run of `fastloop train`"),  # another worker may be in it
+        ("sweep", ("bench.json", "bench.md"), "bench.json, bench.md"),  # a search may begin beside other files
     ],
 )
-@pytest.mark.parametrize("kind", ["sweep", "search"])
 def test_a_folder_of_another_command_is_named_with_a_free_one(cli, kind, files, shown):
     if kind == "search":
         pytest.importorskip("optuna")
-        if files[0] != "recipe.yaml":
-            pytest.skip("a search may begin in a folder with other files")
     Path("runs/a").mkdir(parents=True)
     Path(f"runs/a-{kind}").mkdir()
     for name in files:
@@ -486,3 +483,55 @@ def test_a_folder_of_another_command_is_named_with_a_free_one(cli, kind, files, 
     assert code == 2
     assert_problem(err, f"folder-not-empty output runs/a output=runs/a-{kind}2")
     assert shown in err
+
+
+HOLD_LOCK = """
+import time
+from pathlib import Path
+from fastloop.checkpoint.lock import Lock
+
+lock = Lock(Path("runs/a"), "other.yaml")
+Path("locked").touch()
+time.sleep(600)
+"""
+"""Locks the run folder ``runs/a``, as a run that trains in it."""
+
+
+def start_record(resume: bool = False) -> None:
+    """Start the record of a sweep in the folder ``runs/a``."""
+    Record(Path("runs/a"), {"recipe": "recipe.yaml", "base": {}}, [], "loss", "min").start(resume, "fastloop sweep")
+
+
+def write_earlier_run() -> None:
+    """Write files as `fastloop train` leaves them into ``runs/a``."""
+    Path("runs/a").mkdir(parents=True)
+    for name in (".lock", "recipe.yaml", "summary.json"):
+        Path("runs/a", name).touch()
+
+
+def test_an_earlier_run_in_the_folder_of_a_sweep_is_moved_aside(caplog):
+    caplog.set_level("INFO", "fastloop")
+    write_earlier_run()
+    start_record()
+    assert [path.name for path in Path("runs/a").iterdir()] == ["sweep.json"]
+    assert Path("runs/a.1/summary.json").is_file()
+    assert "an earlier run was in runs/a: moved to runs/a.1" in caplog.text
+
+
+def test_a_sweep_does_not_move_a_run_that_trains():
+    write_earlier_run()
+    Path("hold.py").write_text(HOLD_LOCK)
+    with forked.Command("hold.py") as process:
+        while not Path("locked").exists():
+            assert process.poll() is None, process.stdout + process.stderr
+            time.sleep(0.05)
+        with expect_problem("folder-in-use runs/a", RecipeError):
+            start_record()
+    assert Path("runs/a/summary.json").is_file()
+
+
+def test_a_sweep_that_resumes_does_not_move_a_run():
+    write_earlier_run()
+    with expect_problem("folder-not-empty runs/a", UsageError):
+        start_record(resume=True)
+    assert Path("runs/a/summary.json").is_file()

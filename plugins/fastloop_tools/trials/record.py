@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from fastloop.checkpoint.folder import move_earlier_run
 from fastloop.errors import UsageError
 from fastloop.metric_modes import MetricMode
 from fastloop.problem import clause
@@ -21,6 +23,8 @@ from fastloop_tools.shared.svg import number
 from fastloop_tools.shared.tables import Cell, ReportTable, show_table
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 from fastloop_tools.trials.statistics import mean_interval
+
+log = logging.getLogger("fastloop")
 
 
 class Record:
@@ -43,13 +47,15 @@ class Record:
         self.origin = json.loads(json.dumps(secrets.hidden(origin), default=str))
 
     def start(self, resume: bool, again: str) -> None:
-        """Create the file, or take over the finished runs of an existing one.
+        """Create the file, or take over the finished runs of an existing one. The folder of an earlier run of
+        `fastloop train` is renamed, as a new run does it.
 
         Args:
             again: The command that continues the sweep.
 
         Raises:
             UsageError: The folder has other content, or a sweep of another recipe, or one and ``resume`` is False.
+            RecipeError: Another process trains in the folder.
         """
         folder = self.file.parent
         if not resume and self.file.is_file():
@@ -63,6 +69,9 @@ class Record:
         if self.file.is_file():
             files.check_links(folder)
             self._take_over(read_json(self.file))
+        elif not resume and (folder / "recipe.yaml").is_file():
+            moved_to = move_earlier_run(folder, self.origin["recipe"])
+            log.info("an earlier run was in %s: moved to %s", folder, moved_to)
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise used_folder(folder, "sweep")
         folder.mkdir(parents=True, exist_ok=True)

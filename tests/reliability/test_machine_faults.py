@@ -274,4 +274,4 @@ def test_quota_of_processor_time():
     more = ("plugins.dataloader-workers.num_workers=auto", "--with", "dataloader-workers", "--with", "cpu-affinity")
     assert Forked("output=run", *BARE, *more, first=quota).wait() == 0, said()
     assert "dataloader-workers: auto is 0 (of 1 processors)" in said()
-    assert "cpu-affinity: 1 threads on cores" in said()
+    assert "cpu-affinity: 1 thread on cores" in said()

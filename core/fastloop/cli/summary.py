@@ -50,7 +50,8 @@ def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         scored.setdefault(name, []).append(metric)
     if scored:
         rows["positive"] = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in scored.items())
-    rows["steps"] = f"{summary['steps']} ({summary['epochs']} epochs, {summary['samples']} samples)"
+    epochs = "1 epoch" if summary["epochs"] == 1 else f"{summary['epochs']} epochs"
+    rows["steps"] = f"{summary['steps']} ({epochs}, {summary['samples']} samples)"
     seconds = [(phase, summary[f"{phase}_seconds"]) for phase in PHASES]
     rows["seconds"] = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds if spent)
     rows["speed"] = f"{summary['samples_per_second']:.1f} samples/s"

@@ -182,9 +182,9 @@ def show_facts(plan: Plan, batch: str) -> None:
         typer.echo(f"loss     {' around '.join(outermost_first)}")
     lengths = []
     if recipe.train.epochs is not None:
-        lengths.append(f"{recipe.train.epochs} epochs")
+        lengths.append("1 epoch" if recipe.train.epochs == 1 else f"{recipe.train.epochs} epochs")
     if recipe.train.max_steps is not None:
-        lengths.append(f"{recipe.train.max_steps} steps")
+        lengths.append("1 step" if recipe.train.max_steps == 1 else f"{recipe.train.max_steps} steps")
     shorter = ", the shorter" if len(lengths) > 1 else ""
     typer.echo(f"length   {' or '.join(lengths)}{shorter}")
     typer.echo(f"output   {recipe.output}")

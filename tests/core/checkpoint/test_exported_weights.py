@@ -9,7 +9,7 @@ import torch
 from recording_plugins import ScriptedScore, WeightRecorder
 from safetensors.torch import load_file
 
-from fastloop.cli.summary import describe_model
+from fastloop.cli.summary import describe_model, summary_rows
 from fastloop.testing.runs import InterruptAtStep
 
 SCORES = (0.5, 0.9, 0.7)
@@ -62,3 +62,9 @@ def test_weights_that_were_not_evaluated_have_no_metrics(tiny_run):
         assert result.summary["model_metrics"] is None
     else:
         assert result.summary["model_metrics"] == result.summary["validation"]
+
+
+@pytest.mark.parametrize(("epochs", "shown"), [(1, "1 epoch,"), (2, "2 epochs,")])
+def test_the_summary_counts_one_epoch_in_the_singular(tiny_run, tmp_path, epochs, shown):
+    summary = tiny_run([], epochs=epochs).summary
+    assert shown in summary_rows(summary, tmp_path)["steps"]

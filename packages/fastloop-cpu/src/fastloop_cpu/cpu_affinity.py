@@ -107,7 +107,9 @@ class CpuAffinity(Plugin):
         self._set_threads(quota, size)
         if not self.denormals and not torch.set_flush_denormal(True):
             self.log.warning(Problem("this processor cannot flush denormal numbers to zero.", code="no-effect"))
-        self.log.info("%d threads on cores %s", torch.get_num_threads(), ", ".join(map(str, share)))
+        threads = torch.get_num_threads()
+        shown = "1 thread" if threads == 1 else f"{threads} threads"
+        self.log.info("%s on cores %s", shown, ", ".join(map(str, share)))
 
     def _set_threads(self, quota: int, size: int) -> None:
         """Set the number of threads: that of ``count``, of the user's environment, or one for each core.

@@ -17,7 +17,7 @@ The fold has no random changes of training, such as those of `image-classificati
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, RecipeError, hookimpl, option
@@ -157,7 +157,10 @@ class SampleSubset:
     Attributes:
         lengths: Tokens of each sample; exists if the datasets have this attribute. So does ``labels``, the label of
             each sample.
+        tags: Returns the tags of all words of the samples; exists if the datasets have this method.
     """
+
+    tags: Callable[[], NDArray[Any]]
 
     def __init__(self, datasets: Sequence[Any], ids: NDArray[Any]) -> None:
         import numpy as np
@@ -169,14 +172,29 @@ class SampleSubset:
         self.deterministic = all(getattr(dataset, "deterministic", False) for dataset in datasets)
         for name in ("lengths", "labels"):
             values = [getattr(dataset, name, None) for dataset in datasets]
-            if all(value is not None for value in values):
+            sizes = [None if value is None else len(value) for value in values]
+            if sizes == [len(dataset) for dataset in datasets]:  # labels of tokens are not those of samples
                 setattr(self, name, np.concatenate([np.asarray(value) for value in values])[ids])
+        if all(hasattr(dataset, "tags") for dataset in datasets):
+            self.tags = self._tags
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Any:
         return self.joined[int(self.ids[index])]
+
+    def _tags(self) -> NDArray[Any]:
+        import numpy as np
+
+        tags = []
+        start = 0
+        for dataset in self.datasets:
+            end = start + len(dataset)
+            ids = self.ids[(self.ids >= start) & (self.ids < end)]
+            tags.append(dataset.tags(ids - start))
+            start = end
+        return np.concatenate(tags)
 
     def fingerprint(self) -> str:
         """A hash of the datasets' fingerprints and the numbers of the samples."""

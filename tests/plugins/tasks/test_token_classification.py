@@ -191,6 +191,20 @@ def test_balanced_weights_count_the_words_of_training():
     torch.testing.assert_close(task_of(run).criterion.weights, expected)
 
 
+def test_balanced_weights_count_the_words_of_the_folds_that_are_trained_on(caplog):
+    loss = {"name": "focal", "class_weights": "balanced"}
+    run = make(write_splits(), task={"loss": loss}, plugins=[{"folds": {"number": 1, "of": 3}}])
+    trained_on = run.datasets["train"]
+    counts = torch.zeros(len(TAGS))
+    for index in range(len(trained_on)):
+        targets = trained_on[index]["targets"]
+        counts += torch.bincount(torch.as_tensor(targets[targets >= 0]), minlength=len(TAGS))
+    assert 0 < len(trained_on) < sum(len(rows) for rows in dispatches(**SPLITS).values())
+    torch.testing.assert_close(task_of(run).criterion.weights, counts.sum() / (len(TAGS) * counts))
+    assert not hasattr(trained_on, "labels"), "each token has a tag, and a sample has no class"
+    assert "other-class-weights" not in caplog.text
+
+
 # -- tags --------------------------------------------------------------------------------------------------------------
 
 

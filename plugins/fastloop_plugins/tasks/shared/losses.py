@@ -102,7 +102,8 @@ class ClassLoss:
         """Count ``balanced`` again, if the run trains on another dataset than that of ``set_weights``.
 
         Args:
-            labels: Returns the classes of its samples; None: its attribute ``labels``. A warning says if it has none.
+            labels: Returns the classes of its samples; None: its method ``tags``, else its attribute ``labels``. A
+                warning says if it has neither.
 
         Raises:
             RecipeError: ``balanced`` finds no sample of a class in it.
@@ -110,6 +111,8 @@ class ClassLoss:
         if self.options.class_weights != "balanced" or self._counted is None or dataset is self._counted:
             return
         of_dataset = getattr(dataset, "labels", None)
+        if labels is None:
+            labels = getattr(dataset, "tags", None)
         if labels is None and of_dataset is None:
             logger.warning(
                 Problem(

@@ -162,13 +162,22 @@ class TaggedSentences(Sequences):
         tokens = slice(self.ends[index] - self.counts[index], self.ends[index])
         return {"input_ids": self.ids[tokens], "targets": self.labels[tokens], "row": index}
 
-    def tags(self) -> NDArray[np.int64]:
-        """The tags of all words, end to end."""
+    def tags(self, ids: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """The tags of the words of some samples, end to end.
+
+        Args:
+            ids: Numbers of the samples; None: all.
+        """
         assert self.labels is not None
+        is_chosen = np.ones(len(self.counts), dtype=bool)
+        if ids is not None:
+            is_chosen[:] = False
+            is_chosen[ids] = True
+        of_chosen = np.repeat(is_chosen, self.counts)  # for each token
         tags = GrowingArray(np.int64)
         for span in spans(len(self.labels)):
             labels = self.labels[span]
-            tags.extend(labels[labels >= 0])
+            tags.extend(labels[(labels >= 0) & of_chosen[span]])
         return tags.finish()
 
     def warn(self, name: str, total: int) -> None:

@@ -27,6 +27,7 @@ from fastloop.recipe import load_recipe
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.export import folder as folders
 from fastloop_tools.export import onnx_model, source
+from fastloop_tools.export.command import tokenized_columns
 
 pytest.importorskip("onnxruntime")
 
@@ -533,6 +534,44 @@ def test_the_code_of_an_onnx_card_cuts_texts_that_are_too_long_for_the_model(tra
     names = load_by_card(Path("cut"))
     assert names["inputs"]["input_ids"].shape == (2, names["tokenizer"].model_max_length)
     assert names["outputs"][0].shape == (2, len(CLASSES))
+
+
+@pytest.mark.slow
+def test_the_code_of_an_onnx_card_gives_pairs_of_texts_to_a_model_of_two_columns(tmp_path, cli):
+    recipe = write_recipe(tmp_path)
+    for file in tmp_path.glob("*.csv"):
+        lines = file.read_text().splitlines()
+        file.write_text("\n".join([f"claim,{lines[0]}", *(f"a film,{line}" for line in lines[1:])]))
+    data = yaml.safe_load(recipe.read_text())["data"]
+    data["text"] = ["claim", "text"]
+    train(write_sections(recipe, data=data))
+    export(cli, tmp_path / "run", "--to", "onnx", "--out", "pairs")
+    names = load_by_card(Path("pairs"))
+    separators = (names["inputs"]["input_ids"] == names["tokenizer"].sep_token_id).sum(1)
+    assert separators.tolist() == [2, 2]
+    assert names["outputs"][0].shape == (2, len(CLASSES))
+
+
+def write_sections(recipe: Path, **sections: Any) -> Path:
+    """Replace sections of a recipe file."""
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | sections))
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "columns"),
+    [
+        (["claim", "proof"], {"sep_token": "[SEP]"}, ["claim", "proof"]),
+        (["claim", "proof"], {}, ["text"]),
+        (["claim", "proof", "source"], {"sep_token": "[SEP]"}, ["text"]),
+        ("review", {"sep_token": "[SEP]"}, ["text"]),
+        ("review", None, []),
+    ],
+)
+def test_only_a_pair_of_columns_is_a_pair_of_the_tokenizer(text, config, columns):
+    if config is not None:
+        Path("tokenizer_config.json").write_text(json.dumps(config))
+    assert tokenized_columns({"text": text}, Path()) == columns
 
 
 @pytest.mark.slow

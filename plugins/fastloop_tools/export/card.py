@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastloop import __version__
@@ -15,7 +16,7 @@ TOKENIZER_INPUTS = {"input_ids", "attention_mask", "token_type_ids"}
 """Inputs that a tokenizer makes from texts."""
 
 
-def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported, has_tokenizer: bool) -> str:
+def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported, tokenized: Sequence[str]) -> str:
     """A page of Markdown.
 
     Args:
@@ -23,7 +24,7 @@ def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported
         source: The name of the run or model that it was made from.
         labels: Class id -> name; empty: the model does not classify.
         exported: The signature of the model.
-        has_tokenizer: Whether the folder has a tokenizer.
+        tokenized: The columns whose texts the tokenizer gets, one or a pair; empty: the folder has no tokenizer.
     """
     lines = ["---", "library_name: onnx", MARK, "---", f"# {source}", ""]
     lines += [f"Exported by fastloop {__version__} as ONNX with opset {exported.opset}.", ""]
@@ -31,19 +32,20 @@ def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported
     for kind, rows in (("input", exported.inputs), ("output", exported.outputs)):
         lines += [f"| {kind} | `{key}` | {dtype} | `{shape}` |" for key, dtype, shape in rows]
     lines += ["", f"Sizes with a name may change. {exported}.", ""]
-    lines += ["```python", *_code(name, [key for key, _, _ in exported.inputs], has_tokenizer), "```", ""]
+    lines += ["```python", *_code(name, [key for key, _, _ in exported.inputs], tokenized), "```", ""]
     if labels:
         lines += ["| id | label |", "|---:|---|", *(f"| {index} | {label} |" for index, label in labels.items()), ""]
     return "\n".join(lines)
 
 
-def _code(name: str, inputs: list[str], has_tokenizer: bool) -> list[str]:
+def _code(name: str, inputs: list[str], tokenized: Sequence[str]) -> list[str]:
     """The lines that load the model and run it: on texts, if the tokenizer makes all of its inputs."""
     place = f"folder = {json.dumps(name)}"
     session = 'session = onnxruntime.InferenceSession(f"{folder}/model.onnx")'
-    if not has_tokenizer or not TOKENIZER_INPUTS.issuperset(inputs):
+    if not tokenized or not TOKENIZER_INPUTS.issuperset(inputs):
         arrays = ", ".join(f'"{key}": {key}' for key in inputs)
         return ["import onnxruntime", "", place, session, f"outputs = session.run(None, {{{arrays}}})  # numpy arrays"]
+    columns = [json.dumps([f"the first {column}", "a second one"], ensure_ascii=False) for column in tokenized]
     return [
         "import onnxruntime",
         "from transformers import AutoTokenizer",
@@ -51,6 +53,6 @@ def _code(name: str, inputs: list[str], has_tokenizer: bool) -> list[str]:
         place,
         session,
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        'inputs = tokenizer(["the first text", "a second one"], padding=True, truncation=True, return_tensors="np")',
+        f'inputs = tokenizer({", ".join(columns)}, padding=True, truncation=True, return_tensors="np")',
         f"outputs = session.run(None, {{name: inputs[name] for name in {json.dumps(inputs)}}})",
     ]

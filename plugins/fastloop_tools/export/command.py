@@ -6,8 +6,9 @@ import importlib.metadata
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -172,7 +173,8 @@ def write(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: 
             exported = onnx_model.export(run.unwrap_model(), recorded, destination, source_name)
     shutil.copytree(model_folder, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
     config = model_folder / (BASE_CONFIG if to == "adapter" else "config.json")
-    write_readme(destination, name, source_name, read_labels(config), exported)
+    tokenized = tokenized_columns(recipe.data, destination)
+    write_readme(destination, name, source_name, read_labels(config), exported, tokenized)
     return "" if exported is None else str(exported)
 
 
@@ -184,21 +186,43 @@ def read_labels(config: Path) -> dict[int, str]:
     return {int(index): str(label) for index, label in names.items()}
 
 
+def tokenized_columns(data: Mapping[str, Any], folder: Path) -> list[str]:
+    """The columns whose texts the tokenizer in a folder gets: a pair that ``data.text`` names, else ``text``. Empty
+    without a tokenizer.
+
+    A tokenizer without a separator token makes no pair: fastloop joins the columns before.
+    """
+    from fastloop.runtime.files import read_json_object
+
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return []
+    columns = data.get("text")
+    if isinstance(columns, list) and len(columns) == 2 and read_json_object(file).get("sep_token"):
+        return [str(column) for column in columns]
+    return ["text"]
+
+
 def write_readme(
-    destination: Path, name: str, source_name: str, labels: dict[int, str], exported: Exported | None
+    destination: Path,
+    name: str,
+    source_name: str,
+    labels: dict[int, str],
+    exported: Exported | None,
+    tokenized: Sequence[str],
 ) -> None:
     """Write the README of an export. One that a user has written stays.
 
     Args:
         exported: The ONNX model; None: the export is a model of transformers.
+        tokenized: See ``tokenized_columns``.
     """
     from fastloop.export.card import ModelCard, is_own, rename
     from fastloop_tools.export.card import onnx_card
 
     readme = destination / "README.md"
     if exported is not None:
-        has_tokenizer = (destination / "tokenizer_config.json").is_file()
-        page = onnx_card(name, source_name, labels, exported, has_tokenizer)
+        page = onnx_card(name, source_name, labels, exported, tokenized)
     elif not readme.exists():  # a model of another program, or of an earlier version
         page = ModelCard(title=source_name, name=name, labels=labels).render(destination)
     elif is_own(readme):

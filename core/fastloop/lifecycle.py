@@ -221,8 +221,12 @@ def _teardown_after_error(run: Run) -> Iterator[None]:
 @contextmanager
 def explain_errors(run: Run) -> Iterator[None]:
     """Raise errors of plugins, of user code and of lost connections as errors that name their source."""
-    with run.plugins.attributing_errors(), run.processes.explain_lost_connection():
-        yield
+    with run.plugins.attributing_errors():
+        try:
+            yield
+        except Exception:
+            with run.processes.explain_lost_connection():  # not around the block, which sets run.processes in a build
+                raise
 
 
 # -- build -------------------------------------------------------------------------------------------------------------

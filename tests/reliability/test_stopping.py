@@ -286,6 +286,18 @@ def test_a_signal_under_a_launcher(pair, launcher, whom):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_one_process_before_training_stops_both(name):
+    """a signal to rank 1 alone while data is loaded: exit code 75 or 130, no traceback, and nothing is written"""
+    write_recipe()
+    with command(*FASTLOOP, *RUN, "--nproc", "2", environment={"FAULT": f"data 1 1 me('{name}')"}) as run:
+        assert run.wait(300) == code(name), said()
+    assert "process 0 of 2 lost the connection to another, which ended first" in said()
+    assert "Traceback" not in said()
+    assert not Path("run").exists()
+
+
+@pytest.mark.slow
 def test_a_process_that_hangs_does_not_keep_the_launcher(whole):
     """rank 1 hangs, and SIGTERM comes twice: all end in time"""
     hang = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); Path('hangs').touch(); time.sleep(600)"

@@ -59,7 +59,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
             resume.
 
     Returns:
-        0, or the exit code of the process that failed first; 128 + n for signal n.
+        0, or the exit code of the process that failed or stopped first; 128 + n for signal n.
 
     Raises:
         UsageError: Another launcher started this process, or an option is wrong.
@@ -213,12 +213,18 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
         with on_signals(forward):
             while True:
                 codes = [process.poll() for process in processes]
+                is_stopped = EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes
                 for index, code in enumerate(codes):
-                    if code not in (None, 0, EXIT_INTERRUPTED, EXIT_STOPPED):
+                    if code is None or code in (0, EXIT_INTERRUPTED, EXIT_STOPPED):
+                        continue
+                    # Processes end a run together. One that a signal stopped at once, such as before training, leaves
+                    # the others with an error about the lost connection.
+                    is_consequence = is_stopped and code > 0
+                    if not is_consequence:
                         return index
                 if None not in codes:
                     return None
-                if EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes:  # the other processes must stop, too
+                if is_stopped:  # the other processes must stop, too
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if time.monotonic() > deadline:
                     text = "not all processes stopped in time: the others are killed."

@@ -169,6 +169,7 @@ ROWS: Mapping[str, Row] = {
     "fused-loss": Row(task="language", options={"chunk_tokens": 16}),
     "fused-optimizer": Row(train=ADAMW, refuses={"muon-optimizer": "torch has no fused kernel of it"}),
     "image-classification": Row(task="image files"),
+    "int8-linears": Row(task="wide"),
     "length-bucketing": Row(task="texts", options={"window": 2}),
     "log": Row(),
     "lora": Row(task="texts", options={"r": 2}),

@@ -93,6 +93,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "fused-loss": {"task": LANGUAGE, "options": {"chunk_tokens": 16}},
     "step-graph": {"device": "auto", "requires": ["fused-optimizer"], "refuses": ("ddp",)},
     "target-logits": {"task": LANGUAGE},
+    "int8-linears": {"task": WIDE},
     "freeze": {"options": {"match": "*.bias"}},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
     "liger": {"task": LANGUAGE, "device": "auto"},

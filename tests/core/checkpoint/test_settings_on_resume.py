@@ -120,6 +120,7 @@ ELSEWHERE = {
     "fsdp": "needs several processes",
     "fused-loss": "needs a vocabulary",
     "image-classification": "a task: its options are declared as those of module are",
+    "int8-linears": "has no effect on training",
     "length-bucketing": "needs texts",
     "lora": "needs a model with linear layers that peft knows",
     "muon-optimizer": "has one option, which moves parameters between groups",

@@ -1,7 +1,8 @@
-"""Plugins of fastloop for training on a CPU, and their kernels in C.
+"""Plugins of fastloop for a CPU, and their kernels in C.
 
 cpu_attention, _cpu_attention   # a plugin, and the module that calls ``cpu_attention.c``
 cpu_layers, _cpu_layers, _cpu_decoder   # the same for ``cpu_layers.c`` (encoders) and ``cpu_decoder.c``
+int8_linears, _int8_linears, _int8_changes   # the same for ``int8_linears.c``, and how much predictions change
 fast_dropout, _fast_dropout   # a plugin, and its random generator
 cpu_affinity              # cores and threads of processes
 _native                   # compiles the kernels

@@ -122,9 +122,13 @@ def run_compiler(program: str, *arguments: str) -> None:
         raise KernelUnavailable(f"{program} failed: {next((line for line in lines if 'error' in line), lines[0])}")
 
 
-def unavailable_kernels(source: Path) -> str | None:
-    """Why the kernels of a C file cannot run on this machine; None: they can, and are compiled."""
-    absent = sorted(INSTRUCTIONS - processor_flags())
+def unavailable_kernels(source: Path, instructions: frozenset[str] = INSTRUCTIONS) -> str | None:
+    """Why the kernels of a C file cannot run on this machine; None: they can, and are compiled.
+
+    Args:
+        instructions: The instruction sets that they use.
+    """
+    absent = sorted(instructions - processor_flags())
     if absent:
         return f"this processor has no {', '.join(absent)}"
     try:

@@ -46,8 +46,6 @@ struct rotate {
     int32_t backward, threads; /* backward: input is the gradient of output, and output that of input */
 };
 
-INLINE __m512 splat(float number) { return _mm512_set1_ps(number); }
-
 INLINE __m512 load(const void *from, int64_t place, const int is_narrow) {
     return is_narrow ? widen((const bf16 *)from + place) : _mm512_loadu_ps((const float *)from + place);
 }

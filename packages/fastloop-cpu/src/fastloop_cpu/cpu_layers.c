@@ -29,8 +29,6 @@ struct layer {
     int32_t threads;
 };
 
-INLINE __m512 splat(float number) { return _mm512_set1_ps(number); }
-
 INLINE __m512 biased(const struct layer *layer, int64_t row, int64_t column) {
     __m512 sum = widen(layer->input + row * layer->columns + column);
     return layer->bias ? _mm512_add_ps(sum, _mm512_loadu_ps(layer->bias + column)) : sum;

@@ -6,6 +6,8 @@ typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
 
+INLINE __m512 splat(float number) { return _mm512_set1_ps(number); }
+
 INLINE __m512 widen(const bf16 *from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
 }

@@ -54,7 +54,7 @@ FIRST_STEP_NEEDS_NONE = (
     "transformers.generation.utils",
 )
 PROBE = '''
-"""Reports the imported modules at the first step, and ends the process."""
+"""Reports the imported modules after the first step, and ends the process."""
 import os, sys
 from fastloop import Plugin, hookimpl
 
@@ -62,7 +62,7 @@ class Probe(Plugin):
     name = "probe"
 
     @hookimpl
-    def before_step(self):
+    def after_step(self):
         print("MODULES", *sys.modules, flush=True)
         os._exit(0)
 '''
@@ -119,7 +119,7 @@ def test_errors_of_a_recipe_come_before_the_import_of_torch(command):
 
 
 @with_pinned_versions
-def test_quickstart_imports_little_before_its_first_step():
+def test_quickstart_imports_little_until_its_first_step_is_done():
     Path("probe.py").write_text(PROBE)
     data = "data.arguments={train: 64, validation: 32, test: 32}"
     found, _ = modules(

@@ -247,6 +247,27 @@ def _disable_lazily(module: ModuleType) -> None:
     module.__dict__["allow_in_graph"] = allow_in_graph
 
 
+def _step_without_compiler(module: ModuleType) -> None:
+    """``_use_grad_for_differentiable`` decorates ``step`` of each optimizer, and imports torch's compiler in its first
+    call, to break the graph there. Without the compiler, there is no graph."""
+    original: Callable[..., Any] = module.__dict__["_use_grad_for_differentiable"]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        in_graphs = original(function)
+
+        @functools.wraps(function)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if _is_imported(COMPILER):
+                return in_graphs(*args, **kwargs)
+            optimizer = args[0]
+            with sys.modules["torch"].set_grad_enabled(optimizer.defaults["differentiable"]):
+                return function(*args, **kwargs)
+
+        return step
+
+    module.__dict__["_use_grad_for_differentiable"] = decorate
+
+
 def _register(module: ModuleType) -> None:
     """Register the functions that were decorated before torch's compiler was imported."""
     while _registrations:
@@ -265,6 +286,7 @@ ADJUSTMENTS: dict[str, Callable[[ModuleType], None]] = {
     COMPILER: _register,
     "torch._compile": _disable_without_compiler,
     "torch.compiler": _disable_lazily,
+    "torch.optim.optimizer": _step_without_compiler,
     "transformers.utils.import_utils": _remember_folders,
 }
 """Module -> the function that adjusts it after its execution."""

@@ -33,6 +33,7 @@ DELAYED = {
 }
 REAL = """
 import sys
+import pytest
 from fastloop.runtime import delayed_imports
 delayed_imports.delay_imports()
 import torch
@@ -45,6 +46,10 @@ from transformers.loss import loss_for_object_detection as detection
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.AdamW([weight], lr=0.1)
 optimizer.zero_grad()
+weight.sum().backward()
+optimizer.step()  # a decay of 0.001, and a first step of the learning rate
+assert torch.is_grad_enabled()
+assert weight.tolist() == pytest.approx([0.899, 0.899], rel=1e-5)
 
 @torch.compiler.disable
 def shape_of(value):
@@ -72,6 +77,11 @@ def step(value):
 
 assert step(torch.ones(2)).tolist() == [3, 3]
 assert graphs, "nothing was compiled"
+
+weight.grad = torch.ones(2)
+torch.compile(optimizer.step, backend=count)()
+assert weight.tolist() == pytest.approx([0.798101, 0.798101], rel=1e-5)
+assert torch.is_grad_enabled()
 from torch._dynamo import trace_rules
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 assert masking.TransformGetItemToIndex is TransformGetItemToIndex

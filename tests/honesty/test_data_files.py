@@ -230,7 +230,8 @@ def test_a_run_is_refused_before_its_model_is_built():
     recipe = make_recipe(tree, Path("recipe.yaml"))
     with pytest.raises(
         RecipeError,
-        match=r"^train.tsv, line 11: a quote opens a cell here, and more text follows where it closes in line 12",
+        match=r"^train.tsv, line 11: a quote opens a cell here, and more text follows where it closes in line 12\. "
+        r"Remove this quote or double it: \"\"\. Only if no cell of the file is in quotes, give data.read.quoting=none",
     ):
         build(resolve(recipe))
     assert not Path("run").exists()

@@ -293,7 +293,9 @@ class Delimited(LineFormat):
             wrong = f"a quote opens a cell here that never closes (line {last} is the last)"
         else:
             return BadRow(f"cannot be read as rows of cells: {clause(error)}.", f"line {first}")
-        remedy = 'If quotes are part of the texts, give data.read.quoting=none; otherwise double them: "".'
+        remedy = (
+            'Remove this quote or double it: "". Only if no cell of the file is in quotes, give data.read.quoting=none.'
+        )
         return BadRow(f"{wrong}. {remedy}", f"line {first}")
 
     def _other_width(self, line: int, count: int, raw: str) -> BadRow:

@@ -23,7 +23,7 @@ from transformers import (
 
 from fastloop import Trainer, UsageError
 from fastloop.lifecycle import build
-from fastloop.testing import expect_problem, tiny_data
+from fastloop.testing import assert_problem, expect_problem, tiny_data
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 WORDS = ["[PAD]", "[UNK]", "good", "bad", "film"]
@@ -186,12 +186,32 @@ class Strict(nn.Module):
         )
 
 
-def test_a_loss_that_the_models_own_replaces_is_mentioned(caplog):
+def test_a_loss_replaces_that_of_a_model_of_transformers(tokenizer, tmp_path):
+    data = Reviews(tokenizer, "labels")
+    loss = nn.CrossEntropyLoss(label_smoothing=0.3)
+    model = bert()
+    with torch.no_grad():
+        model.classifier.weight *= 50  # logits far from 0, where smoothing changes the loss
+    trainer = Trainer(model, data, processing_class=tokenizer, loss=loss, batch_size=4, output=tmp_path / "run")
+    padded = DataCollatorWithPadding(tokenizer)([data[index] for index in range(12)])
+    with torch.no_grad():
+        result = model.eval()(**padded)
+    smoothed = loss(result.logits, padded["labels"]).item()
+    assert trainer.validate(data)["loss"] == pytest.approx(smoothed, rel=1e-5)
+    assert abs(smoothed - result.loss.item()) > 5e-4, "smoothing shows at this precision"
+
+
+def test_a_loss_that_is_not_used_is_mentioned(caplog):
     def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
         return dict(zip(("x", "labels"), torch.utils.data.default_collate(samples), strict=True))
 
-    fit(Strict(), DataLoader(tiny_data(16), batch_size=4, collate_fn=collate), loss=nn.functional.cross_entropy)
-    assert caplog.text.count("loss= is not used: batches are mappings, and Strict returns its own loss") == 1
+    class OwnLoss(Strict):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            return {"loss": super().forward(x, labels)["loss"]}
+
+    fit(OwnLoss(), DataLoader(tiny_data(16), batch_size=4, collate_fn=collate), loss=nn.functional.cross_entropy)
+    assert_problem(caplog, "loss-not-used loss= logits OwnLoss")
+    assert caplog.text.count("loss= is not used") == 1
 
 
 @pytest.mark.parametrize(

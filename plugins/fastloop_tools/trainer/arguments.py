@@ -19,6 +19,7 @@ INSTEAD = {
         "Give plugins=[...] with an object of a class with hooks. For callbacks of transformers, that is "
         "TransformersCallbacks(callback, ...) of the package fastloop-migrate."
     ),
+    "collate_fn": "Give a DataLoader with this collate_fn as train_loader.",
     "compute_metrics": (
         'Give metrics={"NAME": function}, where function(predictions, targets) computes a number from numpy arrays, '
         "or metrics of torchmetrics."

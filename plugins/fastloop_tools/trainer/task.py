@@ -158,13 +158,16 @@ class TrainerTask(Plugin):
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
         output = forward(model, batch, self.loss, self.broadcasts)
-        if self.loss is not None and not self.has_warned and isinstance(batch, Mapping):
+        own_loss = isinstance(batch, Mapping) and (output.predictions is None or output.targets is None)
+        if self.loss is not None and own_loss and not self.has_warned:
             self.has_warned = True
+            missing = "the batch has no labels" if output.targets is None else "the model returns no logits"
             log.warning(
                 Problem(
-                    (f"loss= is not used: batches are mappings, and {type(self.model).__name__} returns its own loss."),
+                    f"loss= is not used: {missing}, and {type(self.model).__name__} returns its own loss.",
                     code="loss-not-used",
-                    remedy="Leave loss out, or let the collator return (inputs, targets).",
+                    expected="`labels` in the batch and `logits` in the model's result, for loss(logits, labels)",
+                    remedy="Add them, or leave loss out.",
                 )
             )
         return output

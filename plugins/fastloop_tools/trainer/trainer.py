@@ -51,7 +51,8 @@ class Trainer:
         test_loader: Likewise; evaluated once, at the end.
         plugins: Names, files or one-key mappings as in a recipe, or plugin objects. ``{"progress": False}`` disables a
             default plugin.
-        loss: ``loss(predictions, targets)``, such as ``torch.nn.functional.cross_entropy``.
+        loss: ``loss(predictions, targets)``, such as ``torch.nn.functional.cross_entropy``. For batches that are
+            mappings with ``labels``, it replaces the model's own loss, and gets ``logits`` and ``labels``.
         metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``; or a function of the predictions
             and targets of the whole split, as numpy arrays, that returns a number.
         optimizer: A torch optimizer of the model's parameters, or a function of the model that returns one. A class, or

@@ -22,7 +22,8 @@ def forward(
     """Compute the loss of a batch in one of two common forms.
 
     * a mapping: ``model(**batch)`` returns an object or mapping with ``loss`` (and ``logits``), like Hugging Face
-      models;
+      models. With a loss function, ``labels`` in the batch and ``logits`` in the result, the loss is
+      ``loss(logits, labels)`` instead of the model's own;
     * ``(inputs, targets)``: ``loss(model(inputs), targets)``.
 
     Args:
@@ -41,6 +42,10 @@ def forward(
         read: Callable[[str], Any] = (
             result.get if isinstance(result, dict | Mapping) else lambda name: getattr(result, name, None)
         )
+        logits = read("logits")
+        labels = batch.get("labels")
+        if loss is not None and logits is not None and labels is not None:
+            return Output(broadcasts.call_loss(loss, logits, labels), logits, labels)
         batch_loss = read("loss")
         if batch_loss is None:
             raise UsageError(
@@ -49,7 +54,7 @@ def forward(
                 "object with .loss.",
                 code="no-loss",
             )
-        return Output(batch_loss, read("logits"), batch.get("labels"))
+        return Output(batch_loss, logits, labels)
     if isinstance(batch, Sequence) and len(batch) == 2 and loss is not None:
         inputs, targets = batch
         predictions = model(inputs)

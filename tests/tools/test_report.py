@@ -237,6 +237,14 @@ def test_report_rejects_unreadable_file_by_name(folders, monkeypatch, capsys, ha
     assert not Path("report.html").exists()
 
 
+def test_a_file_among_the_folders_of_a_pattern_is_named_with_its_folder(folders, monkeypatch, capsys):
+    assert report(monkeypatch, "plain", "plain/summary.json") == 2
+    error = capsys.readouterr().err
+    assert_problem(error, "not-a-run plain/summary.json")
+    assert "is a file" in error
+    assert "fastloop report plain" in " ".join(error.split())
+
+
 def test_report_distinguishes_runs_with_same_name(folders, tmp_path):
     shutil.copytree("plain", "other/plain")
     assert [run.name for run in read([Path("plain"), Path("other/plain")]).runs] == ["plain", "plain (2)"]

@@ -127,13 +127,18 @@ def read(folders: Iterable[Path]) -> Found:
         file = next((file for file in RECORDS if (folder / file).is_file()), None)
         if file is None:
             what = "contains no run, sweep, ablation or profile"
-            if not folder.is_dir():
+            remedy = ""
+            if folder.is_file():
+                what = "is a file"
+                remedy = f"Give the folder, not its files: `fastloop report {folder.parent}`."
+            elif not folder.is_dir():
                 what = nothing_at(folder, "folder")
             raise UsageError(
                 f"{what}.",
                 code="not-a-run",
                 place=str(folder),
                 expected="an output folder of `fastloop train`, `sweep`, `bench` or `profile`",
+                remedy=remedy,
             )
         record = read_json(folder / file)
         part = Found()

@@ -152,7 +152,8 @@ class Bench:
             f"{show_time(needed)} in all if the others take as long"
         )
         if self.settings.budget is not None and needed > self.settings.budget:
-            raise self._refuse_budget(seconds)
+            least = max(1.0, (self.settings.steps or 0) * first["seconds_a_step"])
+            raise self._refuse_budget(seconds, least)
 
     def tell_time(self) -> None:
         """After the first repeat: say how long all takes, by one measurement of each variant. A variant may compile, or
@@ -165,28 +166,62 @@ class Bench:
             over = f", over the --budget of {show_time(self.settings.budget)}"
         self.say(f"a measurement takes {min(measured):.0f} to {max(measured):.0f} s: {show_time(needed)} in all{over}")
 
-    def _refuse_budget(self, seconds: float) -> UsageError:
-        """The error for a budget that is too small. It names the options that still have an effect.
+    def _refuse_budget(self, seconds: float, least: float = 1.0) -> UsageError:
+        """The error for a budget that is too small. It proposes options with which the measurements fit.
 
         Args:
             seconds: The time of a process.
+            least: The least value of ``--seconds`` that still shortens a process.
         """
         assert self.settings.budget is not None
         choices = [f"--budget {math.ceil(self.processes() * seconds / 60)}m"]
-        if self.settings.seconds > 1:
-            choices.append(f"a lower number than --seconds {self.settings.seconds:g}")
-        if any(variant.kind == "without" for variant in self.ablation.measured()):
-            choices.append("--no-leave-one-out")
-        if self.settings.numerics:
-            choices.append("--no-numerics")
-        if len(self.ablation.plugins) > 1:
-            choices.append(f"fewer plugins, such as --without {list(self.ablation.plugins)[-1]}")
+        choices += self._fitting_options(seconds, least)
+        remedy = f"Give {' or '.join(choices)}."
+        if len(choices) == 1 and len(self.ablation.plugins) > 1:
+            remedy = (
+                f"Give {choices[0]}, or measure fewer plugins, such as --without {list(self.ablation.plugins)[-1]}."
+            )
         return UsageError(
             f"{self.processes()} processes of {seconds:.0f} s do not fit into {show_time(self.settings.budget)}.",
             code="budget-too-small",
             place="--budget",
-            remedy=f"Give {' or '.join(choices)}.",
+            remedy=remedy,
         )
+
+    def _fitting_options(self, seconds: float, least: float) -> list[str]:
+        """Options with which the measurements fit into the budget: each alone, or else together.
+
+        Args:
+            seconds, least: As for ``_refuse_budget``.
+        """
+        budget = self.settings.budget or 0.0
+        variants = self.ablation.measured()
+        speeds = len(variants) * self.settings.repeats
+        checks = self.processes() - speeds
+        speeds_left = sum(variant.kind != "without" for variant in variants) * self.settings.repeats
+        omitted = []  # option, processes with it
+        if speeds_left < speeds:
+            omitted.append(("--no-leave-one-out", speeds_left + checks))
+        if checks:
+            omitted.append(("--no-numerics", speeds))
+        if len(omitted) == 2:
+            omitted.append(("--no-leave-one-out --no-numerics", speeds_left))
+        options = [option for option, processes in omitted if processes * seconds <= budget]
+
+        def shorter(processes: int) -> int | None:
+            """The value of ``--seconds`` with which this many processes fit; None: there is none."""
+            start = seconds - self.settings.seconds
+            fitting = math.floor(budget / processes - start)
+            return fitting if least <= fitting < self.settings.seconds else None
+
+        alone = shorter(self.processes())
+        if alone is not None:
+            options.append(f"--seconds {alone}")
+        if options or not omitted:
+            return options
+        together, processes = omitted[-1]
+        value = shorter(processes)
+        return [] if value is None else [f"{together} --seconds {value}"]
 
     def _speed(self) -> None:
         """Measure each variant once a repeat: in order, then in reverse, so that a machine that becomes slower

@@ -56,9 +56,10 @@ class Schedule:
     ) -> None:
         self._train = train
         self._state = state
-        self._periods = [
-            steps for steps in (train.max_steps, train.evaluate_every, train.save_every) if isinstance(steps, int)
-        ]
+        self._periods: list[int] = []
+        for steps in (train.max_steps, train.evaluate_every, train.save_every):
+            if isinstance(steps, int):  # not "epoch"
+                self._periods.append(steps)
         self.total_steps: int | None = run_length(steps_per_epoch, train.epochs, train.max_steps)
         self.epoch_samples = epoch_samples
         self._eval_loaders = eval_loaders
@@ -76,13 +77,10 @@ class Schedule:
         """Whether ``evaluation_due``, ``save_due`` or ``should_stop`` may be true after this step. Most steps ask only
         this."""
         state = self._state
-        return (
-            state.evaluate_requested
-            or state.save_requested
-            or state.stop_reason is not None
-            # whether a period ends: for step 6 and the periods [4, 3], the remainders are [2, 0]
-            or not all(map(state.step.__mod__, self._periods))
-        )
+        if state.evaluate_requested or state.save_requested or state.stop_reason is not None:
+            return True
+        # at step 6, a period of 3 steps ends, and one of 4 steps does not
+        return any(state.step % steps == 0 for steps in self._periods)
 
     def are_epochs_done(self) -> bool:
         """Whether all of ``train.epochs`` are done. Without a limit on epochs, only ``should_stop`` ends the run."""

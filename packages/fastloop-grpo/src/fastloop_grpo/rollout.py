@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,30 +85,43 @@ def ragged_completions(samples: Sequence[CompletionSample], pad_token: int, loss
 
 
 def trial_batch(
-    batch: Mapping[str, Any], own: Collection[str], rows: int, max_new_tokens: int, positions: int | None
+    batch: Mapping[str, Any], loss_inputs: Collection[str], rows: int, max_new_tokens: int, positions: int | None
 ) -> dict[str, Any]:
     """A batch of the loss with the shape of real ones, from a batch of prompts, to try a model without generating. It
     reads no value from the device. A packed row stays as it is.
 
     Args:
-        own: Inputs of a batch that the model does not get.
+        loss_inputs: Inputs of a batch that the model does not get.
         rows: Completions of a forward pass.
         positions: Tokens that the model takes at most; None: not known.
     """
-    inputs = {name: value for name, value in batch.items() if name not in own}
-    if "position_ids" not in inputs:
-        for name, value in inputs.items():
-            longer = torch.cat([value, torch.ones_like(value[:, :1]).expand(-1, max_new_tokens)], 1)
-            inputs[name] = longer.repeat(-(-rows // len(value)), 1)[:rows, :positions]
+    inputs = {name: value for name, value in batch.items() if name not in loss_inputs}
+    is_packed = "position_ids" in inputs
+    if not is_packed:
+        for name, prompts in inputs.items():
+            inputs[name] = _add_tokens(prompts, max_new_tokens, rows)[:, :positions]
     ids = inputs["input_ids"]
     count = ids.numel()
-    return inputs | {
-        "targets": ids.roll(-1, 1),
-        "places": torch.arange(count, device=ids.device),
-        "completions": torch.zeros(count, dtype=torch.int64, device=ids.device),
-        "sizes": torch.full((1,), float(count), device=ids.device),
-        "advantages": torch.ones(1, device=ids.device),
-    }
+    inputs["targets"] = ids.roll(-1, 1)
+    inputs["places"] = torch.arange(count, device=ids.device)
+    inputs["completions"] = torch.zeros(count, dtype=torch.int64, device=ids.device)
+    inputs["sizes"] = torch.full((1,), float(count), device=ids.device)
+    inputs["advantages"] = torch.ones(1, device=ids.device)
+    return inputs
+
+
+def _add_tokens(prompts: Tensor, count: int, rows: int) -> Tensor:
+    """Add ``count`` ones to each prompt, and repeat the prompts until there are ``rows`` of them.
+
+    For the prompts [[5, 6], [7, 8]], one token and 3 rows, it returns [[5, 6, 1], [7, 8, 1], [5, 6, 1]].
+
+    Args:
+        prompts: (prompts, tokens), token ids or another input of the model.
+    """
+    added = torch.ones_like(prompts[:, :1]).expand(-1, count)
+    longer = torch.cat([prompts, added], 1)
+    times = math.ceil(rows / len(prompts))
+    return longer.repeat(times, 1)[:rows]
 
 
 @dataclass

@@ -56,58 +56,67 @@ class BlockReader:
         size: int,
         encode: Tokens,
     ) -> None:
-        self.reader, self.index, self.counts, self.size, self.encode = (
-            make_reader(),
-            index,
-            counts,
-            size,
-            encode,
-        )
-        self.sources = np.array([*sources, len(counts)])
+        self.reader = make_reader()
+        self.index = index
+        self.counts = counts
+        self.size = size
+        self.encode = encode
+        self.source_starts = np.array([*sources, len(counts)])  # the row groups of source 0 end where those of 1 start
 
     def read(self, group: int, skip: int) -> Iterator[Row]:
         """Yield the ids (tokens,) int32 of each block that begins in a row group, without the first ``skip`` blocks.
 
+        Two row groups of 6 and 5 tokens have these blocks of 4 tokens::
+
+            row group    0 0 0 0 0 0 1 1 1 1 1
+            block        0 0 0 0 1 1 1 1 2 2 2
+
+        Row group 0 has the blocks 0 and 1. Row group 1 has block 2: its first 2 tokens belong to block 1.
+
         Raises:
             DataError: A file was changed, or cannot be read.
         """
-        left = int(self.index.rows[group]) - skip
-        if left <= 0:
+        blocks_left = int(self.index.rows[group]) - skip
+        if blocks_left <= 0:
             return
-        source = int(np.searchsorted(self.sources, group, side="right"))
-        first, end = int(self.sources[source - 1]), int(self.sources[source])
-        before = int(self.counts[first:group].sum())
-        # tokens of the group that belong to earlier blocks
-        lead = (-(-before // self.size) + skip) * self.size - before
-        ids = np.empty(0, np.int32)
-        for found in self._tokens(group, end):
-            if lead >= len(found):
-                lead -= len(found)
+        source = int(np.searchsorted(self.source_starts, group, side="right")) - 1
+        first_group = int(self.source_starts[source])
+        end_group = int(self.source_starts[source + 1])
+        tokens_before = int(self.counts[first_group:group].sum())  # of the source, in earlier row groups
+        blocks_before = -(-tokens_before // self.size)  # rounded up: the last one ends in this row group or later
+        tokens_to_skip = (blocks_before + skip) * self.size - tokens_before  # 2 for row group 1
+        rest = np.empty(0, np.int32)  # tokens that are in no block yet
+        for tokens in self._tokens(group, end_group):
+            if tokens_to_skip >= len(tokens):
+                tokens_to_skip -= len(tokens)
                 continue
-            ids, lead = np.concatenate([ids, found[lead:]]), 0
-            for start in range(0, min(left, len(ids) // self.size) * self.size, self.size):
-                yield (ids[start : start + self.size],)
-                left -= 1
-            if not left:
+            rest = np.concatenate([rest, tokens[tokens_to_skip:]])
+            tokens_to_skip = 0
+            complete = min(len(rest) // self.size, blocks_left)
+            for start in range(0, complete * self.size, self.size):
+                yield (rest[start : start + self.size],)
+            blocks_left -= complete
+            if not blocks_left:
                 return
-            ids = ids[len(ids) // self.size * self.size :]
-        if left == 1 and len(ids) > 1:
-            yield (ids,)
-            return
-        raise DataError(
-            "has fewer tokens than when the run started.",
-            code="data-changed",
-            place=str(self.index.paths[self.index.file[group]]),
-            remedy="Start it again.",
-        )
+            rest = rest[complete * self.size :]
+        is_last_and_short = blocks_left == 1 and len(rest) > 1  # one token has no next token to predict
+        if not is_last_and_short:
+            raise DataError(
+                "has fewer tokens than when the run started.",
+                code="data-changed",
+                place=str(self.index.paths[self.index.file[group]]),
+                remedy="Start it again.",
+            )
+        yield (rest,)
 
     def _tokens(self, group: int, end: int) -> Iterator[NDArray[np.int32]]:
         """The tokens from the start of a row group to the end of its source, those of some rows at a time."""
         for number in range(group, end):
             total = 0
-            for found in tokens_of(self.reader, number, self.encode, ROWS_AT_ONCE if number == group else REST):
-                total += len(found)
-                yield found
+            rows_at_once = ROWS_AT_ONCE if number == group else REST
+            for tokens in tokens_of(self.reader, number, self.encode, rows_at_once):
+                total += len(tokens)
+                yield tokens
             if total != self.counts[number]:
                 path = self.index.paths[self.index.file[number]]
                 raise DataError(
@@ -124,9 +133,11 @@ class BlockReader:
 
 def tokens_of(reader: Reader, group: int, encode: Tokens, size: int) -> Iterator[NDArray[np.int32]]:
     """The tokens of a row group, those of ``size`` rows at a time."""
-    rows, row = reader.read(group, 0), int(reader.index.firsts[group])
+    rows = reader.read(group, 0)
+    row = int(reader.index.firsts[group])
     while batch := list(islice(rows, size)):
-        yield encode(batch, [reader.index.name(row + number) for number in range(len(batch))])
+        names = [reader.index.name(row + number) for number in range(len(batch))]
+        yield encode(batch, names)
         row += len(batch)
 
 
@@ -176,5 +187,7 @@ def index_blocks(index: Index, counts: NDArray[np.int64], sources: Sequence[int]
                 code="too-few-tokens",
                 place=where,
             )
-        rows.append(np.diff(np.minimum(-(-ends // size), blocks), prepend=0))
+        # for row groups of 6 and 5 tokens, and blocks of 4 tokens, [2, 3]: 2 blocks begin in the first, 3 in both
+        begun = np.minimum(-(-ends // size), blocks)
+        rows.append(np.diff(begun, prepend=0))
     return replace(index, rows=np.concatenate(rows).astype(np.int64), labels={}, layout=None)

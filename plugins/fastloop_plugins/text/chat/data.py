@@ -100,57 +100,99 @@ class LanguageTextData(TextData):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, labelled=False)
-        options = self.options
         self.templates: Callable[[], list[str]] = list
-        given = [key for key in ("text", "messages", "prompt") if recipe.data.get(key) is not None]
+        has_column = self._check_text_options()
+        if not has_column and self.options.sources is None:
+            self.options.messages = self._find_messages()
+        self.chat_columns = self._check_chat_options()
+        self.text_key = "text"
+        if self.chat_columns:
+            self.text_key = "messages"
+        elif self.options.prompt:
+            self.text_key = "prompt"
+        self.masked = self.text_key != "text"
+        self._check_blocks()
+        if self.masked:
+            self._set_columns()
+            self._refuse_plain_files()
+
+    def _check_text_options(self) -> bool:
+        """Whether the recipe names a column of texts, of messages or of prompts.
+
+        Raises:
+            RecipeError: It names several, or prompts without completions.
+        """
+        given = [key for key in ("text", "messages", "prompt") if self.recipe.data.get(key) is not None]
         if len(given) > 1:
             raise RecipeError(
                 code="exclusive-options", place=self.where, found=" and ".join(given), expected="one of them"
             )
-        if (options.prompt is None) != (options.completion is None):
-            missing = "prompt" if options.prompt is None else "completion"
+        if (self.options.prompt is None) != (self.options.completion is None):
+            missing = "prompt" if self.options.prompt is None else "completion"
             raise RecipeError(
                 "missing.",
                 code="missing-value",
                 place=f"{self.where}.{missing}",
                 expected="the names of both columns: data.prompt and data.completion",
             )
-        if not given and options.sources is None:
-            options.messages = self._find_messages()
-        for key in ("chat_template", "train_on", "roles"):
-            if recipe.data.get(key) is not None and options.messages is None:
-                raise RecipeError(
-                    "it is for conversations, and data.messages is not there.",
-                    code="unknown-option",
-                    place=f"{self.where}.{key}",
-                    remedy="Remove it.",
-                )
-        self.chat_columns = [] if options.messages is None else column_names(options.messages, f"{self.where}.messages")
-        if len(self.chat_columns) > 3:
+        return bool(given)
+
+    def _check_chat_options(self) -> list[str]:
+        """The columns of ``data.messages``; empty without.
+
+        Raises:
+            RecipeError: The option names too many columns, or another one is for conversations.
+        """
+        messages = self.options.messages
+        if messages is None:
+            for key in ("chat_template", "train_on", "roles"):
+                if self.recipe.data.get(key) is not None:
+                    raise RecipeError(
+                        "it is for conversations, and data.messages is not there.",
+                        code="unknown-option",
+                        place=f"{self.where}.{key}",
+                        remedy="Remove it.",
+                    )
+            return []
+        columns = column_names(messages, f"{self.where}.messages")
+        if len(columns) > 3:
             raise RecipeError(
                 code="wrong-type",
                 place=f"{self.where}.messages",
-                found=str(self.chat_columns),
+                found=str(columns),
                 expected=f"a column, or those of {FORM}",
             )
-        self.text_key = "text"
-        if self.chat_columns:
-            self.text_key = "messages"
-        elif options.prompt:
-            self.text_key = "prompt"
-        self.masked = self.text_key != "text"
-        if options.blocks and (self.masked or not options.streaming):
-            reason = (
-                "it is for texts, and conversations and completions are not put end to end"
-                if self.masked
-                else "it is for data.streaming"
-            )
-            raise RecipeError(f"{reason}.", code="unknown-option", place=f"{self.where}.blocks", remedy="Remove it.")
-        if not self.masked:
+        return columns
+
+    def _check_blocks(self) -> None:
+        """Check that ``data.blocks`` is for streamed texts.
+
+        Raises:
+            RecipeError: Rows are conversations or completions, or nothing is streamed.
+        """
+        if not self.options.blocks:
             return
-        asked = self.chat_columns[:-1] or self.chat_columns or [options.prompt or ""]
-        self.columns = [name for name in asked if name not in OPTIONAL]  # which a file to predict must have
-        options.text = self.columns[0]
+        if self.masked:
+            reason = "it is for texts, and conversations and completions are not put end to end"
+        elif not self.options.streaming:
+            reason = "it is for data.streaming"
+        else:
+            return
+        raise RecipeError(f"{reason}.", code="unknown-option", place=f"{self.where}.blocks", remedy="Remove it.")
+
+    def _set_columns(self) -> None:
+        """Set ``columns`` of conversations or prompts: those that a file to predict must have, so not the answers."""
+        if len(self.chat_columns) > 1:
+            asked = self.chat_columns[:-1]  # the last one has the answers
+        elif self.chat_columns:
+            asked = self.chat_columns
+        else:
+            asked = [self.options.prompt or ""]
+        self.columns = [name for name in asked if name not in OPTIONAL]
+        self.options.text = self.columns[0]
+
+    def _refuse_plain_files(self) -> None:
+        """Raise a ``RecipeError`` for a file whose format holds no conversations or pairs."""
         for path in self.every_file():
             if format_of(path)[0] in (".csv", ".tsv", ".txt"):
                 raise RecipeError(

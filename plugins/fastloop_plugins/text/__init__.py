@@ -5,7 +5,9 @@ loads and exports a model with its tokenizer. Importing it imports neither torch
 
 task, column_data                   # the base class of tasks, and its ``data`` section
 options, option_checks              # the keys of ``data``, and checks of those for labels
-data, sources                       # finds the files and reads their rows; ``data.sources`` mixes several
+data                                # the ``data`` section: its options, and the rows of its splits
+source_files, parts                 # finds the files of a source, and reads them
+sources                             # ``data.sources`` mixes several
 columns                             # the texts of a row: one column, or several
 targets                             # labels by ``data.label_type``: numbers and sets of classes; calls ``labels``
 labels, label_column                # one class a row, and the column that holds it

@@ -1,6 +1,7 @@
-"""The ``data`` section of the text tasks: rows from files, a Python function, a local folder or the hub.
+"""The ``data`` section of the text tasks: its options, and the rows of its splits.
 
-Sources return *parts* (one file, one split), so that an error can name its file. A *role* is ``train``,
+Rows come from files, a Python function, a local folder or the hub: ``source_files`` finds them, and ``parts`` reads
+them. A *part* is one file or one split of a dataset, so that an error can name its file. A *role* is ``train``,
 ``validation`` or ``test``; ``data.splits`` gives the name of its split in the source. The samples selected by
 ``validation_fraction`` and ``limit`` do not depend on ``train.seed``: runs with different seeds use the same data and
 stay comparable.
@@ -22,25 +23,24 @@ from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._mapped import flatnonzero, zeros
-from fastloop_plugins.models.hub import check_hub_name, explain, offline, quiet
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop, with_drop_line
 from fastloop_plugins.rows.formats import FileLayout, KeptColumns
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_repeated, refuse_url
-from fastloop_plugins.rows.source import call_source, check_source
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.splits import DRAW, Limit, Splits, divide, hold_out_ends
 from fastloop_plugins.rows.suffixes import FORMATS, format_of, installed_formats
-from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
+from fastloop_plugins.rows.table import Bad, Table, text_column
 from fastloop_plugins.rows.unreadable import UnreadableRows
 from fastloop_plugins.text.columns import check_texts, column_names, describe_empty, refuse_empty
 from fastloop_plugins.text.dropped_rows import drop_repeats, drop_rows
 from fastloop_plugins.text.option_checks import check_label_options
-from fastloop_plugins.text.options import DataOptions, Files
+from fastloop_plugins.text.options import DataOptions
+from fastloop_plugins.text.parts import read_parts
 from fastloop_plugins.text.repeats import find_repeats
-from fastloop_plugins.text.sources import Source, find_sources, mix_sources, number_sources
+from fastloop_plugins.text.source_files import find_source
+from fastloop_plugins.text.sources import Source, mix_sources, number_sources
 from fastloop_plugins.text.streaming.options import check_streaming
 from fastloop_plugins.text.streaming.streamed_data import StreamedData
 from fastloop_plugins.text.targets import is_readable, read_labels, summarize
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-SOURCES = {"name": "name (a dataset)", "files": "files", "module": "module (a function)"}
-"""Option of ``data`` that names the source of the rows -> the option in messages."""
 NOTES = 8
 """Lines of the log about how files are read: a pattern may match thousands of them."""
 READER = 3
@@ -60,6 +58,25 @@ READER = 3
 
 class TextData(StreamedData):
     """The ``data`` section of a recipe. The constructor checks it, ``load`` reads it.
+
+    Args:
+        labelled: Whether the task reads labels.
+
+    Attributes:
+        where: The section in messages.
+        columns: The columns of texts.
+        labels: The columns of labels.
+        several: Whether ``data.label`` is a list of columns.
+        label_type: ``data.label_type``, or the type that follows from the columns of labels.
+        classes: The names of the classes. In inference: set before ``load``, from the model.
+        files: Split -> the files to read into memory.
+        sources: The entries of ``data.sources``.
+        keeps_places: Whether ``load`` keeps ``tables`` and ``Rows.numbers``, for ``row_places``.
+        tables: The rows of each split as read, without dropped ones.
+        messages: Lines for the log, and warnings.
+        kept: Columns that `predict --keep` keeps of its file, see ``FileLayout``.
+        skip_unreadable: Whether to skip rows that cannot be read.
+        unreadable: The number of skipped rows.
 
     Raises:
         RecipeError: An option is invalid, or a file does not exist.
@@ -72,85 +89,52 @@ class TextData(StreamedData):
     own_formats: ClassVar[Sequence[str]] = ()  # suffixes that this section reads beside those of all sections
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
-        self.recipe, self.where = recipe, f"{recipe.where}: data"
-        for split in ("train", "validation", "test"):
-            if split in recipe.data:
-                raise RecipeError(
-                    "no such option.",
-                    code="unknown-option",
-                    place=f"{self.where}.{split}",
-                    remedy=f"For files: data.files.{split}={recipe.data[split]}.",
-                )
+        self.recipe = recipe
+        self.where = f"{recipe.where}: data"
+        self.inference = recipe.inference
+        self._refuse_split_keys()
         self.options = parse(self.section, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.how = parse(Read, self.options.read, f"{self.where}.read")
-        conditions = enumerate(self.options.drop or ())
-        self.drop = Drop([parse(Condition, each, f"{self.where}.drop[{number}]") for number, each in conditions])
-        self.inference = recipe.inference
+        self.drop = Drop(self._parse_conditions())
         self.columns = self.find_columns()
-        self.labels = [] if self.options.label is None else column_names(self.options.label, f"{self.where}.label")
+        self.labels = self.names_of("label")
         self.several = isinstance(self.options.label, list)
-        self.label_type = self.options.label_type or ("classes" if self.several else "class")
-        self.classes: list[str] = []  # in inference: set before ``load``, from the model
-        self.keeps_places = False  # whether ``load`` keeps ``tables`` and ``Rows.numbers``, for ``row_places``
-        self.tables: dict[str, list[Table]] = {}  # the rows of each split as read, without dropped ones
-        self.messages: list[str | Problem] = []  # lines for the log, and warnings
-        self.kept: KeptColumns | None = None  # of a file to predict, see ``FileLayout``
-        self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
-        check_label_options(self, labelled)
+        usual_type = "classes" if self.several else "class"
+        self.label_type = self.options.label_type or usual_type
+        self.classes: list[str] = []
         self.files: dict[str, list[Path]] = {}
         self.sources: list[Source] = []
+        self.keeps_places = False
+        self.tables: dict[str, list[Table]] = {}
+        self.messages: list[str | Problem] = []
+        self.kept: KeptColumns | None = None
+        self.skip_unreadable = False
+        self.unreadable = 0
+        check_label_options(self, labelled)
         check_streaming(self, recipe.data)
-        if self.inference is not None and self.inference.source is not None:
-            return  # the rows come from there
-        if self.options.sources is not None:
-            if (self.options.files or {}).get("train") is not None:
+        reads_source = self.inference is None or self.inference.source is None  # else these are the rows to predict
+        if reads_source:
+            find_source(self)
+
+    def _refuse_split_keys(self) -> None:
+        """Raise a ``RecipeError`` for a key such as ``data.train``: files belong in ``data.files``."""
+        for split in ("train", "validation", "test"):
+            if split in self.recipe.data:
                 raise RecipeError(
-                    code="exclusive-options", place=self.where, found="files.train and sources", expected="one of them"
+                    "no such option.",
+                    code="unknown-option",
+                    place=f"{self.where}.{split}",
+                    remedy=f"For files: data.files.{split}={self.recipe.data[split]}.",
                 )
-            self.options.files = {**(self.options.files or {}), "train": []}
-        # as when a user adds files to a shipped recipe
-        if self.options.name is not None and self.options.files is not None:
-            logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
-            self.options.name = None
-        check_source(self.options, SOURCES, recipe)
-        if self.options.files is not None:
-            files = vars(parse(Files, self.options.files, f"{self.where}.files"))
-            given = {split: paths for split, paths in files.items() if paths is not None}
-            roles = given if self.inference is None else self._needed(given).values()
-            if self.options.sources is not None:
-                self.sources = find_sources(self, roles)
-            needed = self.open_stream(given, roles)
-            self.files = {
-                split: find_files(recipe, paths, split, f"{self.where}.files.{split}", self.formats)
-                if split in needed and not (self.sources and split == "train")
-                else []
-                for split, paths in given.items()
-            }
-            for split, paths in self.files.items():
-                refuse_repeated(paths, f"{self.where}.files.{split}")
-            if self.sources:
-                self.files["train"] = [path for source in self.sources for path in source.paths]
-            if "train" not in self.files and self.inference is None:
-                raise RecipeError(
-                    "missing.", code="missing-value", place=f"{self.where}.files.train", expected="a file to train on"
-                )
-        if len(self.columns) > 1 and (
-            texts := [path for paths in self.files.values() for path in paths if format_of(path)[0] == ".txt"]
-        ):
-            raise RecipeError(
-                f"found {self.columns}, and {texts[0]} has one column.",
-                code="unknown-format",
-                place=f"{self.where}.text",
-                remedy="Use another format.",
-            )
-        if self.options.name is not None:
-            self._check_name(self.options.name)
-            if self.options.streaming:
-                self.open_shards()
-        if self.options.read is not None:
-            self._check_read()
+
+    def _parse_conditions(self) -> list[Condition]:
+        """The conditions of ``data.drop``."""
+        conditions = []
+        for number, condition in enumerate(self.options.drop or ()):
+            conditions.append(parse(Condition, condition, f"{self.where}.drop[{number}]"))
+        return conditions
 
     def find_columns(self) -> list[str]:
         """The columns of texts that the options name."""
@@ -166,40 +150,6 @@ class TextData(StreamedData):
         """The suffixes of the files that the section reads."""
         return (*FORMATS, *installed_formats(), *self.own_formats)
 
-    def _check_read(self) -> None:
-        if self.options.files is None:
-            raise RecipeError(
-                "it is for data.files, which is not there.",
-                code="unknown-option",
-                place=f"{self.where}.read",
-                remedy="Remove it, or give the files there.",
-            )
-        refuse_options_without_files(self.how, self.every_file(), f"{self.where}.read", self.formats)
-        if self.sources or self.how.columns is None:
-            return
-        wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
-        wanted += [(key, name) for name, key in self.drop.columns().items()]
-        for key, name in wanted:
-            if name not in self.how.columns:
-                raise RecipeError(
-                    code="unknown-column",
-                    place=f"{self.where}.read.columns",
-                    found=str(self.how.columns),
-                    expected=f"{name!r} (data.{key}) among them",
-                )
-
-    def _check_name(self, name: str) -> None:
-        refuse_url(name, f"{self.where}.name", "its files")
-        path = self.recipe.find(name)
-        if path.is_file():
-            raise RecipeError(
-                f"{name} is a file.",
-                code="not-a-name",
-                place=f"{self.where}.name",
-                remedy=f"Give it as data.files.train={name}.",
-            )
-        check_hub_name(name, path, f"{self.where}.name: {name}")
-
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def load(self) -> dict[str, Rows]:
@@ -208,10 +158,47 @@ class TextData(StreamedData):
         Raises:
             RecipeError: Files, columns or labels are invalid.
         """
-        self.messages, self.unreadable, parts = [], 0, self._read()
-        splits, held_out = self._needed(parts), self.options.validation_fraction and self.splits.validation not in parts
+        self.messages = []
+        self.unreadable = 0
+        parts = read_parts(self)
+        held_out = 0.0 if self.splits.validation in parts else self.options.validation_fraction
+        tables = self._select_tables(parts)
+        rows = {role: self._rows(role, of_role) for role, of_role in tables.items()}
+        if self.keeps_places:
+            self.tables = tables
+            for of_role in rows.values():
+                of_role.numbers = np.arange(len(of_role))
+        self._add_notes(tables)
+        if self.options.label is not None:
+            self._add_labels(rows, tables)
+        if self.sources and "train" in rows:
+            rows["train"].sources = number_sources(tables["train"])
+        rows, note = self._divide(rows, held_out)
+        if self.inference is None and self.stream is None:
+            self.messages += find_repeats(rows, self, held_out=held_out > 0)
+            if self.sources:
+                rows["train"] = mix_sources(rows["train"], self)
+        if self.stream is None and "train" in rows and rows["train"].labels is not None:
+            note += f"; {summarize(rows['train'].labels, self)}"
+        if self.inference is not None:
+            rows = {role: of_role for role, of_role in rows.items() if role == self.inference.split}
+        self._add_sizes(rows, note)
+        self.log_messages()
+        return rows
+
+    def _select_tables(self, parts: Mapping[str, list[Table]]) -> dict[str, list[Table]]:
+        """Role -> the parts of its split, without the rows that are left out.
+
+        Args:
+            parts: Split -> its parts.
+
+        Raises:
+            RecipeError: A split is missing, or all of its rows are left out.
+        """
+        splits = self.needed_splits(parts)
         for role, name in splits.items():
-            if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
+            is_wanted = self.inference is not None or role == "train" or role in (self.options.splits or {})
+            if is_wanted and name not in parts:
                 raise RecipeError(
                     f"there is no split {name!r}. There are: {', '.join(parts) or 'none'}.",
                     code="unknown-split",
@@ -219,56 +206,64 @@ class TextData(StreamedData):
                 )
         for name in splits.values():
             self.messages += describe_empty(parts.get(name, []))
-        used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
+        tables = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
         if self.skip_unreadable:  # rows that are left out anyway need not be readable
-            used = {role: [self._readable(part) for part in found] for role, found in used.items()}
-        if self.options.deduplicate and "train" in used:
-            used["train"] = drop_repeats(used["train"], self)
-        rows = {role: self._rows(role, found) for role, found in used.items()}
-        if self.keeps_places:
-            self.tables = used
-            for of_role in rows.values():
-                of_role.numbers = np.arange(len(of_role))
-        notes = [note for found in used.values() for part in found for note in part.notes]
+            for role, of_role in tables.items():
+                tables[role] = [self._readable(part) for part in of_role]
+        if self.options.deduplicate and "train" in tables:
+            tables["train"] = drop_repeats(tables["train"], self)
+        return tables
+
+    def _add_notes(self, tables: Mapping[str, Sequence[Table]]) -> None:
+        """Add how the files were read to ``messages``."""
+        notes: list[str] = []
+        for parts in tables.values():
+            for part in parts:
+                notes += part.notes
         self.messages += notes[:NOTES]
         if len(notes) > NOTES:
             self.messages.append(f"data: and {len(notes) - NOTES} more lines such as these, of other files")
-        if self.options.label is not None:
-            labels = read_labels(used, self)
-            self.messages += labels.notes
-            self.messages += [Problem(line, code="doubtful-labels") for line in labels.warnings]
-            self.classes = labels.classes
-            for role in rows:
-                rows[role].labels = labels.ids[role]
-        if self.sources and "train" in rows:
-            rows["train"].sources = number_sources(used["train"])
-        classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
-        fraction = self.options.validation_fraction if held_out else 0.0
-        if fraction and self.how.blank_lines and "train" in rows:
-            name, texts = next(iter(rows["train"].columns.items()))
-            sources = rows["train"].sources
-            for role, parts_of_texts in zip(("train", "validation"), hold_out_ends(texts, fraction), strict=True):
-                builder = RowsBuilder()
-                builder.add({name: parts_of_texts})
-                rows[role] = builder.finish()
-            rows["train"].sources = sources
-            rows, _ = divide(rows, 0.0, None, self.limit, self.where)
-            suffix = f" (no validation split: the last {fraction:.0%} of each file held out)"
-        else:
-            rows, suffix = divide(rows, fraction, classes, self.limit, self.where)
-        if self.inference is None and self.stream is None:
-            self.messages += find_repeats(rows, self, held_out=fraction > 0)
-            if self.sources:
-                rows["train"] = mix_sources(rows["train"], self)
-        if "train" in rows and rows["train"].labels is not None and self.stream is None:
-            suffix += f"; {summarize(rows['train'].labels, self)}"
-        rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
-        sizes = {role: f"{role} {len(split)}" for role, split in rows.items()} | (
-            self.stream.size() if self.stream else {}
-        )
-        self.messages.append(f"data: {', '.join(sizes.values())}{suffix}")
-        self.log_messages()
-        return rows
+
+    def _add_labels(self, rows: Mapping[str, Rows], tables: Mapping[str, list[Table]]) -> None:
+        """Read the labels of all splits, and set ``classes``."""
+        labels = read_labels(tables, self)
+        self.messages += labels.notes
+        self.messages += [Problem(line, code="doubtful-labels") for line in labels.warnings]
+        self.classes = labels.classes
+        for role, of_role in rows.items():
+            of_role.labels = labels.ids[role]
+
+    def _divide(self, rows: dict[str, Rows], held_out: float) -> tuple[dict[str, Rows], str]:
+        """Hold rows out for validation, and draw as many rows of each split as its limit allows.
+
+        Args:
+            held_out: The share of ``train`` to hold out; 0: none.
+
+        Returns:
+            The splits, and a note for the log about held-out rows.
+        """
+        if held_out and self.how.blank_lines and "train" in rows:
+            divided, _ = divide(self._hold_out_ends(rows, held_out), 0.0, None, self.limit, self.where)
+            return divided, f" (no validation split: the last {held_out:.0%} of each file held out)"
+        classes = None
+        if "train" in rows and self.label_type == "class":
+            classes = rows["train"].labels
+        return divide(rows, held_out, classes, self.limit, self.where)
+
+    def _hold_out_ends(self, rows: Mapping[str, Rows], fraction: float) -> dict[str, Rows]:
+        """Move the end of each text of ``train`` to ``validation``: a text is a whole file."""
+        name, texts = next(iter(rows["train"].columns.items()))
+        starts, ends = hold_out_ends(texts, fraction)
+        train = rows_of_texts(name, starts)
+        train.sources = rows["train"].sources
+        return {**rows, "train": train, "validation": rows_of_texts(name, ends)}
+
+    def _add_sizes(self, rows: Mapping[str, Rows], note: str) -> None:
+        """Add the size of each split to ``messages``, with a note."""
+        sizes = {role: f"{role} {len(of_role)}" for role, of_role in rows.items()}
+        if self.stream is not None:
+            sizes |= self.stream.size()
+        self.messages.append(f"data: {', '.join(sizes.values())}{note}")
 
     def name_part(self, split: str) -> str:
         """The rows of a split that are in memory, for messages: of a stream, only the first ones are."""
@@ -350,7 +345,7 @@ class TextData(StreamedData):
         self.messages += check_texts(rows.blank, rows.count, parts, self.row_columns())
         return rows.finish()
 
-    def _needed(self, there: Collection[str]) -> dict[str, str]:
+    def needed_splits(self, there: Collection[str]) -> dict[str, str]:
         """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of
         it."""
         splits = {role: name for role, name in vars(self.splits).items() if name is not None}
@@ -398,77 +393,10 @@ class TextData(StreamedData):
                 facts += [split, str(format_of(path)), content]
         return digest(facts)
 
-    def _read(self) -> dict[str, list[Table]]:
-        """Split -> parts, from the configured source."""
-        if self.options.module is not None:
-            return self._call()
-        if self.shards is not None:
-            return self.read_shards()
-        if self.options.name is not None:
-            return self._dataset(self.options.name)
-        found = {
-            split: self._read_files(paths)
-            if split in vars(self.splits).values() and not (self.sources and split == "train")
-            else []
-            for split, paths in self.files.items()
-        }
-        if self.sources and self.stream is None:
-            parts = [part for number, source in enumerate(self.sources) for part in source.read(number, self)]
-            return found | {"train": parts}
-        return found if self.stream is None else found | {"train": [self.stream.read_head()]}
-
-    def _read_files(self, paths: Sequence[str | Path]) -> list[Table]:
+    def read_files(self, paths: Sequence[str | Path]) -> list[Table]:
+        """The parts of a split, one for each file."""
         layout = self.layout()
         return [layout.read(str(path)) for path in paths]
-
-    def _call(self) -> dict[str, list[Table]]:
-        reference, result = self.options.module, call_source(self.options, self.recipe)
-        if not isinstance(result, Mapping):
-            raise RecipeError(
-                f"{reference} returned {type(result).__name__}, expected {{split: rows}}.",
-                code="wrong-result",
-                place=f"{self.where}.module",
-            )
-        return {
-            str(split): [table_of(f"{reference}, split {split}", rows, *self._dataset_columns())]
-            for split, rows in result.items()
-        }
-
-    def _dataset_columns(self) -> tuple[dict[str, str], str | None]:
-        """The columns that are read from a dataset -> the option that names each; and that of its labels."""
-        layout = self.layout()
-        columns = dict.fromkeys(layout.optional, self.text_key) | dict(layout.columns)
-        return columns, next(iter(self.labels), None)
-
-    def _dataset(self, name: str) -> dict[str, list[Table]]:
-        import datasets
-
-        folder = self.recipe.find(name)
-        try:
-            with quiet():
-                if (folder / "dataset_dict.json").is_file():
-                    found = datasets.load_from_disk(str(folder))
-                elif (folder / "state.json").is_file():  # `save_to_disk` of a single dataset, which has no split
-                    found = {self.splits.train: datasets.load_from_disk(str(folder))}
-                elif folder.is_dir():
-                    builder = datasets.load_dataset_builder(str(folder.resolve()), self.options.subset)
-                    if builder.name == "csv":  # datasets would guess types and missing values
-                        return {
-                            str(split): self._read_files(paths) for split, paths in builder.config.data_files.items()
-                        }
-                    found = datasets.load_dataset(str(folder.resolve()), self.options.subset)
-                else:
-                    offline()
-                    found = datasets.load_dataset(name, self.options.subset, revision=self.options.revision)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise RecipeError(
-                explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER"),
-                code="file-unreadable",
-            ) from None
-        return {
-            split: [table_of(f"dataset {name}, split {split}", rows, *self._dataset_columns())]
-            for split, rows in found.items()
-        }
 
     def _readable(self, part: Table) -> Table:
         """A table without rows that cannot be read, or that have no label."""
@@ -498,3 +426,10 @@ class TextData(StreamedData):
             text += f" {rows.describe_first()}"
         self.messages.append(Problem(text, code="rows-unreadable", place=rows.part.where))
         self.unreadable += count
+
+
+def rows_of_texts(name: str, texts: list[str]) -> Rows:
+    """Rows with one column of texts."""
+    builder = RowsBuilder()
+    builder.add({name: texts})
+    return builder.finish()

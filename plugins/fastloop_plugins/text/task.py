@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
@@ -21,6 +21,7 @@ from fastloop_plugins.text.columns import each_text
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import TextModel
 from fastloop_plugins.text.options import padded_traits
+from fastloop_plugins.text.parts import read_parts
 from fastloop_plugins.text.streaming.rows import name_row_errors
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class AutoClassModel(TextModel):
 
 def refuse_row(data: TextData, row: Any, problem: str) -> None:
     """Raise an error that names a row in memory, by its content. Reads the rows again, to find the first such one."""
-    for part in (part for parts in data._read().values() for part in parts):
+    for part in chain.from_iterable(read_parts(data).values()):
         number = 0
         for block in data.parse_blocks(part, lambda index, problem: None):
             columns = list(block.values())

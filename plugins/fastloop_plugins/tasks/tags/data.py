@@ -160,10 +160,10 @@ class TagTextData(TextData):
         suffixes = (CONLL, ".txt", ".tsv") if self.options.format == "conll" else (CONLL,)
         return replace(super().layout(predicts), conll=self.numbers, conll_suffixes=suffixes)
 
-    def _read_files(self, paths: Sequence[str | Path]) -> list[Table]:
+    def read_files(self, paths: Sequence[str | Path]) -> list[Table]:
         for path in paths:
             self._check_file(Path(path))
-        return super()._read_files(paths)
+        return super().read_files(paths)
 
     def row_columns(self) -> dict[str, str]:
         return self.text_columns() | self.label_columns()

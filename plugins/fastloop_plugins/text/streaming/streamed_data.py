@@ -65,16 +65,16 @@ class StreamedData:
             raise refuse(
                 self, "validation_fraction", f"{HOLD_OUT} Name a split of {', '.join(there)}: data.splits.validation"
             )
-        self.open_stream(there, [name for name in self._needed(there).values() if name in there])
+        self.open_stream(there, [name for name in self.needed_splits(there).values() if name in there])
 
     def read_shards(self: Any) -> dict[str, list[Table]]:
         """The splits of ``data.name`` that are needed."""
-        found, needed = {}, self._needed(self.shards.splits).values()
+        found, needed = {}, self.needed_splits(self.shards.splits).values()
         for split, paths in self.shards.splits.items():
             if self.stream is not None and split == self.splits.train:
                 found[split] = [self.stream.read_head()]
             else:
-                found[split] = self._read_files(paths) if split in needed else []
+                found[split] = self.read_files(paths) if split in needed else []
         names = self.shards.class_names(self)
         for tables in found.values():
             for table in tables:

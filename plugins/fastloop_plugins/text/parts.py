@@ -1,0 +1,146 @@
+"""Reads the parts of the source that a ``data`` section names: a table for each file, or for each split of a dataset.
+
+``source_files`` has found the files. A part is a table of its own, so that an error can name its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.models.hub import explain, offline, quiet
+from fastloop_plugins.rows.source import call_source
+from fastloop_plugins.rows.table import Table, table_of
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.data import TextData
+
+
+def read_parts(data: TextData) -> dict[str, list[Table]]:
+    """Split -> its parts, from the source that the options name.
+
+    Raises:
+        RecipeError: The source cannot be read.
+    """
+    if data.options.module is not None:
+        return _call_function(data)
+    if data.shards is not None:
+        return data.read_shards()
+    if data.options.name is not None:
+        return _read_dataset(data, data.options.name)
+    return _read_files(data)
+
+
+def _read_files(data: TextData) -> dict[str, list[Table]]:
+    """The parts of ``data.files`` and ``data.sources``. A stream gives only its first rows."""
+    wanted = vars(data.splits).values()
+    parts: dict[str, list[Table]] = {}
+    for split, paths in data.files.items():
+        is_mixed = split == "train" and bool(data.sources)
+        parts[split] = []
+        if split in wanted and not is_mixed:
+            parts[split] = data.read_files(paths)
+    if data.stream is not None:
+        parts["train"] = [data.stream.read_head()]
+    elif data.sources:
+        parts["train"] = []
+        for number, source in enumerate(data.sources):
+            parts["train"] += source.read(number, data)
+    return parts
+
+
+def _call_function(data: TextData) -> dict[str, list[Table]]:
+    """The parts that the function ``data.module`` returns: one for each split.
+
+    Raises:
+        RecipeError: It returns something else, or fails.
+    """
+    reference = data.options.module
+    splits = call_source(data.options, data.recipe)
+    if not isinstance(splits, Mapping):
+        raise RecipeError(
+            f"{reference} returned {type(splits).__name__}, expected {{split: rows}}.",
+            code="wrong-result",
+            place=f"{data.where}.module",
+        )
+    parts = {}
+    for split, rows in splits.items():
+        parts[str(split)] = [_table_of(data, f"{reference}, split {split}", rows)]
+    return parts
+
+
+def _read_dataset(data: TextData, name: str) -> dict[str, list[Table]]:
+    """The parts of the dataset ``data.name``, from a folder or the hub.
+
+    Raises:
+        RecipeError: ``datasets`` cannot load it.
+    """
+    import datasets
+
+    folder = data.recipe.find(name)
+    try:
+        with quiet():
+            csv_files = _csv_files(data, folder)
+            if csv_files is not None:
+                return {split: data.read_files(paths) for split, paths in csv_files.items()}
+            splits = _load_dataset(data, name, folder)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise RecipeError(
+            explain(f"{data.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER"),
+            code="file-unreadable",
+        ) from None
+    parts = {}
+    for split, rows in splits.items():
+        parts[split] = [_table_of(data, f"dataset {name}, split {split}", rows)]
+    return parts
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote a folder."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _csv_files(data: TextData, folder: Path) -> Mapping[str, Any] | None:
+    """Split -> the CSV files of a folder, which ``datasets`` would read with guessed types and missing values; None: it
+    has others, or is no folder."""
+    import datasets
+
+    if _is_saved(folder) or not folder.is_dir():
+        return None
+    builder = datasets.load_dataset_builder(str(folder.resolve()), data.options.subset)
+    if builder.name != "csv":
+        return None
+    return {str(split): paths for split, paths in builder.config.data_files.items()}
+
+
+def _load_dataset(data: TextData, name: str, folder: Path) -> Mapping[str, Any]:
+    """Split -> its rows, as ``datasets`` loads them."""
+    import datasets
+
+    options = data.options
+    if (folder / "dataset_dict.json").is_file():
+        saved: Mapping[str, Any] = datasets.load_from_disk(str(folder))
+        return saved
+    if (folder / "state.json").is_file():  # `save_to_disk` of a single dataset, which has no split
+        return {data.splits.train: datasets.load_from_disk(str(folder))}
+    if folder.is_dir():
+        loaded: Mapping[str, Any] = datasets.load_dataset(str(folder.resolve()), options.subset)
+        return loaded
+    offline()
+    downloaded: Mapping[str, Any] = datasets.load_dataset(name, options.subset, revision=options.revision)
+    return downloaded
+
+
+def _table_of(data: TextData, where: str, rows: Any) -> Table:
+    """The table of a split of a dataset, with the columns that the section reads.
+
+    Args:
+        where: Its name in messages.
+    """
+    layout = data.layout()
+    columns = dict.fromkeys(layout.optional, data.text_key)
+    columns |= layout.columns
+    label = data.labels[0] if data.labels else None
+    return table_of(where, rows, columns, label)

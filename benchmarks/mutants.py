@@ -17,13 +17,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +27,7 @@ from pathlib import Path
 
 from _measure import ROOT, table
 from _mutant_table import MUTANTS, Mutant
+from _tree_copy import TreeCopy
 
 PAGE = ROOT / "docs" / "mutants.md"
 TIMEOUT = 1200
@@ -80,75 +77,6 @@ class Outcome:
     noticed: int
     files: int
     timed_out: bool = False
-
-
-class Copy:
-    """A copy of the tree, in which tests run with the packages of this environment."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        listed = subprocess.run(
-            ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for name in filter(None, listed.stdout.split("\0")):
-            source = ROOT / name
-            target = folder / name
-            if source.is_file():
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, target)
-        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-        subprocess.run(["git", "add", "-A"], cwd=folder, check=True)  # tests of the repository list its files
-
-    def run(self, selected: Sequence[str], marks: str, reach: Path | None = None) -> dict[str, bool] | None:
-        """Run tests. Returns each test that ran, as ``FILE::NAME``, and whether it passed; None: they did not end."""
-        report = self.folder.parent / "report.xml"
-        report.unlink(missing_ok=True)
-        arguments = self.folder.parent / "tests.txt"
-        arguments.write_text("\n".join(selected))
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadscope", "-p", "no:cacheprovider"]
-        command += ["-o", "junit_family=xunit1", f"--junitxml={report}", "-m", marks, f"@{arguments}"]
-        paths = [self.folder / name for name in ("core", "plugins", "recipes")]
-        variables = {
-            "PYTHONPATH": os.pathsep.join(map(str, [self.folder.parent, *paths])),
-            "OMP_NUM_THREADS": "1",
-            "FASTLOOP_TEST_STRATEGIES": "ddp",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        if reach is not None:
-            variables["MUTANT_REACH"] = str(reach)
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=os.environ | variables,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            process.wait(None if reach is not None else TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-            return None
-        return read_report(report)
-
-
-def read_report(report: Path) -> dict[str, bool]:
-    """Each test of a report of pytest, and whether it passed. Skipped tests are left out."""
-    if not report.exists():
-        sys.exit("error: pytest wrote no report.")
-    results = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        if "skipped" in kinds:
-            continue
-        name = f"{case.get('file')}::{case.get('classname')}::{case.get('name')}"
-        results[name] = results.get(name, True) and not kinds & {"failure", "error"}
-    return results
 
 
 def insert_reach(code: str, mutants: Iterable[tuple[int, Mutant]]) -> str:
@@ -217,13 +145,13 @@ def run_mutants(mutants: Sequence[Mutant], tests: Sequence[str], marks: str) -> 
         folder = Path(name)
         (folder / "mutant_reach.py").write_text(REACH)
         (folder / "reach").mkdir()
-        copy = Copy(folder / "tree")
+        copy = TreeCopy(folder / "tree")
         originals = {mutant.path: (copy.folder / mutant.path).read_text() for mutant in mutants}
         for path, code in originals.items():
             there = [(number, mutant) for number, mutant in enumerate(mutants) if mutant.path == path]
             (copy.folder / path).write_text(insert_reach(code, there))
         print("finding the tests that reach each place", flush=True)
-        baseline = copy.run(tests, marks, folder / "reach") or {}
+        baseline = copy.run(tests, marks, MUTANT_REACH=str(folder / "reach")) or {}
         fails_anyway = {test for test, passed in baseline.items() if not passed}
         print(f"{len(baseline)} tests; {len(fails_anyway)} fail without a mutant and are left out", flush=True)
         for path, code in originals.items():
@@ -233,7 +161,7 @@ def run_mutants(mutants: Sequence[Mutant], tests: Sequence[str], marks: str) -> 
             started = time.perf_counter()
             if selected:
                 (copy.folder / mutant.path).write_text(mutant.apply(originals[mutant.path]))
-                outcome = judge(mutant, copy.run(selected, marks), fails_anyway)
+                outcome = judge(mutant, copy.run(selected, marks, TIMEOUT), fails_anyway)
                 (copy.folder / mutant.path).write_text(originals[mutant.path])
             else:
                 outcome = Outcome(mutant, 0, 0, 0)

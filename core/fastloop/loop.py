@@ -122,7 +122,7 @@ def train(run: Run) -> None:
         if run.interrupted or not schedule.is_epoch_done():
             break
         if state.epoch_samples == 0:
-            raise DataError(no_sample(run, "train"), code="empty-split")
+            raise no_sample(run, "train")
         run.train_loader.check_length(state.epoch_samples)
         state.epoch += 1
         state.epoch_samples = 0
@@ -316,17 +316,22 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     sums.append(results.samples)
     total, weight, samples = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     if not samples:
-        raise DataError(no_sample(run, split), code="empty-split")
+        raise no_sample(run, split)
     loss = total / weight if weight else math.nan  # no sample has a target
     return {"loss": loss, **metrics}
 
 
-def no_sample(run: Run, split: str) -> str:
-    """The message of an epoch or an evaluation without a sample."""
+def no_sample(run: Run, split: str) -> DataError:
+    """The error of an epoch or an evaluation without a sample."""
     dataset = type(run.datasets[split]).__name__
-    place = f"epoch {run.state.epoch}" if split == "train" else "its evaluation"
-    return (
-        f"{run.recipe.where}: data: the {split} split ({dataset}) gave no sample in {place}. Expected at least one, or "
-        "one full step with train.drop_last. An iterable dataset must begin again at each call of its __iter__: it may "
-        "not return an iterator that it keeps."
+    pass_of_split = f"epoch {run.state.epoch}" if split == "train" else "its evaluation"
+    return DataError(
+        f"the {split} split ({dataset}) gave no sample in {pass_of_split}.",
+        code="empty-split",
+        place=f"{run.recipe.where}: data",
+        expected="at least one, or one full step with train.drop_last",
+        remedy=(
+            "An iterable dataset must begin again at each call of its __iter__: it may not return an iterator that it "
+            "keeps."
+        ),
     )

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from fastloop import Trainer
 from fastloop.errors import DataError
 from fastloop.recipe import Train
-from fastloop.testing import tiny_data, tiny_model
+from fastloop.testing import expect_problem, find_problems, tiny_data, tiny_model
 
 SAMPLES = 40
 STEPS_PER_EPOCH = 5
@@ -68,7 +68,7 @@ def test_a_run_has_as_many_steps_as_its_recipe_says(caplog, data, length, steps)
     summary = train(data(), **length)
     assert (summary["steps"], summary["status"]) == (steps, "completed")
     is_cut = "epochs" in length and steps < length.get("max_steps", 0)
-    assert ("train.max_steps" in caplog.text) == is_cut, "the epochs end first: a warning"
+    assert bool(find_problems(caplog, "too-few-steps train.epochs train.max_steps")) == is_cut, "the epochs end first"
 
 
 def test_a_schedule_ends_with_the_steps_of_a_stream():
@@ -87,7 +87,7 @@ def test_a_schedule_ends_with_the_steps_of_a_stream():
 
 @pytest.mark.parametrize("length", [{"max_steps": 17}, {"epochs": 2}], ids=str)
 def test_data_that_can_be_read_once_is_an_error_in_the_second_epoch(length):
-    with pytest.raises(DataError, match="epoch 1"):
+    with expect_problem("empty-split train 1", DataError):
         train(Stream(passes=1), **length)
     summary = json.loads(Path("run/summary.json").read_text())
     assert (summary["steps"], summary["status"]) == (STEPS_PER_EPOCH, "failed")

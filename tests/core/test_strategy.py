@@ -117,20 +117,15 @@ def test_a_plugin_in_the_slot_that_is_no_strategy_is_refused(tiny_run):
     class Elsewhere(Strategy):
         name, slot = "elsewhere", "task"
 
-    for plugin, found in (
-        (Claims(), "'strategy', and its class is not a fastloop.Strategy"),
-        (Elsewhere(), "'task', and its class is a"),
-    ):
-        with pytest.raises(PluginError, match=f"plugin {plugin.name!r} declares slot = {found}"):
+    for plugin in (Claims(), Elsewhere()):
+        with expect_problem(f"invalid-declaration {plugin.name!r} {plugin.slot!r} fastloop.Strategy", PluginError):
             tiny_run([plugin])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_that_is_marked_as_a_hook_is_refused(method):
     plugin = type("Marked", (Plugin,), {"name": "marked", method: hookimpl(lambda self: None)})()
-    with pytest.raises(
-        PluginError, match=f"there is no hook '{method}'. It is a method of fastloop.Strategy: subclass it"
-    ):
+    with expect_problem(f"unknown-hook 'marked' '{method}' fastloop.Strategy @hookimpl", PluginError):
         PluginSet([plugin]).hooks  # noqa: B018
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fastloop import Plugin, PluginCrash, UsageError, hookimpl
 from fastloop.distributed.signals import Stopped
-from fastloop.testing import VECTORS, Call, assert_problem, expect_problem, train
+from fastloop.testing import VECTORS, Call, assert_problem, expect_problem, find_problems, train
 
 
 class Ends(Plugin):
@@ -141,7 +141,7 @@ def test_its_error_does_not_replace_that_of_the_run(tiny_run, caplog):
     with expect_problem("plugin-crashed after_step ValueError broken", PluginCrash):
         tiny_run([fails, other], output="out")
     assert other.fired[-1] == "teardown"
-    assert "plugin 'fails' (test_teardown) failed in teardown: OSError: no space" in caplog.text
+    assert_problem(caplog, "plugin-crashed 'fails' test_teardown teardown OSError: no space")
     assert "broken" in summary("out")["reason"]
 
 
@@ -212,4 +212,4 @@ def test_a_disabled_plugin_is_torn_down_and_called_for_nothing_else(tiny_run, ca
     assert other.fired[-1] == "teardown"
     assert result.summary["status"] == "completed"
     assert result.summary["disabled"]["watches"].endswith("failed in after_step: ValueError: broken")
-    assert ("failed in teardown: OSError: closed twice" in caplog.text) == bool(also)
+    assert bool(find_problems(caplog, "plugin-disabled teardown: OSError: closed twice")) == bool(also)

@@ -177,9 +177,7 @@ class HookChecks:
 
         def check(result: Any) -> Any:
             if hook == "train_step":
-                problem = _find_update_problem(self.run.updates, result, wraps)
-                if problem:
-                    raise PluginError(f"{where} {problem}", code="wrong-result")
+                _check_updates(self.run.updates, result, wraps, where)
             if result is not None or needed:
                 problem = _find_problem(hook, result)
                 if problem:
@@ -316,21 +314,31 @@ def _find_problem(hook: str, result: Any) -> str:
     return ""
 
 
-def _find_update_problem(updates: int, loss: Any, wraps: bool) -> str:
-    """How a ``train_step`` that returned ``loss`` breaks the hook's contract; empty if it does not.
+def _check_updates(updates: int, loss: Any, wraps: bool, where: str) -> None:
+    """Check that a ``train_step`` that returned ``loss`` updated the weights, and that one that returned None did not.
 
     Args:
         updates: Calls of ``run.apply_gradients`` in this step.
         wraps: Whether it wraps the core's ``train_step``.
+
+    Raises:
+        PluginError: It did not keep this contract.
     """
     leaves_step_to_core = loss is None and not wraps
     if leaves_step_to_core and updates:
-        return (
-            "called run.apply_gradients and returned None. Return the step's loss, or leave the whole step to the core."
+        raise PluginError(
+            "called run.apply_gradients and returned None.",
+            code="wrong-result",
+            place=where,
+            remedy="Return the step's loss, or leave the whole step to the core.",
         )
     if not leaves_step_to_core and not updates:
-        return "did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
-    return ""
+        raise PluginError(
+            "did not call run.apply_gradients, so no weight changed.",
+            code="no-update",
+            place=where,
+            remedy="Call it at least once, on every process.",
+        )
 
 
 def _summary_in(arguments: tuple[Any, ...]) -> dict[str, Any]:

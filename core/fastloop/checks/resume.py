@@ -244,16 +244,21 @@ def compare_data(run: Run, path: Path, saved: dict[str, str]) -> None:
     if not changed:
         return
     listed = "; ".join(f"{split}: {saved.get(split, 'none')}, now {current.get(split, 'none')}" for split in changed)
-    message = f"{path}: was saved with other data ({listed})."
     if run.recipe.train.on_data_change == "stop":
         raise CheckpointError(
-            f"{message} Resume with the same data, start a new run, or continue with the current data: "
-            "train.on_data_change=warn.",
+            f"was saved with other data ({listed}).",
             code="data-changed",
+            place=str(path),
+            remedy=(
+                "Resume with the same data, start a new run, or continue with the current data: "
+                "train.on_data_change=warn."
+            ),
         )
     logger.warning(
         Problem(
-            (f"{message} The run continues with the current data: this epoch may repeat or miss samples."),
+            f"was saved with other data ({listed}). The run continues with the current data: this epoch may repeat or "
+            "miss samples.",
             code="data-changed",
+            place=str(path),
         )
     )

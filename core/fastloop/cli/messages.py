@@ -158,17 +158,19 @@ def show_messages() -> None:
     logger.propagate = False
 
 
-def unreadable_package() -> str | None:
-    """The message for an installed package whose metadata Python cannot read, or None. Python, torch and transformers
+def unreadable_package() -> Problem | None:
+    """The problem of an installed package whose metadata Python cannot read, or None. Python, torch and transformers
     fail on it."""
     for distribution in importlib.metadata.distributions():
         try:
             _ = distribution.metadata, distribution.entry_points
         except (TypeError, ValueError) as error:
             folder = getattr(distribution, "_path", "?")
-            return (
-                f"{folder}: the metadata of this package cannot be read: {clause(error)}. Install the package again, "
-                "or remove this folder."
+            return Problem(
+                f"the metadata of this package cannot be read: {clause(error)}.",
+                code="broken-package",
+                place=str(folder),
+                remedy="Install the package again, or remove this folder.",
             )
     return None
 
@@ -198,7 +200,7 @@ def exit_with(error: BaseException) -> NoReturn:
     if isinstance(error, TypeError | ValueError):
         package = unreadable_package()
         if package is not None:
-            print_error(Problem(package, code="broken-package"))
+            print_error(package)
             sys.exit(UsageError.exit_code)
     if isinstance(error, KeyboardInterrupt | signals.Stopped) and ranks.rank() == 0:
         print(f"stopped by {error}" if isinstance(error, signals.Stopped) else "interrupted", file=sys.stderr)

@@ -138,7 +138,7 @@ def check_argument(where: str, known: Sequence[str], parameter: inspect.Paramete
         return
     if name not in known:
         raise PluginError(
-            f"{where} gets no argument {name!r}.", code="unknown-argument", remedy=did_you_mean(name, known)
+            f"gets no argument {name!r}.", code="unknown-argument", place=where, remedy=did_you_mean(name, known)
         )
     if has_default or parameter.kind is parameter.KEYWORD_ONLY:
         raise PluginError(

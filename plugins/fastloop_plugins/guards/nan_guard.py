@@ -288,6 +288,6 @@ def newest_checkpoint(run: Run) -> ResumePoint | None:
         try:
             newest = checkpoint.find_newest(run.folder)
         except CheckpointError as error:
-            logger.warning(Problem(f"there is nothing to roll back to: {error}", code="damaged-checkpoint"))
+            logger.warning(Problem(f"there is nothing to roll back to: {error}", code=error.problem.code))
     by_rank: list[ResumePoint | None] = run.processes.all_gather_object(newest)
     return by_rank[0]

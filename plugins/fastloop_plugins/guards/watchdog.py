@@ -116,7 +116,12 @@ class Watchdog(Plugin):
                 faulthandler.dump_traceback(file=self.stacks, all_threads=True)
                 self.over.wait(2 * self.every)  # the other processes reach their timeout within this time
                 stacks = f"{self.heartbeats.folder}/rank-*.txt"
-                self.end(run, f"{self.heartbeats.diagnose()} Stacks of all threads: {stacks}. Continue with --resume.")
+                problem = Problem(
+                    f"{self.heartbeats.diagnose()} Stacks of all threads: {stacks}.",
+                    code="no-progress",
+                    remedy="Continue with --resume.",
+                )
+                self.end(run, problem)
             if idle < self.timeout / 2:
                 has_warned = False  # progress resumed: warn again the next time
             elif not has_warned:
@@ -124,11 +129,13 @@ class Watchdog(Plugin):
                 self.log.warning(Problem(self.heartbeats.diagnose(), code="no-progress"))
 
     @staticmethod
-    def end(run: Run, reason: str) -> None:
+    def end(run: Run, problem: Problem) -> None:
         """End the process immediately: its main thread cannot react to a request."""
         from fastloop.checkpoint import run_summary
+        from fastloop.cli.messages import print_error
 
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        print_error(problem)
+        sys.stderr.flush()
         with suppress(Exception):
-            run_summary.summarize(run, "failed", reason)
+            run_summary.summarize(run, "failed", str(problem))
         os._exit(1)

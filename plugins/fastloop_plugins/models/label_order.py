@@ -120,11 +120,12 @@ def start_head_fresh(
     base: nn.Module = model.base_model
     if base is model and _has_another_head(model.config, head):
         return set()
-    differ = f"{where}: its classes are {_listed(list(theirs.values()))}, and the data's are {_listed(order.names)}"
+    differ = f"its classes are {_listed(list(theirs.values()))}, and the data's are {_listed(order.names)}"
     if base is model:
         raise RecipeError(
             f"{differ}. {type(model).__name__} does not define its base model, so its head cannot be reinitialized.",
             code="labels-differ",
+            place=where,
             remedy="Rename the labels in the data, or use another model.",
         )
     modules = [child for child in model.children() if child is not base]
@@ -140,5 +141,5 @@ def start_head_fresh(
             parameter._is_hf_initialized = False
     model.init_weights()
     listed = list_names(sorted(loaded), 4)
-    logger.warning(Problem(f"{differ}: the head is reinitialized ({listed}).", code="head-reinitialized"))
+    logger.warning(Problem(f"{differ}: the head is reinitialized ({listed}).", code="head-reinitialized", place=where))
     return loaded

@@ -140,7 +140,7 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
                     )
                 raise PluginError(
                     f"the task {task!r} cannot predict: {problem}.",
-                    code="unsupported-task",
+                    code="unsupported-task" if predictions is None else "wrong-result",
                     place=run.recipe.where,
                     remedy=remedy,
                 )

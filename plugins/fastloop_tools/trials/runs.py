@@ -152,10 +152,14 @@ class SweepSettings:
             UsageError: It has none; the message lists its metrics.
         """
         if run.status == "finished" and self.monitor not in (run.metrics or {}):
-            there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
-            hint = did_you_mean(self.monitor, run.metrics or ())
+            place = f"--monitor {self.monitor}"
+            if not run.metrics:
+                raise UsageError("the validation split does not exist.", code="unknown-split", place=place)
             raise UsageError(
-                f"the validation split {there}.", code="unknown-split", place=f"--monitor {self.monitor}", remedy=hint
+                f"the validation split has no metric {self.monitor!r}.",
+                code="unknown-metric",
+                place=place,
+                remedy=did_you_mean(self.monitor, run.metrics),
             )
 
     def known_mode(self, mode: str) -> MetricMode | None:

@@ -106,7 +106,10 @@ def test_plugins_of_one_name_are_both_listed_planned_and_trained(cli, install):
     assert cli("plan", "out/recipe.yaml", "plugins.warmth.degrees=92.0")[0] == 0
     code, out, err = cli("train", recipe("s.yaml", "warmth"))
     assert (code, err.count("\n")) == (2, 1)
-    assert "Say which: " in err
+    fields = json.loads(err)  # as JSON since the call with --json
+    assert (fields["code"], fields["key"]) == ("ambiguous-name", "plugins[0]")
+    assert "hot-pack:warmth" in fields["remedy"]
+    assert "warm-pack:warmth" in fields["remedy"]
 
 
 def test_an_installed_package_with_the_keyword_but_without_plugins_is_reported(cli, install):
@@ -156,7 +159,7 @@ def test_a_file_plugin_trains_on_two_processes_and_an_observer_that_fails_on_one
         r"process 1: plugin 'warmth' \(.*warm\.py\) failed in after_step: OSError: too hot", found["disabled"]["warmth"]
     )
     assert re.search(r"^warmth +after_step +4 ", done.stdout, re.MULTILINE), "on the main process it went on"
-    assert f"warning: {found['disabled']['warmth']}. It was disabled there" in done.stdout
+    assert_problem(done.stdout, f"plugin-disabled {found['disabled']['warmth']}")
     assert "plugins     warmth (disabled), ddp, module" in done.stdout
 
 

@@ -13,6 +13,7 @@ from compared_facts_runs import SAMPLES, all_of
 from fastloop.data.digests import sample_digest
 from fastloop.distributed import compared_facts
 from fastloop.errors import ProcessesDisagree
+from fastloop.testing import expect_problem
 
 CASES = [
     ("whole", "train", 0),
@@ -82,7 +83,7 @@ def test_disjoint_samples_agree(processes):
     "processes", [[(0, (1, 2)), (1, (2, 3))], [(0, (1, 2)), (0, (1, 3))]], ids=["in common", "other samples of a share"]
 )
 def test_other_samples_are_an_error(processes):
-    with pytest.raises(ProcessesDisagree, match="0 and 1"):
+    with expect_problem("processes-disagree r.yaml: 0 1", ProcessesDisagree):
         compared_facts._compare_samples(facts(*processes), "r.yaml")
 
 

@@ -9,6 +9,7 @@ import forked
 import pytest
 
 from fastloop.cli import launch
+from fastloop.testing import assert_problem
 
 
 @pytest.mark.slow
@@ -64,5 +65,5 @@ def test_orders_that_differ_from_the_second_epoch_on_are_refused():
         "-m", "fastloop", "train", "digits_module", *keys, "--with", "./ranked.py,ddp", "--nproc", "2", timeout=300
     )
     assert done.returncode != 0
-    assert "the train split's sampler gives another order on each process in epoch 1" in done.stderr
+    assert_problem(done.stderr, "random-order train 1")
     assert "Traceback" not in done.stderr

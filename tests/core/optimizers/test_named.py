@@ -50,55 +50,50 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown argument": (
         {"name": "SGD", "momentun": 0.9},
         {},
-        r"optimizer\.momentun: no such argument\. Did you mean 'momentum'\? The signature: SGD\(params, lr=0\.001, "
-        r"momentum=0, damp",
+        "unknown-argument optimizer.momentun: 'momentum' SGD(params, lr=0.001, momentum=0, damp",
     ),
     "unknown argument of a function": (
         {"name": "code.py:sgd", "nesterov": True},
         {},
-        r"optimizer\.nesterov: .*sgd\(params, lr, mom",
+        "unknown-argument optimizer.nesterov: sgd(params, lr, mom",
     ),
     "no name": (
         {"momentum": 0.9},
         {},
-        r"train: optimizer: found \{'momentum': 0\.9\} without a name\. Expected such as \{name: SGD",
+        "invalid-value train: {'momentum': 0.9} {name: SGD",
     ),
-    "lr": ({"name": "SGD", "lr": 0.9}, {}, r"train\.optimizer\.lr: train\.lr sets it\. Remove it here"),
+    "lr": ({"name": "SGD", "lr": 0.9}, {}, "set-twice train.optimizer.lr: train.lr"),
     "weight decay": (
         "Rprop",
         {"weight_decay": 0.1},
-        r"train\.optimizer\.weight_decay: no such argument\..* The signature: Rprop\(",
+        "unknown-argument train.optimizer.weight_decay: Rprop(",
     ),
     "invalid value": (
         {"name": "SGD", "momentum": -1},
         {},
-        r"train\.optimizer: SGD was called with \{.*\}: Invalid momentum value: -1",
+        "call-failed train.optimizer: SGD 'momentum': -1",
     ),
     "no optimizer": (
         "code.py:returns_nothing",
         {},
-        r"optimizer: code\.py:returns_nothing returned a NoneType, expected a torch\.optim",
+        "wrong-result optimizer: code.py:returns_nothing NoneType torch.optim.Optimizer",
     ),
-    "not callable": (
-        "code.py:number",
-        {},
-        r"train\.optimizer: code\.py:number is no subclass of torch\.optim\.Optimizer, and no function",
-    ),
-    "another class": ("code.py:Net", {}, r"train\.optimizer: code\.py:Net is no subclass of torch\.optim\.Optimizer"),
-    "unknown name": ({"name": "SDG"}, {}, r"train\.optimizer: torch\.optim has no 'SDG'\. Did you mean 'SGD'\?"),
+    "not callable": ("code.py:number", {}, "wrong-type train.optimizer: code.py:number torch.optim.Optimizer"),
+    "another class": ("code.py:Net", {}, "wrong-type train.optimizer: code.py:Net torch.optim.Optimizer"),
+    "unknown name": ({"name": "SDG"}, {}, "unknown-optimizer train.optimizer: torch.optim 'SDG' 'SGD'"),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_an_error_names_the_key_and_writes_nothing(case):
-    optimizer, train, message = ERRORS[case]
-    with pytest.raises(RecipeError, match=message):
+    optimizer, train, expected = ERRORS[case]
+    with expect_problem(expected, RecipeError):
         make_run(optimizer=optimizer, **train)
     assert not Path("out").exists()
 
 
 def test_unknown_arguments_are_found_before_the_data_is_read():
-    with pytest.raises(RecipeError, match="momentun"):
+    with expect_problem("unknown-argument train.optimizer.momentun: 'momentum'", RecipeError):
         make_run("data.module=code.py:number", optimizer={"name": "SGD", "momentun": 0.9})
 
 

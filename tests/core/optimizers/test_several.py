@@ -187,7 +187,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tiny_run, tmp_path):
     tiny_run([Two()], output=tmp_path / "run", epochs=1)
     with expect_problem("resume-differs 'sgd' 'momentum'", CheckpointError):
         tiny_run([Renamed()], output=tmp_path / "run", resume=True)
-    with pytest.raises(CheckpointError, match="optimizer"):
+    with expect_problem("resume-differs optimizer.param_groups.0.optimizer 'adam' None", CheckpointError):
         tiny_run(output=tmp_path / "run", resume=True)
     tiny_run(output=tmp_path / "one", epochs=1)
     with expect_problem("resume-differs None 'adam'", CheckpointError):
@@ -368,22 +368,20 @@ class ScheduleWithoutDict(Plugin):
 
 
 WRONG = {
-    Empty: "build_optimizer returned an empty dict. Return an optimizer, or a dict of name -> optimizer",
-    NoOptimizer: "build_optimizer returned a dict with 'all': a Sequential, expected Optimizer",
-    Shared: r"build_optimizer returned 'a' and 'b', which both hold a parameter of shape \(16, 8\). Give it to one",
-    NoGradient: "no parameter of the optimizer 'sgd' has a gradient. Call run.accumulate_gradients before each",
-    OtherName: "run.optimizer has no optimizer 'adma'. Did you mean 'adam'.*build_optimizer returned: adam, sgd",
-    NoDict: "run.apply_gradients: found the name 'adma', but the run has one optimizer. Let build_optimizer return "
-    "a dict",
-    OtherSchedule: "build_scheduler returned a scheduler for 'adma'. Did you mean 'adam'.*The run has the optimizers "
-    "adam, sgd",
-    ScheduleWithoutDict: "build_scheduler returned a scheduler for 'adam'. The run has one optimizer without a name",
+    Empty: "wrong-result build_optimizer dict",
+    NoOptimizer: "wrong-result build_optimizer 'all' Sequential Optimizer",
+    Shared: "shared-parameter build_optimizer 'a' 'b' (16, 8)",
+    NoGradient: "no-gradient run.apply_gradients: 'sgd' run.accumulate_gradients",
+    OtherName: "unknown-optimizer run.optimizer 'adma' 'adam' build_optimizer adam, sgd",
+    NoDict: "unknown-optimizer run.apply_gradients: 'adma' build_optimizer dict",
+    OtherSchedule: "unknown-optimizer build_scheduler 'adma' 'adam' adam, sgd",
+    ScheduleWithoutDict: "unknown-optimizer build_scheduler 'adam'",
 }
 
 
 @pytest.mark.parametrize("plugin", WRONG)
 def test_errors_name_the_optimizer(tiny_run, plugin):
-    with pytest.raises(PluginError, match=WRONG[plugin]):
+    with expect_problem(WRONG[plugin], PluginError):
         tiny_run([plugin()])
 
 

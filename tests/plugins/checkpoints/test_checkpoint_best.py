@@ -167,9 +167,7 @@ def test_killed_while_saving_the_best_before_it_is_whole():
 
 
 def test_unknown_metric_error_lists_available_metrics(tiny_run):
-    with pytest.raises(
-        UsageError, match=r"plugins\.checkpoint-best\.monitor: .* no metric 'acuracy'\. Expected one of: loss"
-    ):
+    with expect_problem("unknown-metric plugins.checkpoint-best.monitor: 'acuracy' loss", UsageError):
         tiny_run([{"checkpoint-best": {"monitor": "acuracy"}}])
 
 

@@ -15,7 +15,7 @@ from fastloop_plugins.data.device_prefetch import DevicePrefetch, one_ahead
 
 def test_on_a_cpu_it_says_that_there_is_nothing_to_copy(tiny_run, caplog):
     result = tiny_run([DevicePrefetch()], epochs=1, device="cpu")
-    assert "device-prefetch: the device is cpu: there is nothing to prefetch" in caplog.text
+    assert_problem(caplog, "no-effect device-prefetch: cpu:")
     assert result.trainer.run.settings.placing is None
 
 

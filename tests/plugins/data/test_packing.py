@@ -337,7 +337,7 @@ def test_packing_logs_saved_padding(caplog):
 
 def test_packing_logs_little_padding(caplog):
     run(DECODERS["gpt2"], Packing())
-    assert "packing: batches have only" in caplog.text
+    assert_problem(caplog, "no-effect packing:")
 
 
 @pytest.mark.parametrize(
@@ -397,8 +397,7 @@ def test_a_window_that_only_the_mask_has_is_refused(monkeypatch, config, field, 
     monkeypatch.setitem(DECODERS, "window", config | window | {"initializer_range": scale})
     with pytest.raises(PluginError) as caught:
         made(DECODERS["window"], Packing())
-    assert_problem(caught.value.problem, "unsupported-model")
-    assert f"these fields may limit attention to fewer: {field}" in str(caught.value)
+    assert_problem(caught.value.problem, f"unsupported-model {field}")
 
 
 def test_a_window_longer_than_every_sequence_is_packed(monkeypatch):
@@ -417,7 +416,7 @@ def test_a_refused_model_stays_as_it_is(monkeypatch):
     model = made(DECODERS["window"]).unwrap_model()
     result = packing.adapt(one, model, model, trial=True)
     assert result is not None
-    assert "its results change" in str(result.refusal)
+    assert result.refusal is not None
     assert model.config._attn_implementation == "sdpa"
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
-from fastloop.testing import expect_problem, tiny_data, tiny_model
+from fastloop.testing import assert_problem, expect_problem, find_problems, tiny_data, tiny_model
 from fastloop_plugins.kernels.compile import Compile
 
 pytestmark = [  # torch's own, inside inductor
@@ -96,7 +96,7 @@ def test_regional_compiles_repeated_blocks_and_computes_the_same(tiny_run):
 def test_regional_without_repeated_blocks_warns(tiny_run, caplog):
     with caplog.at_level(logging.WARNING, "fastloop"):
         tiny_run([eager(regional=True)], epochs=1)
-    assert "has no list of repeated blocks: the full model is compiled" in caplog.text
+    assert_problem(caplog, "no-blocks compile: regional: Sequential")
 
 
 class Breaks(nn.Module):
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_compiled_runs_eagerly_after_one_warning(tiny_run
     with caplog.at_level(logging.WARNING, "fastloop"):
         result = tiny_run([eager(**options)], model=model())
     assert result.losses == plain.losses
-    warnings = [record.getMessage() for record in caplog.records if "cannot be compiled" in record.getMessage()]
+    warnings = [str(problem) for problem in find_problems(caplog, "compilation-failed")]
     assert len(warnings) == 1
     assert reason in warnings[0]
     assert reason in result.summary["compile"]["failure"]

@@ -325,10 +325,7 @@ def test_a_model_that_reads_its_logits_is_refused():
 
 
 def test_it_needs_the_task():
-    with pytest.raises(
-        PluginError,
-        match="fused-loss' requires a task that declares 'next-token-loss', and the task of this run is 'text-class",
-    ):
+    with expect_problem("missing-trait 'fused-loss' 'next-token-loss' 'text-classification'", PluginError):
         make_run(
             "text-classification", {"config": TINY_GPT}, {"files": {"train": "a.csv"}, "label": "label"}, [FusedLoss()]
         )

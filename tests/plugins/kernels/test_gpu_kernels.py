@@ -12,7 +12,7 @@ from torch import nn
 
 from fastloop import PluginError, Trainer
 from fastloop.runtime.hardware import Machine
-from fastloop.testing import Recorder, expect_problem
+from fastloop.testing import Recorder, assert_problem, expect_problem
 from fastloop_plugins.kernels.liger import Liger
 from fastloop_plugins.precision.torchao_fp8 import TorchaoFp8
 
@@ -64,7 +64,7 @@ def test_layers_of_suitable_sizes_train_in_fp8_and_keep_the_names_of_their_weigh
     assert list(ours.weights) == list(plain.weights)
     assert ours.losses != plain.losses
     assert sum(ours.losses[-9:]) == pytest.approx(sum(plain.losses[-9:]), rel=0.2)
-    assert "without the plugin compile" in caplog.text
+    assert_problem(caplog, "no-speedup torchao-fp8 compile")
 
 
 @with_torchao
@@ -73,7 +73,7 @@ def test_fp8_logs_model_without_suitable_layers(tiny_run, caplog):
     assert not {type(module).__name__ for module in tiny_run([Anywhere()], model=wide_model(), epochs=1).model} & {
         "Float8Linear"
     }
-    assert "no linear layer has sizes that are multiples of 16, of 1024 or more" in caplog.text
+    assert_problem(caplog, "no-effect torchao-fp8 16 1024")
 
 
 @with_torchao
@@ -137,4 +137,4 @@ def test_liger_computes_what_transformers_does_and_leaves_other_models(tmp_path,
     plain = train_decoder("llama", tmp_path / "plain")
     assert train_decoder("llama", tmp_path / "liger", "liger") == pytest.approx(plain, rel=1e-3)
     train_decoder("gpt2", tmp_path / "gpt2", "liger")
-    assert "liger: there are no kernels for gpt2: it stays as it is" in caplog.text
+    assert_problem(caplog, "no-effect liger: gpt2")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
-from fastloop.testing import expect_problem, tiny_data
+from fastloop.testing import assert_problem, expect_problem, tiny_data
 from fastloop_plugins import _foreign_load as foreign_load
 from fastloop_plugins._foreign_load import ForeignLoad
 from fastloop_plugins.kernels.channels_last import ChannelsLast
@@ -67,7 +67,7 @@ def test_convolutions_run_channels_last_with_the_same_numbers():
 
 def test_channels_last_logs_model_without_convolutions(tiny_run, caplog):
     tiny_run([ChannelsLast()], epochs=1)
-    assert "no weight of 4 or 5 dimensions" in caplog.text
+    assert_problem(caplog, "no-effect channels-last 4 5")
 
 
 def test_programs_of_others_are_load_and_the_runs_own_processes_are_not():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from log_lines import find_lines
 from recipe_runs import assert_same, make_run, user_code
 from safetensors.torch import save_file
 from training_runs import execute
@@ -15,7 +16,7 @@ from fastloop import RecipeError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.testing import LANGUAGE, assert_problem, write_texts
+from fastloop.testing import LANGUAGE, assert_problem, expect_problem, write_texts
 
 
 def other_weights() -> dict[str, torch.Tensor]:
@@ -46,7 +47,7 @@ def test_the_model_begins_with_the_weights_of_the_file(form, caplog):
     path = FORMS[form](other_weights())
     run = make_run(model={"weights": path, "weights_strict": True})
     assert_same(run.unwrap_model().state_dict(), other_weights())
-    assert f"r.yaml: model.weights: {path}: 12 of 12 tensors loaded" in caplog.messages
+    assert find_lines(caplog, f"r.yaml: model.weights: {path}: 12 of 12")
 
 
 def test_a_run_folder_is_a_source():
@@ -112,34 +113,29 @@ ERRORS = {
     "missing": (
         lambda: "nowhere.pt",
         False,
-        r"model\.weights: nowhere\.pt: no such file or folder\. Expected a \.safetensors",
+        "file-missing model.weights: nowhere.pt: .safetensors",
     ),
     "empty folder": (
         lambda: str(Path("empty").mkdir() or "empty"),
         False,
-        r"model\.weights: empty: holds no \.safetensors file",
+        "file-missing model.weights: empty: .safetensors",
     ),
-    "broken": (broken, False, r"broken\.safetensors cannot be read: .*header"),
-    "code": (lambda: save({"head.bias": Evil()}, "evil.pt"), False, r"evil\.pt cannot be read: .*[Ww]eights.only"),
-    "no tensors": (lambda: save({"epoch": 3}, "none.pt"), False, r"none\.pt holds no tensors by name"),
+    "broken": (broken, False, "file-unreadable broken.safetensors header"),
+    "code": (lambda: save({"head.bias": Evil()}, "evil.pt"), False, "file-unreadable evil.pt eights"),
+    "no tensors": (lambda: save({"epoch": 3}, "none.pt"), False, "wrong-format none.pt"),
     "nothing matches": (
         lambda: save({"encoder.weight": torch.zeros(2)}),
         False,
-        r"no tensor matches one of the model\. The file has encoder\.weight; the model has embed\.weight, embed\.bias, "
-        r".*\.\.\.",
+        "weights-differ encoder.weight; embed.weight, embed.bias, ...",
     ),
-    "strict": (
-        lambda: save({"head.bias": torch.zeros(3)}),
-        True,
-        r"1 of 12 tensors match; 11 not in the file: .*Correct it, or set",
-    ),
+    "strict": (lambda: save({"head.bias": torch.zeros(3)}), True, "weights-differ 1 12 11 model.weights_strict"),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_name_the_key_and_the_file(case):
-    make, strict, message = ERRORS[case]
-    with pytest.raises(RecipeError, match=message):
+    make, strict, expected = ERRORS[case]
+    with expect_problem(expected, RecipeError):
         make_run(model={"weights": make(), "weights_strict": strict})
     assert not Path("touched").exists()
     assert not Path("out").exists()

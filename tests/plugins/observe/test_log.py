@@ -14,6 +14,7 @@ import torch
 
 import fastloop
 from fastloop import Plugin, PluginError, hookimpl
+from fastloop.testing import expect_problem
 from fastloop_plugins.observe.log import _LogFile
 
 
@@ -145,7 +146,7 @@ def test_a_failed_run_leaves_its_record_whole_and_its_files_closed(tiny_run):
             if run.state.step == 5:
                 raise ValueError("on purpose")
 
-    with pytest.raises(Exception, match=r"plugin 'fails' .* failed in before_step: ValueError: on purpose"):
+    with expect_problem("plugin-crashed 'fails' before_step: ValueError: on purpose"):
         tiny_run([Fails()], log_every=1, output="out")
     assert [line["step"] for line in lines(Path("out"))] == [1, 2, 3, 4, 5]
     assert json.loads(Path("out/summary.json").read_text())["status"] == "failed"

@@ -14,7 +14,7 @@ import torch
 from fastloop import Plugin, hookimpl
 from fastloop.errors import PluginCrash
 from fastloop.runtime import regions
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins.observe.profile import Profile
 
 
@@ -79,7 +79,7 @@ def test_evaluation_and_saving_have_names(tiny_run):
 
 def test_a_run_that_ends_too_early_says_so(tiny_run, caplog):
     result = tiny_run([Profile(wait=500)])
-    assert "before any step was recorded: lower wait" in caplog.text
+    assert_problem(caplog, "nothing-recorded profile 18 wait")
     assert not traces(result.trainer.run.folder)
 
 

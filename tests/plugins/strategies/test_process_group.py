@@ -227,6 +227,4 @@ def test_a_process_that_hangs_is_noticed_within_the_timeout(tmp_path):
     first, _ = starting.start(2, hangs, {"ddp": {"timeout": f"{TIMEOUT}s"}}, folder=tmp_path)
     assert time.monotonic() - started < HANGS
     assert first.code not in (0, None)
-    assert re.search(r"process 0 of 2 lost the connection to another, which did not respond in time", first.output), (
-        first.output
-    )
+    assert re.search(r"process 0 of 2 .*timeout", first.output), first.output

@@ -55,12 +55,12 @@ def test_every_parameter_is_in_the_optimizer_and_changes(results, name):
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_weight_that_is_replaced_too_late_is_refused_with_the_plugin(results, name):
     error = results[f"{name}, after_prepare"]["error"]
-    assert "plugin 'replaces' changed the model's parameters in after_prepare, after the optimizer was built." in error
-    assert "Not in the optimizer, so they would never train: " in error
-    assert "head (weight)." in error
+    for name in ("'replaces'", "after_prepare", "head (weight)."):
+        assert name in error
 
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_weight_that_is_replaced_before_the_first_step_is_refused_with_the_plugin(results, name):
     error = results[f"{name}, before_fit"]["error"]
-    assert "plugin 'replaces' replaced head (weight) in before_fit, after the optimizer was built" in error
+    for name in ("'replaces'", "head (weight)", "before_fit"):
+        assert name in error

@@ -103,8 +103,8 @@ def test_no_word_of_a_long_sentence_is_left_out(cli, caplog):
     assert all(len(batch.inputs["input_ids"]) == batch.samples <= BATCH for batch in batches), (
         "in training, each row is a sample"
     )
-    assert "data: train: 1 of 41 sentences do not fit into data.max_length" in caplog.text
-    assert "data: train: 1 words do not fit into data.max_length" in caplog.text
+    assert_problem(caplog, "sentences-divided data: train: 1 41 data.max_length")
+    assert_problem(caplog, "words-cut data: train: 1 data.max_length")
     code, out, err = cli("predict", "run", "test.conll", "--chunk", "8")
     assert code == 0, err
     assert err.count("predict: 1 of 21 sentences do not fit") == 1

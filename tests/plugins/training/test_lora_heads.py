@@ -17,7 +17,7 @@ from fastloop import RecipeError, lifecycle
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.testing import TEXTS, expect_problem, write_texts
+from fastloop.testing import TEXTS, expect_problem, find_problems, write_texts
 from fastloop_plugins.training._lora_modules import owning_modules
 from fastloop_plugins.training._patterns import parameters_by_name
 
@@ -62,7 +62,7 @@ def data(tmp_path_factory):
 def new_weight_warnings(caplog):
     """The warnings about frozen random weights."""
     caplog.set_level(logging.WARNING, "fastloop")
-    return lambda: [message for message in caplog.messages if "random values" in message]
+    return lambda: [str(problem) for problem in find_problems(caplog, "random-weights-frozen")]
 
 
 @pytest.mark.parametrize(("task", "kind"), EVERY)

@@ -159,7 +159,7 @@ def test_parts_of_speech_have_accuracy_alone(caplog, cli):
         task={"metrics": {"macro": {"type": "MulticlassF1Score"}}},
     )
     assert sorted(run.metrics) == ["accuracy", "macro"]
-    assert "the tag 'NOUN' has no prefix" in caplog.text
+    assert_problem(caplog, "no-entities 'NOUN' scheme")
     code, out, _ = cli("predict", "run", "dogs bark")
     assert (code, list(json.loads(out))) == (0, ["words", "tags", "probabilities"])
 

@@ -97,14 +97,11 @@ def test_prefixes_give_the_mask_of_the_markers():
 
 def test_a_template_that_rewrites_earlier_answers_needs_markers():
     first = "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else '...') }}{% endfor %}"
-    with pytest.raises(
-        RowError,
-        match=r"^the chat template renders message 2 differently .* Mark its answers by {% generation %}",
-    ):
+    with pytest.raises(RowError, match=r"message 2 .*{% generation %}"):
         chat_ids(byte_tokenizer(first, []), chat("a", "b", "c", "d"), "assistant")
-    with pytest.raises(RowError, match=r"^the first message is from the assistant"):
+    with pytest.raises(RowError, match=r"first.* assistant"):
         chat_ids(byte_tokenizer(UNMARKED, []), chat("a", "b")[1:], "assistant")
-    with pytest.raises(RowError, match=r"^the chat template rejects the conversation: no system"):
+    with pytest.raises(RowError, match=": no system"):
         chat_ids(byte_tokenizer("{{ raise_exception('no system') }}", []), chat("a", "b"), "assistant")
 
 

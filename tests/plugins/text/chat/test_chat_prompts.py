@@ -77,7 +77,7 @@ def test_cut_and_empty_prompts_are_counted(caplog):
     chunks = list(chat_chunks(task.data, task.text_model.tokenizer, asked, 0, 2, room=50))
     prompts = [text_of(run, chunk[index]["input_ids"]) for chunk in chunks for index in range(len(chunk))]
     assert (len(prompts), "Be brief." in prompts[0], "first" in prompts[0]) == (4, True, False)
-    assert "data: predict: 1 of 4 prompts have more than 50 tokens" in caplog.text
+    assert_problem(caplog, "texts-cut data: predict: 1 4 50")
     assert_problem(caplog, "empty-texts data predict 2 4")
     caplog.clear()
     list(chat_chunks(task.data, task.text_model.tokenizer, ["Hi"], 0, 2, room=50))
@@ -96,7 +96,7 @@ def test_texts_to_continue_and_to_classify_are_counted(caplog):
         task.data, task.text_model, ["one", "", "x" * 21, "y" * 20], 0, 3, {"add_special_tokens": False}
     )
     assert sum(map(len, counted_prompts(chunks, 20))) == 4
-    assert "data: predict: 1 of 4 prompts have more than 20 tokens" in caplog.text
+    assert_problem(caplog, "texts-cut data: predict: 1 4 20")
     assert_problem(caplog, "empty-texts data predict 1 4")
     caplog.clear()
     Path("b.csv").write_text("text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows()))

@@ -111,9 +111,7 @@ def test_tool_calls_have_a_loss_with_and_without_markers(template):
 
 
 def test_a_template_that_does_not_read_tool_calls_is_refused():
-    with pytest.raises(
-        RowError, match=r"^message 2 has tool_calls, which the chat template does not read.*data.chat_template"
-    ):
+    with pytest.raises(RowError, match=r"^message 2 .*tool_calls.*data\.chat_template=FILE.*chatml"):
         encoded("{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}", *tool_row()["messages"])
 
 
@@ -150,10 +148,7 @@ def test_an_answer_of_weight_0_has_no_loss(template):
 def test_weight_0_with_several_blocks_of_an_answer_is_refused():
     template = CHATML.replace("{% generation %}", "{% generation %}>{% endgeneration %}{% generation %}")
     assert "one" in encoded(template, user("a"), answer("one"))
-    with pytest.raises(
-        RowError,
-        match=r"^message 2 has weight 0, and the chat template has 4 blocks {% generation %} for 2 answers",
-    ):
+    with pytest.raises(RowError, match=r"^message 2 .*weight 0.* 4 .*{% generation %}.* 2 "):
         encoded(template, user("a"), answer("one", weight=0), user("b"), answer("two"))
 
 

@@ -28,7 +28,7 @@ from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError, UsageError
 from fastloop.recipe import Inference, make_recipe
-from fastloop.testing import expect_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.order import CYCLE, Order
 from fastloop_plugins.text.data import TextData
@@ -211,7 +211,7 @@ def test_language_model_rows_are_samples_and_long_ones_are_cut(caplog):
     run = generate(write_parquet("a.parquet", table))
     lengths = [len(run.datasets["train"][number]["input_ids"]) for number in (1, 2, 39)]
     assert lengths[0] < lengths[1] < lengths[2] == 16
-    assert "rows have more than 16 tokens (data.max_length), and are cut there" in caplog.text
+    assert_problem(caplog, "texts-cut 16 data.max_length")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from fastloop.cli import startup
 from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, make_recipe
-from fastloop.testing import VECTORS
+from fastloop.testing import VECTORS, expect_problem
 from fastloop_tools.inference.chunks import Chunks, predict_dataset
 from fastloop_tools.trainer.task import TrainerTask
 
@@ -124,7 +124,7 @@ def test_a_result_of_another_type_is_refused_to_predict(hook, value):
     "values", [{"a": [1]}, {"a": torch.zeros(3)}, {"a": None}, {"a": NAN}, {"a": "x" * 8}, {1: [0] * 8}, {}]
 )
 def test_predictions_that_are_not_one_for_each_sample_are_refused(values):
-    with pytest.raises(PluginError, match="predict"):
+    with expect_problem("wrong-result predict", PluginError):
         predict(replacing("predict", values))
 
 

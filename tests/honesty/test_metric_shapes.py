@@ -290,7 +290,8 @@ def test_all_processes_refuse_alike_and_weights_stay_sharded(strategy):
     ended = start(2, on_two, strategy)
     assert [process.code for process in ended] == [0, 0], ended
     for refusal, fitting, sharded in (process.result for process in ended):
-        assert "the metric 'a' (MulticlassAccuracy) cannot measure a batch of validation: predictions (1, 3)" in refusal
+        for name in ("'a'", "MulticlassAccuracy", "validation", "(1, 3)"):
+            assert name in refusal
         assert fitting == "trained"
         assert sharded == (strategy == "fsdp")
 

@@ -517,8 +517,7 @@ def test_an_error_in_write_summary_does_not_hide_the_error_of_the_run(tiny_run, 
 
     with expect_problem("plugin-crashed 'fails' after_step KeyError 'first'", PluginCrash):
         tiny_run([make("fails", after_step=first, write_summary=fails)])
-    assert "plugin 'fails'" in caplog.text
-    assert "write_summary: ValueError: on purpose" in caplog.text
+    assert_problem(caplog, "plugin-crashed 'fails' write_summary: ValueError: on purpose")
 
 
 def test_a_value_of_the_summary_that_is_no_json_is_refused_by_name(tiny_run):

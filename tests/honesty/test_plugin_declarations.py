@@ -195,14 +195,14 @@ def test_options_decide_whether_a_plugin_answers():
     batches = file_plugin("batches", "    @hookimpl\n    def build_collator(self):\n        return list\n")
     recipe(batches)
     assert resolve(load_recipe("r.yaml")).plugins.names()[:2] == ["module", "batches"]
-    with pytest.raises(PluginError, match="plugins 'module' and 'batches' both implement build_collator"):
+    with expect_problem("hook-implemented-twice 'module' 'batches' build_collator", PluginError):
         resolve(load_recipe("r.yaml", ["plugins.module.collate=code_of_test.py:data"]))
     own = make("own", build_optimizer=answer())
     assert resolve(make_recipe({"plugins": ["fused-optimizer", *QUIET]}), objects=[own]).plugins.names() == [
         "fused-optimizer",
         "own",
     ]
-    with pytest.raises(PluginError, match="plugins 'fused-optimizer' and 'own' both implement build_optimizer"):
+    with expect_problem("hook-implemented-twice 'fused-optimizer' 'own' build_optimizer", PluginError):
         check_exclusive_hooks([load("fused-optimizer")(implementation="8bit"), own], {}, "recipe")
 
 

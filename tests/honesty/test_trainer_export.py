@@ -149,10 +149,7 @@ def test_a_processing_class_that_cannot_be_saved_is_refused():
 
 def test_labels_under_another_name_are_found_at_the_first_batch(tokenizer):
     loader = DataLoader(Reviews(tokenizer, "label"), batch_size=4, collate_fn=stacked)
-    with pytest.raises(
-        UsageError,
-        match=r"keys input_ids, attention_mask, label.*rename 'label' to 'labels' in the dataset or the collator",
-    ):
+    with expect_problem("no-loss input_ids, attention_mask, label 'label' 'labels'", UsageError):
         fit(bert(), loader)
     assert fit(bert(), DataLoader(Reviews(tokenizer, "labels"), batch_size=4, collate_fn=stacked)).run.state.step == 3
 

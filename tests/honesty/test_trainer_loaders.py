@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from loader_helpers import LOADERS, QUIET, SIZE, EveryOther, Numbers, Rotating, expected, of_processes, train
+from log_lines import find_lines
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -362,8 +363,8 @@ def test_plugin_overrides_loader_workers_with_a_message(caplog):
     found, trainer = train(loader, tiny_data(8), plugins=[{"dataloader-workers": {"num_workers": 1}}])
     assert found == plain
     assert trainer.run.train_loader.loader.num_workers == trainer.run.eval_loaders["validation"].loader.num_workers == 1
-    assert "train: the loader's num_workers=2 is overridden by plugin 'dataloader-workers': 1" in caplog.text
-    assert "train: samples come in the order of the loader's SequentialSampler" in caplog.text
+    assert find_lines(caplog, "train: num_workers=2 'dataloader-workers' 1")
+    assert find_lines(caplog, "train: SequentialSampler")
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------

@@ -114,10 +114,7 @@ def test_the_module_task_names_its_collator():
         "device: cpu}\n"
         "plugins: [{module: {loss: cross_entropy}}, {progress: false}]\noutput: out\n"
     )
-    with pytest.raises(
-        DataError,
-        match=r"have element 0 of the shapes .*, or name a collator: plugins\.module\.collate=FILE\.py:NAME\.",
-    ):
+    with expect_problem("wrong-shape 0 (2,) (4,) plugins.module.collate=FILE.py:NAME.", DataError):
         run("r.yaml")
     assert run("r.yaml", "plugins.module.collate=rows.py:padded")["status"] == "completed"
 

@@ -270,9 +270,7 @@ def test_of_several_plugins_in_a_file_the_class_says_which():
         == recipe.references
         == {"cold": "both.py:Cold", "warmth": "both.py:Warmth"}
     )
-    with pytest.raises(
-        RecipeError, match=r"both\.py:Warmt: Warmt is not a class of the file\. Did you mean 'Warmth'\?"
-    ):
+    with expect_problem("not-a-plugin both.py:Warmt: 'Warmth'", RecipeError):
         make_recipe({"plugins": ["both.py:Warmt"]})
 
 
@@ -427,11 +425,6 @@ def test_a_plugin_implements_the_hooks_of_another(tiny_run):
 
 
 def test_hooks_of_a_package_are_known_only_with_their_owner():
-    hint = (
-        "A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may "
-        "be missing."
-    )
-
     class Odd(Plugin):
         name = "odd"
 
@@ -458,14 +451,13 @@ def test_hooks_of_a_package_are_known_only_with_their_owner():
         def after_warmth(self, degrees: float) -> None:
             self.felt.append(degrees)
 
-    for plugins, said in [
-        ([Odd()], f"plugin 'odd': there is no hook 'zzz'. {hint}"),
-        ([Near(), Oven()], "plugin 'near': there is no hook 'after_warmt'. Did you mean 'after_warmth'?"),
-        ([Wrong(), Oven()], "plugin 'wrong': after_warmth gets no argument 'degree'. Did you mean 'degrees'?"),
+    for plugins, expected in [
+        ([Odd()], "unknown-hook 'odd': 'zzz' optionalhook=True"),
+        ([Near(), Oven()], "unknown-hook 'near': 'after_warmt' 'after_warmth'"),
+        ([Wrong(), Oven()], "unknown-argument 'wrong': after_warmth: 'degree' 'degrees'"),
     ]:
-        with pytest.raises(PluginError) as refused:
+        with expect_problem(expected, PluginError):
             hooks_of(*plugins)
-        assert str(refused.value) == said
     assert hooks_of(May())
     hooks_of(May(), Oven()).after_warmth(run=None, degrees=3.0)
     assert May.felt == [3.0]
@@ -487,17 +479,13 @@ def test_a_hook_has_one_owner():
     class Sister(Oven):
         name = "sister"
 
-    for plugins, said in [
-        (
-            [Oven(), Stove()],
-            "plugin 'stove' and plugin 'oven' both declare the hook 'after_warmth'. One of them must rename its own.",
-        ),
-        ([Thief()], "plugin 'thief' and fastloop both declare the hook 'after_step'. One of them must rename its own."),
-        ([Empty()], "plugin 'empty': its `hookspecs` hold no function that is marked with fastloop.hookspec."),
+    for plugins, expected in [
+        ([Oven(), Stove()], "hook-declared-twice 'stove' 'oven' 'after_warmth'"),
+        ([Thief()], "hook-declared-twice 'thief' fastloop 'after_step'"),
+        ([Empty()], "no-hooks 'empty': `hookspecs` fastloop.hookspec"),
     ]:
-        with pytest.raises(PluginError) as refused:
+        with expect_problem(expected, PluginError):
             hooks_of(*plugins)
-        assert str(refused.value) == said
     assert hooks_of(Oven(), Sister()), "plugins of one package may share theirs"
 
 
@@ -584,17 +572,11 @@ def test_plugin_can_be_listed_only_where_allowed(install):
         make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})
     ).plugins
     assert (plugin.on_error, plugin.degrees) == ("disable", 1.0)
-    for options, said in [
-        (
-            {"watcher": {"on_error": "ignore"}},
-            r"plugins\.watcher\.on_error: found 'ignore' .* Expected raise \| disable",
-        ),
-        (
-            {"warmth": {"on_error": "disable"}},
-            r"plugins\.warmth\.on_error: only read-only plugins can be disabled, and 'warmth' changes the run\.",
-        ),
+    for options, expected in [
+        ({"watcher": {"on_error": "ignore"}}, "invalid-value plugins.watcher.on_error: 'ignore' raise | disable"),
+        ({"warmth": {"on_error": "disable"}}, "not-read-only plugins.warmth.on_error: 'warmth'"),
     ]:
-        with pytest.raises(RecipeError, match=said):
+        with expect_problem(expected, RecipeError):
             resolve(make_recipe({"plugins": [options]}))
 
 
@@ -781,23 +763,15 @@ def test_invalid_optimizer_is_rejected_with_its_key(kinds, optimizer, expected):
 
 def test_invalid_metric_is_rejected_with_its_key(kinds):
     metrics = kinds["plugins"][0]["module"]["metrics"]
-    for kind, said in [
-        (
-            "kind_pack:Duble",
-            r"plugins\.module\.metrics\.twice\.type: kind_pack has no 'Duble'\. Did you mean 'Double'\?",
-        ),
-        (
-            "kind_pack:net",
-            r"plugins\.module\.metrics\.twice\.type: kind_pack:net is not a subclass of torchmetrics.Metric",
-        ),
-        (
-            "MulticlasAccuracy",
-            r"plugins\.module\.metrics\.twice\.type: torchmetrics has no 'MulticlasAccuracy'\. Did you mean",
-        ),
+    place = "plugins.module.metrics.twice.type:"
+    for kind, expected in [
+        ("kind_pack:Duble", f"unknown-name {place} kind_pack 'Duble' 'Double'"),
+        ("kind_pack:net", f"unknown-metric {place} kind_pack:net torchmetrics.Metric"),
+        ("MulticlasAccuracy", f"unknown-metric {place} torchmetrics 'MulticlasAccuracy' 'MulticlassAccuracy'"),
     ]:
         metrics["twice"]["type"] = kind
         recipe = make_recipe(kinds)
-        with pytest.raises(RecipeError, match=said):
+        with expect_problem(expected, RecipeError):
             build(resolve(recipe))
 
 

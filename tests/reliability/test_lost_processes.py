@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -13,8 +12,11 @@ from typing import Any
 import forked
 import pytest
 import yaml
+from log_lines import find_lines
 from long_form import LONG
 from safetensors.torch import load_file
+
+from fastloop.testing import assert_problem
 
 pytestmark = pytest.mark.slow
 
@@ -120,10 +122,6 @@ def do(*command: str, fault: str = "", rank: int = 1, once: str = "") -> subproc
     return forked.run(*command, *data, timeout=HANGS)
 
 
-def errors(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("error: ")]
-
-
 # -- hangs -------------------------------------------------------------------------------------------------------------
 
 
@@ -132,11 +130,8 @@ def test_hanging_process_is_named_with_its_stack(rank):
     """a rank that hangs in its data: all end with an error that names it, and with their stacks"""
     done = do(*FASTLOOP, "--nproc", "2", fault="sleep", rank=rank)
     assert done.returncode not in (0, -signal.SIGKILL)
-    assert any(
-        f"process {rank} of 2 has made no progress for" in line and "reading data" in line
-        for line in errors(done.stderr)
-    ), done.stderr
-    assert f"watchdog: process {rank} of 2 has made no progress for" in done.stdout
+    assert_problem(done.stderr, f"no-progress process {rank} 2 data")
+    assert_problem(done.stdout, f"no-progress watchdog: process {rank} 2")
     assert "stuck_here" in Path(f"run/watchdog/rank-{rank}.txt").read_text()
     other = Path(f"run/watchdog/rank-{1 - rank}.txt").read_text()
     assert "stuck_here" not in other
@@ -147,19 +142,17 @@ def test_a_process_that_is_stopped_is_named_and_all_end():
     """a rank stopped by SIGSTOP: the others name it, and all end"""
     done = do(*FASTLOOP, "--nproc", "2", fault="stop", rank=1)
     assert done.returncode == 1
-    assert any(
-        "process 1 of 2 has made no progress" in line and "does not respond" in line for line in errors(done.stderr)
-    ), done.stderr
+    assert_problem(done.stderr, "no-progress process 1 2")
     assert not any(Path("/proc", Path(name).read_text()).exists() for name in ("pid0", "pid1"))
     summary = json.loads(Path("run/summary.json").read_text())
-    assert (summary["status"], summary["reason"].startswith("process 1 of 2 has made no progress")) == ("failed", True)
+    assert (summary["status"], summary["reason"].startswith("process 1 of 2 ")) == ("failed", True)
 
 
 def test_one_process_alone_is_watched_too():
     """a single process that hangs: exit code 1, with its stack"""
     done = do(*FASTLOOP, "--without", "ddp", fault="sleep", rank=0)
     assert done.returncode == 1
-    assert any("process 0 of 1 has made no progress" in line for line in errors(done.stderr)), done.stderr
+    assert_problem(done.stderr, "no-progress process 0 1")
     assert "stuck_here" in Path("run/watchdog/rank-0.txt").read_text()
 
 
@@ -175,7 +168,7 @@ def test_slow_process_is_named_and_run_continues():
     """a rank that is late: a warning names it, and the run continues"""
     done = do(*FASTLOOP, "plugins.watchdog.timeout=24", "--nproc", "2", fault="late", rank=1)
     assert done.returncode == 0, done.stderr
-    assert "watchdog: process 1 of 2 has made no progress for" in done.stdout
+    assert_problem(done.stdout, "no-progress watchdog: process 1 2")
 
 
 def test_watchdog_ignores_progressing_run(undisturbed):
@@ -195,8 +188,7 @@ def test_killed_process_stops_all(fault, rank):
     """a rank that is killed or raises: all end within seconds, with the cause"""
     done = do(*FASTLOOP, PATIENT, "--nproc", "2", fault=fault, rank=rank)
     assert done.returncode == (137 if fault == "kill" else 1), done.stderr
-    said = "was ended by SIGKILL" if fault == "kill" else "reading a batch failed: ZeroDivisionError"
-    assert any(said in line for line in errors(done.stderr)), done.stderr
+    assert_problem(done.stderr, "process-killed SIGKILL" if fault == "kill" else "reading-failed ZeroDivisionError")
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -204,9 +196,7 @@ def test_broken_connection_stops_all(rank):
     """the sockets between two ranks cut: both end within seconds and report the lost connection"""
     done = do(*FASTLOOP, PATIENT, "--nproc", "2", fault="cut", rank=rank, once="done")
     assert done.returncode == 1, done.stderr
-    assert any(re.search(r"process \d of 2 lost the connection to another", line) for line in errors(done.stderr)), (
-        done.stderr
-    )
+    assert_problem(done.stderr, "process-lost process 2")
     again = do(*FASTLOOP, PATIENT, "--nproc", "2", "--resume", fault="cut", rank=rank, once="done")
     assert again.returncode == 0, again.stderr
 
@@ -222,7 +212,7 @@ def test_torchrun_restart_resumes_run(fault, undisturbed):
     done = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", *more, fault=fault, once="done")
     assert done.returncode == 0, done.stderr
     assert Path("done").exists()
-    assert "resumed from run/checkpoints/step-00000008" in done.stdout
+    assert find_lines(done.stdout, "run/checkpoints/step-00000008")
     ours = load_file("run/model/model.safetensors")
     assert all(ours[name].equal(undisturbed[name]) for name in undisturbed)
     assert json.loads(Path("run/summary.json").read_text())["status"] == "completed"
@@ -234,4 +224,4 @@ def test_killed_before_the_first_checkpoint_torchrun_starts_anew():
     short = ["train.save_every=epoch", "train.epochs=1", PATIENT]
     done = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", *short, fault="kill", once="done")
     assert done.returncode == 0, done.stderr
-    assert "resumed from" not in done.stdout
+    assert "run/checkpoints/step-" not in done.stdout, "nothing to resume from"

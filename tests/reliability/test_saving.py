@@ -242,7 +242,6 @@ def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, cap
     assert run.summary["save_errors"] >= 3
     assert run.summary["best"] is not None
     assert_problem(caplog, "save-failed step-00000006")
-    assert "Training continues; earlier checkpoints are intact" in caplog.text
     assert verify(find_newest(disk / "run")[0]) is None
     assert [path.name for path in (disk / "run" / "checkpoints").glob(".*")] == []
     lines = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -358,9 +357,9 @@ def test_flipped_bits_are_detected(record_property):
             assert path.name == MANIFEST  # white space, or a name that nobody reads
             survived += whole() == 2
         else:
-            assert skipped[0].startswith(f"{original}: damaged (")
+            assert skipped[0].startswith(f"{original}: ")
             survived += whole() == 1
-            with pytest.raises(CheckpointError, match="damaged"):
+            with expect_problem(f"damaged-checkpoint {original}", CheckpointError):
                 find_newest(original)
         shutil.rmtree(original)
         Path("kept").rename(original)
@@ -432,7 +431,7 @@ def test_nan_metric_is_never_best(bad, mode, tiny_run, caplog):
     assert (best["step"], best["metric"], best["value"]) == (18, "score", 2.0)
     assert best["path"] == "checkpoints/best-00000018"
     assert run.summary["status"] == "completed"
-    assert "which is ignored" in caplog.text
+    assert_problem(caplog, "not-finite checkpoint-best score")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -33,6 +34,7 @@ from long_form import LONG
 
 from fastloop.cli import launch
 from fastloop.distributed import signals
+from fastloop.testing import assert_problem, find_problems
 
 STOPPED, INTERRUPTED = 75, 130
 
@@ -93,8 +95,8 @@ def test_a_signal_saves_and_stops(moment, name):
     assert step in steps()
     state = json.loads(Path(f"run/checkpoints/step-{step:08d}/state.json").read_text())["state"]
     assert not evaluates or state["evaluated_at"] < step
-    assert f"interrupted by {name}: saving at the end of this step" in said()
-    assert f"Stopped and saved at step {step}. Continue with: fastloop train recipe.yaml output=run --resume" in said()
+    assert_problem(said(), f"interrupted {name}:")
+    assert re.search(rf" step {step}\b.*: fastloop train recipe\.yaml output=run --resume", said())
     assert not Path("run/model").exists()
     assert train("output=run", "--resume") == 0
     assert record() == record("whole")
@@ -168,7 +170,7 @@ def test_failed_save_at_stop_is_reported():
 def test_second_signal_stops_at_once(name):
     """a step that hangs, and the same signal twice: the run ends at once, and resumes"""
     run = Forked("output=run", environment={"FAULT": f"step 14 0 me('{name}'); time.sleep(600)"})
-    until(lambda: "once more to stop at once" in said())
+    until(lambda: bool(find_problems(said(), f"interrupted {name}:")))
     run.send(getattr(signal, name))
     assert run.wait() == code(name)
     assert summary()["status"] == "stopped"
@@ -307,7 +309,7 @@ def test_a_process_that_hangs_does_not_keep_the_launcher(whole):
         time.sleep(1.5)
         run.send_signal(signal.SIGTERM)
         assert run.wait(300) == STOPPED, said()
-    assert "not all processes stopped in time" in said()
+    assert_problem(said(), "process-not-stopped")
     assert steps() == [12]
 
 
@@ -358,7 +360,7 @@ def test_resume_begins_where_the_runs_own_folder_holds_no_checkpoint_yet():
     write_recipe()
     assert train("output=whole") == 0
     assert train("output=run", "--resume", environment={"FAULT": "step 3 0 me('SIGKILL')"}) == -signal.SIGKILL
-    assert "run: no checkpoint yet: the run starts from the beginning" in said()
+    assert_problem(said(), "no-checkpoint run:")
     assert train("output=run", "--resume") == 0
     assert record() == record("whole")
     assert Path("run.1/recipe.yaml").is_file(), "what was there is not lost"
@@ -368,7 +370,7 @@ def test_resume_refuses_another_folder_without_a_checkpoint():
     """--resume PATH where PATH holds no checkpoint: a slip, exit code 2"""
     write_recipe()
     assert train("output=run", "--resume", "elsewhere") == 2
-    assert "elsewhere: no checkpoint to resume from" in said()
+    assert_problem(said(), "no-checkpoint elsewhere:")
     assert not Path("run").exists()
 
 
@@ -378,7 +380,7 @@ def test_resume_of_complete_run_trains_nothing():
     assert train("output=run") == 0
     before: dict[str, Any] = record()
     assert train("output=run", "--resume") == 2
-    assert "no checkpoint, and the run is complete" in said()
+    assert_problem(said(), "run-complete run:")
     assert record() == before
 
 

@@ -18,6 +18,8 @@ from fault_runs import steps, times, until
 from safetensors.torch import load_file
 from two_nodes import ADDRESSES, TwoNodes
 
+from fastloop.testing import assert_problem, find_problems
+
 pytestmark = pytest.mark.slow
 
 ENDS = 400.0
@@ -197,14 +199,12 @@ def test_lost_machine(nodes, undisturbed, lost):
     nodes.lose(lost)
     other = commands[1 - lost]
     assert other.wait(ENDS) == 1, other.stderr
-    (error,) = [line for line in other.stderr.splitlines() if line.startswith("error: ")]
-    assert f"process {lost} of 2 has made no progress" in error
-    assert "does not respond" in error
-    assert "--resume" in error
+    assert other.stderr.count("error: ") == 1
+    assert_problem(other.stderr, f"no-progress process {lost} 2 --resume")
     nodes.set_link()
     commands = fastloop(nodes, PATIENT, "--resume")
     wait(commands)
-    assert "resumed from run/checkpoints/step-" in commands[0].stdout
+    assert " run/checkpoints/step-" in commands[0].stdout
     assert_same_bits(Path("run"), undisturbed)
 
 
@@ -216,7 +216,7 @@ def test_torchrun_restarts_both_machines(nodes, undisturbed):
     os.kill(first, signal.SIGKILL)
     wait(commands)
     assert int(Path("pid1").read_text()) != first
-    assert "resumed from run/checkpoints/step-" in commands[0].stdout
+    assert " run/checkpoints/step-" in commands[0].stdout
     assert json.loads(Path("run/summary.json").read_text())["world_size"] == 2
     assert_same_bits(Path("run"), undisturbed)
 
@@ -229,7 +229,7 @@ def test_torchrun_continues_with_other_machines(nodes, undisturbed):
     # less than the watchdog's timeout for a step, and the run does not end before the other machine is there
     set_pace(0.25)
     second = torchrun(nodes, 1, "1:2", **ELASTIC)
-    until(lambda: "interrupted by SIGTERM" in first.stdout or first.poll() is not None)
+    until(lambda: bool(find_problems(first.stdout, "interrupted SIGTERM")) or first.poll() is not None)
     set_pace(0.1)
     until(lambda: Path("pid1").exists() or first.poll() is not None)
     wait_for_checkpoint([first, second], max(steps()) + 4)

@@ -74,7 +74,7 @@ def test_the_order_of_samples_follows_from_the_seed_and_a_run_resumes_only_with_
     resumed = tiny_run(fold, output="run", resume=True)
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
     for other in ({"number": 0, "of": 3}, {"number": 1, "of": 4}):
-        with pytest.raises(CheckpointError, match=r"plugins\.folds\."):
+        with expect_problem("resume-differs plugins.folds.", CheckpointError):
             tiny_run([{"folds": other}], output="run", resume=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 from inference_runs import texts, train, write_csv, write_recipe
 
 from fastloop import hookimpl
-from fastloop.testing import assert_problem
+from fastloop.testing import assert_problem, find_problems
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
 from fastloop_plugins.tasks.text_classification import TextClassification
@@ -62,14 +62,14 @@ def test_an_error_of_the_selection_is_logged_and_nothing_is_selected(run, cli, m
     large = run.parent / "large.csv"
     monkeypatch.setattr(Packing, "recommend", fail)
     found, said = predict(cli, run, large)
-    assert "warning: auto: selects nothing: no rule [nothing-selected]\n" in said
+    assert_problem(said, "nothing-selected auto: no rule")
     assert len(found) == 600
     code, _, err = cli("predict", str(run), str(large), "plugins.auto.numerics=bitwise", "--with", "auto")
     assert code == 0, err
     code, _, err = cli("predict", str(run), str(large), "--with", "no-such-plugin")
     assert code == 2
-    assert "no plugin 'no-such-plugin' is installed" in err
-    assert "selects nothing" not in err, "the recipe itself is wrong"
+    assert_problem(err, "unknown-plugin 'no-such-plugin'")
+    assert not find_problems(err, "nothing-selected"), "the recipe itself is wrong"
 
 
 def test_a_selected_plugin_with_which_a_prediction_fails_is_left_out(run, cli, monkeypatch):
@@ -91,5 +91,5 @@ def test_no_line_of_stdin_is_lost_when_the_run_is_built_again(run, cli, monkeypa
     monkeypatch.setattr(ClsLastLayer, "adapt", lambda self, model: "has other layers")
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{row['text']}\n" for row in texts(40))))
     found, said = predict(cli, run, "-", "--with", "auto", "--chunk", "16")
-    assert "auto: leaves out cls-last-layer: DistilBertForSequenceClassification has other layers" in said
+    assert_problem(said, "plugin-left-out auto: cls-last-layer: DistilBertForSequenceClassification")
     assert len(found) == 40

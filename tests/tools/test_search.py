@@ -199,7 +199,7 @@ def test_the_direction_of_a_search_is_that_of_the_metric_and_not_of_its_name(met
     done = fastloop(*COMMAND, "--monitor", "score", "--trials", "1")
     if direction is None:
         assert done.returncode == 2, done.stdout + done.stderr
-        assert "--mode min or --mode max" in done.stderr
+        assert_problem(done.stderr, "unknown-direction 'score' --mode min max")
         assert not Path("run").exists()
         done = fastloop(*COMMAND, "--monitor", "score", "--trials", "1", "--mode", "max")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 import pytest
@@ -28,9 +27,9 @@ def make(**arguments: Any) -> Trainer:
 
 @pytest.mark.parametrize("name", sorted(INSTEAD))
 def test_an_argument_of_another_trainer_names_what_serves(name):
-    with pytest.raises(UsageError, match=re.escape(INSTEAD[name])) as raised:
+    with expect_problem(f"unknown-argument Trainer: {name!r}", UsageError) as raised:
         make(**{name: None})
-    assert repr(name) in str(raised.value)
+    assert INSTEAD[name] in str(raised.value)
 
 
 def test_no_argument_of_another_trainer_is_one_of_ours():
@@ -42,7 +41,7 @@ def test_no_argument_of_another_trainer_is_one_of_ours():
     [("metric", "metrics"), ("epoch", "epochs"), ("plugin", "plugins"), ("eval_loaders", "eval_loader")],
 )
 def test_a_typing_error_is_compared_with_all_arguments(name, meant):
-    with pytest.raises(UsageError, match=f"Did you mean '{meant}'"):
+    with expect_problem(f"unknown-argument {name!r} {meant!r}", UsageError):
         make(**{name: None})
 
 

@@ -18,7 +18,7 @@ from fastloop.errors import DataError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.testing import ProcessResult
+from fastloop.testing import ProcessResult, expect_problem
 from fastloop_tools.trainer.batch_list import kind_of_elements
 
 INPUTS = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
@@ -68,7 +68,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ITERATORS)
 def test_an_iterator_is_refused_before_anything_is_written(kind, place):
-    with pytest.raises(UsageError, match="IterableDataset"):
+    with expect_problem("wrong-dataset IterableDataset", UsageError):
         PLACES[place](ITERATORS[kind]())
     assert not Path("run").exists()
 
@@ -113,10 +113,10 @@ def test_a_recipes_datasets_are_checked_likewise(form, split, tmp_path):
     if form in ("empty", "once"):
         if (form, split) == ("once", "test"):
             return  # it is read once
-        with pytest.raises(DataError, match=split):
+        with expect_problem(f"empty-split {split}", DataError):
             execute(build(resolve(recipe)))
         return
-    with pytest.raises(UsageError, match=rf"data: the {split} split"):
+    with expect_problem(f"wrong-dataset data: {split}", UsageError):
         build(resolve(recipe))
 
 
@@ -137,7 +137,7 @@ class Once(IterableDataset[Any]):
 @pytest.mark.parametrize("rows", [0, 100])
 def test_an_epoch_without_a_sample_is_an_error(rows, settings):
     made = trainer(Once(samples()[:rows]), batch_size=20, **settings)
-    with pytest.raises(DataError, match="train"):
+    with expect_problem("empty-split train", DataError):
         made.fit()
     assert made.run.state.step == rows // 20
 
@@ -145,16 +145,16 @@ def test_an_epoch_without_a_sample_is_an_error(rows, settings):
 @pytest.mark.parametrize("rows", [0, 19])
 def test_a_stream_of_which_drop_last_leaves_no_step_is_an_error(rows):
     data = DataLoader(Once(samples()[:rows]), batch_size=20, drop_last=True)
-    with pytest.raises(DataError, match="drop_last"):
+    with expect_problem("empty-split train.drop_last", DataError):
         trainer(data).fit()
 
 
 def test_an_evaluation_without_a_sample_is_an_error():
     made = trainer(list(batches()), Once(samples()))
     assert made.validate()["loss"] > 0
-    with pytest.raises(DataError, match="validation"):
+    with expect_problem("empty-split validation", DataError):
         made.validate()
-    with pytest.raises(DataError, match="validation"):
+    with expect_problem("empty-split validation", DataError):
         made.fit()
 
 
@@ -238,8 +238,9 @@ class Batches:
 )
 @pytest.mark.parametrize("place", ["train_loader", "eval_loader"])
 def test_batches_that_cannot_be_told_or_divided_are_refused(data, place):
-    with pytest.raises(UsageError, match=f"^{place}: "):
+    with expect_problem("wrong-dataset", UsageError) as refused:
         PLACES[place](data)
+    assert refused.value.problem.place == place
     assert not Path("run").exists()
 
 

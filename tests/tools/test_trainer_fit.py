@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 from fastloop import Plugin, Run, Trainer, UsageError, hookimpl
-from fastloop.testing import ProcessResult, expect_problem, tiny_data, tiny_model
+from fastloop.testing import ProcessResult, assert_problem, expect_problem, tiny_data, tiny_model
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 
@@ -83,7 +83,7 @@ def test_an_interrupt_saves_and_another_fit_continues_to_the_same_bits(step, cap
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert trainer.run.state.step == step
-    assert f"stopped and saved at step {step}: call fit() again to continue" in caplog.text
+    assert_problem(caplog, f"interrupted step {step}: fit()")
     assert signal.getsignal(signal.SIGINT) is before
     assert json.loads(Path("run/summary.json").read_text())["reason"] == "interrupted by SIGINT"
     assert trainer.validate()["loss"] > 0, "a stopped run can be evaluated"

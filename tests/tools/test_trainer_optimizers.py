@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from fastloop import CheckpointError, PluginError, Trainer, UsageError
+from fastloop import CheckpointError, Trainer, UsageError
 from fastloop.testing import ProcessResult, assert_problem, expect_problem, tiny_data, tiny_model
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
@@ -159,18 +159,12 @@ def test_the_run_folder_records_the_optimizer_and_a_resumed_run_must_have_the_sa
         "SGD",
         0.9,
     )
-    for other, message in (
-        (
-            lambda model: SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True),
-            r"train\.lr = 0\.1, and this run has 0\.2",
-        ),
-        (
-            lambda model: SGD(model.parameters(), lr=0.1),
-            r"train\.optimizer = .*'momentum': 0\.9.*and this run has .*'momentum': 0",
-        ),
-        (groups, "was saved with train"),
+    for other, expected in (
+        (lambda model: SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True), "train.lr 0.1 0.2"),
+        (lambda model: SGD(model.parameters(), lr=0.1), "train.optimizer 'momentum': 0.9 0,"),
+        (groups, "train."),
     ):
-        with pytest.raises(CheckpointError, match=message):
+        with expect_problem(f"resume-differs {expected}", CheckpointError):
             train(other, resume=True)
     train(momentum, resume=True, max_steps=5)
 
@@ -211,48 +205,42 @@ def returns_a_list(model: nn.Module) -> Any:
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a key beside it": (
         lambda: {"optimizer": momentum, "lr": 0.1},
-        r"^lr=0\.1 would have no effect: the optimizer has settings of its own",
+        "option-without-effect lr=0.1",
     ),
     "no optimizer": (
         lambda: {"optimizer": 3},
-        r"^optimizer: found a int, expected a name, an optimizer, or a function",
+        "wrong-type optimizer: int",
     ),
-    "another model": (lambda: {"optimizer": of_no_model()}, r"^optimizer: it holds no parameter of the model"),
-    "a function of something else": (
-        lambda: {"optimizer": returns_a_list},
-        r"^optimizer: the function returned a list",
-    ),
+    "another model": (lambda: {"optimizer": of_no_model()}, "other-optimizer optimizer:"),
+    "a function of something else": (lambda: {"optimizer": returns_a_list}, "wrong-result optimizer: list"),
     "a scheduler alone": (
         lambda: {"optimizer": None, "scheduler": StepLR(of_no_model(), 5)},
-        r"^scheduler: it is built for another optimizer than optimizer=\. Pass the optimizer that it schedules, too",
+        "other-optimizer scheduler: optimizer=",
     ),
     "a scheduler beside a function": (
         lambda: {"optimizer": momentum, "scheduler": StepLR(of_no_model(), 5)},
-        "^scheduler: it is built for",
+        "other-optimizer scheduler:",
     ),
-    "a scheduler class": (
-        lambda: {"optimizer": momentum, "scheduler": StepLR},
-        r"^scheduler: found <class .*StepLR'>, expected",
-    ),
+    "a scheduler class": (lambda: {"optimizer": momentum, "scheduler": StepLR}, "wrong-type scheduler: StepLR'>"),
     "a plateau": (
         lambda: {"optimizer": momentum, "scheduler": ReduceLROnPlateau},
-        "^scheduler: found <class",
+        "wrong-type scheduler: ReduceLROnPlateau'>",
     ),
     "a plateau by function": (
         lambda: {"optimizer": momentum, "scheduler": lambda optimizer: ReduceLROnPlateau(optimizer)},
-        "^scheduler: ReduceLROnPlateau steps by a metric",
+        "unsupported-schedule scheduler: ReduceLROnPlateau",
     ),
     "two schedulers": (
         lambda: {"optimizer": momentum, "scheduler": one_cycle, "plugins": ["lr-scheduler"]},
-        "'lr-scheduler' .*'trainer'|'trainer' .*'lr-scheduler'",
+        "hook-implemented-twice 'lr-scheduler' 'trainer' build_scheduler",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_arguments_are_refused_before_writing(case, tmp_path):
-    make, message = REFUSED[case]
-    with pytest.raises((UsageError, PluginError), match=message):
+    make, expected = REFUSED[case]
+    with expect_problem(expected, UsageError):
         train(**make())
     assert not list(tmp_path.iterdir())
 

@@ -120,9 +120,9 @@ def literals(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def is_sentence(literal: ast.expr) -> bool:
-    """Whether a string has some words, and is no markup."""
+    """Whether a string has some words, and is no markup or code."""
     text = ast.unparse(literal)
-    return len(text.split()) >= SENTENCE_WORDS and "<" not in text
+    return len(text.split()) >= SENTENCE_WORDS and "<" not in text and "\\n" not in text
 
 
 def rephrase(code: str) -> str:

@@ -68,7 +68,7 @@ def test_devices_pipes_sockets_and_folders_are_refused(command, places, cli):
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("nowhere/x.csv", "existing folder"),
+        ("nowhere/x.csv", "[folder-missing]"),
         ("x" * 300, "File name too long"),
         ("x/" * 2500 + "x", "File name too long"),
         ("/proc/x.csv", ""),

@@ -470,10 +470,9 @@ def test_damaged_images_end_the_run_before_training(suffix):
             path.unlink()
     with pytest.raises(RecipeError) as caught:
         make_run()
-    first, _, rest = str(caught.value).partition(": cannot be read as an image: ")
-    assert first in (f"images/train/red/01.{suffix}", f"images/test/blue/03.{suffix}")
-    assert "1 more of the 69 images that were tried cannot be read." in rest
-    assert rest.endswith("To skip such images: --with skip-unreadable")
+    assert_problem(caught.value.problem, "image-unreadable 1 69")
+    assert caught.value.problem.proposals == ["--with skip-unreadable"]
+    assert str(caught.value).startswith((f"images/train/red/01.{suffix}: ", f"images/test/blue/03.{suffix}: "))
     assert not Path("out").exists()
 
 

@@ -9,6 +9,8 @@ without a change of tests. In a copy of the tree, each word of ``SYNONYMS`` is r
 and in the sentences that functions return for them. Names, keys, options, numbers and placeholders stay. The drawn
 tests run before and after. A test breaks if it passes before and fails after. Tests whose subject is the wording are
 listed apart.
+
+On 2026-11-28, 2 of 280 tests broke: 300 were drawn with seed 1, and 20 are about wording or fail anyway.
 """
 
 from __future__ import annotations

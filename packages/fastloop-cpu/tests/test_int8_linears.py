@@ -201,7 +201,7 @@ def test_a_change_above_the_bound_ends_the_command(trained, command):
     Path(folder, "bound.csv").unlink(missing_ok=True)
     bound = "plugins.int8-linears.largest_change="
     (shown,) = run_commands([(folder, *command, f"{bound}1e-7")], code=2)
-    assert "inexact-8-bits" in shown
+    assert "inexact-quantization" in shown
     assert "plugins.int8-linears.largest_change" in shown
     assert not Path(folder, "bound.csv").exists()
     (shown,) = run_commands([(folder, *command, f"{bound}0.02", "plugins.int8-linears.rows=8")])

@@ -149,7 +149,7 @@ class Int8Linears(Plugin):
             self.is_shown = True
             raise PluginError(
                 f"{self.changes.kind} change too much in 8 bits.",
-                code="inexact-8-bits",
+                code="inexact-quantization",
                 place=f"{run.recipe.place(self.name)}.largest_change",
                 found=f"a change of {self.changes.largest:.2g} in the first {self.changes.rows} rows",
                 expected=f"at most {self.largest_change:g}",

@@ -8,10 +8,12 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from file_server import RangeHandler
 
 ROUTE = re.compile(
     r"/(?:api/)?datasets/((?:[\w.-]+/)?[\w.-]+?)(?:/(revision|tree|paths-info|resolve)/([^/]+)(?:/(.*))?)?$"
@@ -51,14 +53,10 @@ class Hub:
         return next((folder for folder in folders if folder.name == part or commit_of(folder) == revision), None)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(RangeHandler):
     """Answers one request."""
 
-    protocol_version = "HTTP/1.1"
     hub: Hub
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -108,31 +106,17 @@ class Handler(BaseHTTPRequestHandler):
         return self._json({"id": name, "sha": sha, "siblings": names, "private": False, "tags": [], "downloads": 0})
 
     def _file(self, path: Path, sha: str) -> None:
-        if not path.is_file():
-            return self._send(404, error="EntryNotFound")
-        content = path.read_bytes()
-        headers = {"X-Repo-Commit": sha, "ETag": f'"{_oid(content)}"', "Accept-Ranges": "bytes"}
-        span = re.match(r"bytes=(\d+)-(\d*)$", self.headers.get("Range", ""))
-        if span is None:
-            return self._send(200, content, headers)
-        first = int(span[1])
-        last = min(int(span[2] or len(content) - 1), len(content) - 1)
-        if first > last:
-            return self._send(416, headers={"Content-Range": f"bytes */{len(content)}"})
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
-        return self._send(206, content[first : last + 1], headers)
+        if path.is_file():
+            self.send_file(path.read_bytes(), {"X-Repo-Commit": sha})
+        else:
+            self._send(404, error="EntryNotFound")
 
     def _json(self, content: Any) -> None:
         self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def _send(self, code: int, content: bytes = b"", headers: Mapping[str, str] = {}, error: str = "") -> None:
-        self.send_response(code)
-        for key, value in {**headers, **({"X-Error-Code": error} if error else {})}.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        own = {"X-Error-Code": error} if error else {}
+        self.send(code, content, {**headers, **own})
 
 
 def _oid(content: bytes) -> str:

@@ -123,7 +123,7 @@ def test_a_missing_text_is_empty_and_warns_with_the_row(caplog):
             {"files": "https://example.org/a/train.csv"},
             "wrong-url data.files.train https://example.org/a/train.csv",
         ),
-        ({"files": "s3://bucket/train.csv"}, "wrong-url data.files.train s3://bucket/train.csv"),
+        ({"files": "s3://bucket/train.csv"}, "wrong-url data.files.train s3://bucket/train.csv data.streaming"),
         ({"files": "hf://datasets/o/n/train.csv"}, "wrong-url data.name=OWNER/NAME"),
         (
             {"files": "file:///data/train.csv"},

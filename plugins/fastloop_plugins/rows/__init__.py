@@ -5,6 +5,7 @@ From a file to rows::
     source                    # the option that names the source, and the function that returns it
     suffixes                  # the formats and the compressions of files, by suffix
     paths, contents           # the files that ``data.files`` names, and their true format
+    remote                    # files at URLs, whose requests are repeated
     options, limits           # ``data.read``, and the memory that a file may take
     file, formats             # the base class of readers, and the format of each suffix
     csv, json, text, conll    # formats of lines, which ``lines`` opens

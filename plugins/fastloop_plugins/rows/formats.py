@@ -24,6 +24,7 @@ from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
 from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.remote import RemoteError
 from fastloop_plugins.rows.suffixes import COLUMN_FORMATS, COMPRESSIONS, CONLL, format_of, installed_formats
 from fastloop_plugins.rows.table import Table, list_values, missing_column
 from fastloop_plugins.rows.text import Text
@@ -268,6 +269,8 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
         yield
     except BadRow as error:
         raise RecipeError(str(error), code="invalid-row", place=f"{path}, {error.place}") from None
+    except RemoteError as error:
+        raise RecipeError(f"cannot be read: {error}.", code="unreachable-url", place=str(path)) from None
     except UnicodeDecodeError as error:  # reading Parquet does not validate its text
         raise RecipeError(
             f"its text is not UTF-8 ({error.reason}).",

@@ -22,6 +22,7 @@ from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.formats import ROWS_AT_ONCE, FileLayout, explain_reading
 from fastloop_plugins.rows.paths import URL, find_files
+from fastloop_plugins.rows.remote import RemoteError, find_remote_files, remote_state
 from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, format_of
 from fastloop_plugins.rows.table import show
 
@@ -37,8 +38,6 @@ GROUP = 1024
 """Rows of a row group of a file that has none of its own: some hundred KB of text."""
 LABELS = 10_000
 """Different labels at most. A column with more of them holds no classes."""
-MARKS = ("ETag", "etag", "LastModified", "mtime", "created", "blob_id")
-"""Facts of fsspec about a remote file that change with its content. No store has all of them."""
 
 
 def find_shards(recipe: Recipe, given: str | list[str], where: str, formats: Sequence[str]) -> list[list[str]]:
@@ -53,7 +52,7 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str, formats: Seq
     found = []
     for item in [given] if isinstance(given, str) else given:
         if URL.match(item) and not item.startswith("file://"):
-            paths = _remote(item, where)
+            paths = find_remote_files(item, where)
         else:
             paths = [str(path) for path in find_files(recipe, item, "train", where, formats)]
         if problem := unstreamed(paths, formats):
@@ -76,21 +75,6 @@ def unstreamed(paths: Sequence[str], formats: Sequence[str]) -> str:
                 f"{', '.join(COMPRESSIONS)} behind it.{ARCHIVES.get(suffix, '')}"
             )
     return ""
-
-
-def _remote(url: str, where: str) -> list[str]:
-    import fsspec  # type: ignore[import-untyped]
-
-    try:
-        system, path = fsspec.core.url_to_fs(url)
-        paths = sorted(system.glob(path)) if re.search(r"[*?\[]", path) else [path] * system.isfile(path)
-    except (ImportError, OSError, ValueError) as error:
-        raise RecipeError(
-            f"cannot be listed: {clause(error)}.", code="unreachable-url", place=f"{where}: {url}"
-        ) from None
-    if not paths:
-        raise RecipeError(f"no file matches {url}.", code="file-missing", place=where)
-    return [system.unstrip_protocol(path) for path in paths]
 
 
 @dataclass(frozen=True)
@@ -330,12 +314,7 @@ def _state_of(path: str) -> str | None:
     if not URL.match(path):
         facts = Path(path).stat()
         return f"{Path(path).resolve()} {facts.st_size} {facts.st_mtime_ns}"
-    import fsspec
-
-    system, inner = fsspec.core.url_to_fs(path)
-    info = system.info(inner)
-    marks = [str(info[name]) for name in MARKS if info.get(name)]
-    return f"{path} {info.get('size')} {marks}" if marks else None
+    return remote_state(path)
 
 
 class Reader:
@@ -374,6 +353,13 @@ class Reader:
                 str(error),
                 code="invalid-row",
                 place=str(self.index.name(int(self.index.firsts[group]) + error.before)),
+            ) from None
+        except RemoteError as error:
+            raise DataError(
+                f"a row group cannot be read: {error}.",
+                code="unreachable-url",
+                place=str(path),
+                remedy="Resume the run when the server answers again.",
             ) from None
         except UnicodeDecodeError as error:  # reading Parquet does not validate its text
             raise DataError(

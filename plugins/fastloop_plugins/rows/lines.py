@@ -15,6 +15,7 @@ from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
 from fastloop_plugins.rows.limits import Expanded, check_row, size_of
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import URL
+from fastloop_plugins.rows.remote import RemoteFile
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import show
 
@@ -40,9 +41,7 @@ ASCII = bytes(range(128))
 def open_binary(path: str) -> Any:
     """Open a file at a path or a URL of fsspec. Files that are not closed give no warning."""
     if URL.match(path):
-        import fsspec  # type: ignore[import-untyped]
-
-        return fsspec.open(path, "rb").open()
+        return RemoteFile(path)
     import pyarrow  # type: ignore[import-untyped]
 
     return pyarrow.OSFile(path)

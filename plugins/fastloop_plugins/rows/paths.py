@@ -33,7 +33,7 @@ def find_files(
     """
     paths: list[Path] = []
     for item in [given] if isinstance(given, str) else given:
-        refuse_url(item, where, "the file")
+        refuse_url(item, where, "the file", can_stream=split == "train")
         path = recipe.find(item)
         if re.search(r"[*?\[]", item) and not path.exists():
             roots = [Path(), *([recipe.source.parent] if recipe.source else [])]
@@ -84,8 +84,13 @@ def refuse_repeated(paths: Sequence[Path], where: str) -> None:
             )
 
 
-def refuse_url(item: str, where: str, what: str) -> None:
-    """Raise an error for a URL that is given as a path."""
+def refuse_url(item: str, where: str, what: str, can_stream: bool = False) -> None:
+    """Raise an error for a URL that is given as a path.
+
+    Args:
+        what: The files at the URL, for the message.
+        can_stream: Whether data.streaming reads such URLs.
+    """
     if not URL.match(item):
         return
     if item.startswith("file://"):
@@ -96,6 +101,8 @@ def refuse_url(item: str, where: str, what: str) -> None:
         if page
         else " For a dataset of the hub: data.name=OWNER/NAME."
     )
+    if can_stream:
+        remedy += " Or set data.streaming, to read it while training."
     raise RecipeError(
         f"{item} is a URL, and fastloop downloads no files.",
         code="wrong-url",

@@ -53,6 +53,7 @@ def speedy(install):
 
 def test_plugins_of_the_projects_packages_are_selected():
     names = {name for name, package in PLUGINS.items() if package.distribution == "fastloop-cpu"}
+    names.remove("int8-linears")  # it changes predictions, so a recipe lists it
     assert names < selected().plugins.keys()
 
 

@@ -268,7 +268,7 @@ def test_a_plugin_can_predict_instead():
         def predict(self, run: Any, batch: Any) -> dict[str, list[str]]:
             return {"label": ["a"]}
 
-    with expect_problem("unsupported-task 1 'label' 5", PluginError):
+    with expect_problem("wrong-result 1 'label' 5", PluginError):
         make(plugins=[Short()]).predict(tiny_data(5))
 
 

@@ -270,7 +270,7 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
     except BadRow as error:
         raise RecipeError(str(error), code="invalid-row", place=f"{path}, {error.place}") from None
     except RemoteError as error:
-        raise RecipeError(f"cannot be read: {error}.", code="unreachable-url", place=str(path)) from None
+        raise RecipeError(f"cannot be read: {clause(error)}.", code="unreachable-url", place=str(path)) from None
     except UnicodeDecodeError as error:  # reading Parquet does not validate its text
         raise RecipeError(
             f"its text is not UTF-8 ({error.reason}).",

@@ -356,7 +356,7 @@ class Reader:
             ) from None
         except RemoteError as error:
             raise DataError(
-                f"a row group cannot be read: {error}.",
+                f"a row group cannot be read: {clause(error)}.",
                 code="unreachable-url",
                 place=str(path),
                 remedy="Resume the run when the server answers again.",

@@ -343,7 +343,7 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
         try:
             image = self.transform.read(self.files.root / name, self.files.max_pixels, random)
         except ValueError as error:
-            raise ValueError(f"{error}{self.files.advice}") from None
+            raise ValueError(f"{clause(error)}.{self.files.advice}") from None
         return (image, label, name) if self.named else (image, label)
 
     def fingerprint(self) -> str:

@@ -116,7 +116,7 @@ BAD = [
     Bad(
         "argument",
         HEAD + HOOK.format(hook="after_step", argument="los"),
-        "after_step gets no argument 'los'. Did you mean 'loss'?",
+        "gets no argument 'los'. Did you mean 'loss'?",
     ),
     Bad(
         "observer",

@@ -280,7 +280,7 @@ def test_a_sweep_cross_validates_and_resumes_with_a_new_point():
         "run 2 of 4: train.lr=1e-1 plugins.folds.number=0",
         "run 4 of 4: train.lr=1e-1 plugins.folds.number=1",
     ]
-    assert_problem(fastloop(*command, "plugins.folds.of=3").stderr, "set-twice plugins.folds.of: --folds")
+    assert_problem(fastloop(*command, "plugins.folds.of=3").stderr, "set-twice plugins.folds.of=3: --folds")
 
 
 @pytest.mark.slow

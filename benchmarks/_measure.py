@@ -21,6 +21,8 @@ from xml.etree.ElementTree import Element
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+SAMPLE = 0.02
+"""Seconds between two samples of a process that is watched."""
 
 
 def run_suite(tests: Path, report: Path, *arguments: str, **variables: str) -> None:
@@ -57,13 +59,17 @@ def rounds(arms: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
 
 
 def spawn(
-    arguments: Sequence[Any], environment: Mapping[str, str | None] | None = None, timeout: float | None = None
+    arguments: Sequence[Any],
+    environment: Mapping[str, str | None] | None = None,
+    timeout: float | None = None,
+    watch: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
     """Run a script in a fresh process. The last line that it prints is its result, in JSON.
 
     Args:
         environment: Variables to set, or with None to unset.
         timeout: Seconds after which the process is killed.
+        watch: Called with the id of the process every ``SAMPLE`` seconds.
 
     Raises:
         SystemExit: The script failed; with its output.
@@ -78,16 +84,37 @@ def spawn(
     own = sum(os.times()[:4])
     start = time.perf_counter()
     variables = {name: value for name, value in merged.items() if value is not None}
-    try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        sys.exit(f"{' '.join(command[1:])} was ended after {timeout:.0f} seconds.")
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command[1:])} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=variables, text=True, **pipes) as process:
+        try:
+            out, err = read_output(process, timeout, watch)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(command[1:])} failed:\n{out[-1000:]}\n{err[-3000:]}")
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
     wall = time.perf_counter() - start
     used = sum(os.times()[:4]) - own
     return result | {"wall_seconds": wall, "foreign_cores": foreign_cores(busy, used, wall)}
+
+
+def read_output(
+    process: subprocess.Popen[str], timeout: float | None, watch: Callable[[int], object] | None
+) -> tuple[str, str]:
+    """The output and the errors of a process that ends. See ``spawn``."""
+    start = time.perf_counter()
+    while True:
+        left = None
+        if timeout is not None:
+            left = timeout - (time.perf_counter() - start)
+            if left <= 0:
+                sys.exit(f"{process.args!r} was ended after {timeout:.0f} seconds.")
+        try:
+            return process.communicate(timeout=left if watch is None else SAMPLE)
+        except subprocess.TimeoutExpired:
+            if watch is not None:
+                watch(process.pid)
 
 
 def run_command(arguments: Sequence[str]) -> dict[str, Any]:

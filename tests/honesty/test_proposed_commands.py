@@ -628,11 +628,6 @@ CASES: dict[str, Case] = {
 }
 SLOW = {
     "values to sweep": Case(lambda cli: ["sweep", *module()(cli)[1:]], ("train.lr=1e-5,3e-5",)),
-    "another folder for a sweep": Case(
-        then(module(), "sweep", "r.yaml", "train.lr=1e-5,3e-5", "output=out"),
-        ("output=out-sweep",),
-        drop=("output=out",),
-    ),
 }
 """Cases that start processes."""
 

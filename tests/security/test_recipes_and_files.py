@@ -1011,8 +1011,10 @@ def test_a_malformed_state_is_no_traceback(tiny_run, tmp_path, record_property):
         inner[("state", *place)[-1]] = value
         (folder / "state.json").write_text(json.dumps(tree["state"]))
         seal(folder)
-        with expect_problem("invalid-state step-00000002", CheckpointError):
+        with pytest.raises(CheckpointError) as refused:
             tiny_run(plugins, max_steps=4, output=tmp_path / "run", resume=True)
+        assert refused.value.problem.code in ("invalid-state", "resume-differs")
+        assert "step-00000002" in str(refused.value)
     (folder / "state.json").write_text(text)
     seal(folder)
     assert tiny_run(plugins, max_steps=4, output=tmp_path / "run", resume=True).summary["steps"] == 4  # control

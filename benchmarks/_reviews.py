@@ -140,6 +140,22 @@ def read_texts(folder: str) -> dict[str, list[dict[str, Any]]]:
     return splits
 
 
+def draw_texts(source: Path, folder: Path, **counts: int) -> None:
+    """Write ``SPLIT.jsonl`` with as many reviews of each split, drawn with a fixed seed from ``SPLIT.parquet``."""
+    from pyarrow import parquet
+
+    for split, count in counts.items():
+        known = parquet.read_table(source / f"{split}.parquet", columns=["text", "label"]).to_pylist()
+        chosen = random.Random(0).sample(known, min(count, len(known)))
+        lines = [json.dumps(row) for row in chosen]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def padder() -> Any:
     """A tokenizer that only pads: on the right, with 0."""
     from tokenizers import Tokenizer, models

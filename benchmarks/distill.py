@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from _measure import RESULTS, ROOT, every_run, load, machine, show_machine, source, spawn, table, write, write_section
-from _reviews import minilm
+from _reviews import draw_texts, minilm
 
 LAYERS = [1, 3, 5]
 ARMS = ("teacher", "distilled", "labels only")
@@ -116,16 +115,6 @@ def time_passes(folder: Path, seed: int) -> dict[str, Any]:
     return {"ratios": [one / other for one, other in pairs], "seconds": [statistics.median(each) for each in seconds]}
 
 
-def draw(reviews: Path, folder: Path, rows: int, test: int) -> None:
-    """Write the reviews of all arms."""
-    from pyarrow import parquet
-
-    for split, count in (("train", rows), ("test", test)):
-        known = parquet.read_table(reviews / f"{split}.parquet", columns=["text", "label"]).to_pylist()
-        lines = map(json.dumps, random.Random(0).sample(known, min(count, len(known))))
-        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def main() -> None:
     """Run all arms and report, or run one arm in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -146,7 +135,7 @@ def main() -> None:
     runs: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        draw(options.data, folder, options.rows, options.test)
+        draw_texts(options.data, folder, train=options.rows, test=options.test)
         for seed, row in enumerate(runs):
             for arm in (*ARMS, "time"):
                 own = ["-W", "ignore", __file__, "--arm", arm, "--data", folder, "--seed", seed]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -46,7 +45,7 @@ from _measure import (
     write,
     write_section,
 )
-from _reviews import minilm
+from _reviews import draw_texts, minilm, read_lines
 from torch.nn.functional import linear
 
 from fastloop_cpu._int8_linears import multiply, quantize, unavailable
@@ -102,12 +101,7 @@ def make_arms(numbers: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
 
 def prepare(reviews: Path, folder: Path, trained: int, rows: int) -> None:
     """Train the model, and write the reviews to predict."""
-    from pyarrow import parquet
-
-    for split, count in (("train", trained), ("test", rows)):
-        known = parquet.read_table(reviews / f"{split}.parquet", columns=["text", "label"]).to_pylist()
-        lines = map(json.dumps, random.Random(0).sample(known, min(count, len(known))))
-        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draw_texts(reviews, folder, train=trained, test=rows)
     recipe = {
         "model": {"name": str(minilm())},
         "data": {"files": {"train": str(folder / "train.jsonl")}, "label": "label", "max_length": LENGTH // 2},
@@ -123,8 +117,7 @@ def compare(folder: Path) -> dict[str, Any]:
     """How the predictions of the two arms differ, and their accuracy."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name in ("bf16", "int8", "test"):
-        lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        found[name] = [json.loads(line) for line in lines]
+        found[name] = read_lines(folder / f"{name}.jsonl")
     changes = []
     moved = 0
     right = {"bf16": 0, "int8": 0}

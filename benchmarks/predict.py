@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -47,7 +46,7 @@ from _measure import (
     write,
     write_section,
 )
-from _reviews import minilm
+from _reviews import draw_texts, minilm, read_lines
 
 BATCH = 32
 LENGTH = 512
@@ -90,12 +89,7 @@ json.dump(trainer.evaluate(data), open(out, "w"))
 
 def prepare(reviews: Path, folder: Path, rows: int) -> None:
     """Write the reviews, the scripts, and the run whose model every arm loads."""
-    from pyarrow import parquet
-
-    for split, count in (("train", 400), ("test", rows)):
-        known = parquet.read_table(reviews / f"{split}.parquet", columns=["text", "label"]).to_pylist()
-        lines = map(json.dumps, random.Random(0).sample(known, min(count, len(known))))
-        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draw_texts(reviews, folder, train=400, test=rows)
     (folder / "pipeline.py").write_text(PIPELINE, encoding="utf-8")
     (folder / "trainer.py").write_text(TRAINER, encoding="utf-8")
     recipe = {
@@ -148,11 +142,6 @@ def compare_probabilities(folder: Path, arm: str) -> float:
     for one, other in zip(ours, theirs, strict=True):
         differences.append(abs(one[f"probability_{other['label']}"] - other["score"]))
     return max(differences)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:

@@ -118,14 +118,13 @@ def _create_and_lock(run: Run) -> Lock:
     lock = Lock(run.folder, run.recipe.where)
     if resumes or not _files(run.folder):
         return lock
-    moved_to = _move_aside(run.folder, lock)
-    log.info("an earlier run was in %s: moved to %s", run.folder, moved_to)
+    _move_aside(run.folder, lock)
     files.make_folder(run.folder)
     return Lock(run.folder, run.recipe.where)
 
 
-def move_earlier_run(folder: Path, where: str) -> Path:
-    """Rename the folder of an earlier run to the first free ``NAME.NUMBER``, and return the new path.
+def move_earlier_run(folder: Path, where: str) -> None:
+    """Rename the folder of an earlier run to the first free ``NAME.NUMBER``, and log the new path.
 
     Args:
         where: The recipe that gets the folder, for messages.
@@ -134,17 +133,18 @@ def move_earlier_run(folder: Path, where: str) -> Path:
         RecipeError: Another process uses the folder.
         OSError: It cannot be renamed.
     """
-    return _move_aside(folder, Lock(folder, where))
+    _move_aside(folder, Lock(folder, where))
 
 
-def _move_aside(folder: Path, lock: Lock) -> Path:
-    """Rename a folder and release its lock. Returns the new path."""
-    if not platform_support.RENAMES_OPEN_FOLDERS:
+def _move_aside(folder: Path, lock: Lock) -> None:
+    """Rename the folder of an earlier run and release its lock. Log the new path."""
+    if platform_support.RENAMES_OPEN_FOLDERS:
+        moved_to = files.move_aside(folder)  # under the lock: no other run starts in the folder
         lock.release()
-        return files.move_aside(folder)
-    moved_to = files.move_aside(folder)  # under the lock: no other run starts in the folder
-    lock.release()
-    return moved_to
+    else:
+        lock.release()
+        moved_to = files.move_aside(folder)
+    log.info("an earlier run was in %s: moved to %s", folder, moved_to)
 
 
 def _write_recipe(run: Run) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +22,6 @@ from fastloop_tools.shared.svg import number
 from fastloop_tools.shared.tables import Cell, ReportTable, show_table
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 from fastloop_tools.trials.statistics import mean_interval
-
-log = logging.getLogger("fastloop")
 
 
 class Record:
@@ -70,8 +67,7 @@ class Record:
             files.check_links(folder)
             self._take_over(read_json(self.file))
         elif not resume and (folder / "recipe.yaml").is_file():
-            moved_to = move_earlier_run(folder, self.origin["recipe"])
-            log.info("an earlier run was in %s: moved to %s", folder, moved_to)
+            move_earlier_run(folder, self.origin["recipe"])
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise used_folder(folder, "sweep")
         folder.mkdir(parents=True, exist_ok=True)

@@ -147,6 +147,12 @@ def changes_when_read(dataset: Any) -> bool:
     return False
 
 
+def _has_one_per_sample(dataset: Any, name: str) -> bool:
+    """Whether a dataset has an attribute with one value for each sample. The labels of tokens are not those."""
+    values = getattr(dataset, name, None)
+    return values is not None and len(values) == len(dataset)
+
+
 class SampleSubset:
     """Some samples of several map-style datasets.
 
@@ -171,10 +177,9 @@ class SampleSubset:
         self.joined: ConcatDataset[Any] = ConcatDataset(datasets)
         self.deterministic = all(getattr(dataset, "deterministic", False) for dataset in datasets)
         for name in ("lengths", "labels"):
-            values = [getattr(dataset, name, None) for dataset in datasets]
-            sizes = [None if value is None else len(value) for value in values]
-            if sizes == [len(dataset) for dataset in datasets]:  # labels of tokens are not those of samples
-                setattr(self, name, np.concatenate([np.asarray(value) for value in values])[ids])
+            if all(_has_one_per_sample(dataset, name) for dataset in datasets):
+                values = [np.asarray(getattr(dataset, name)) for dataset in datasets]
+                setattr(self, name, np.concatenate(values)[ids])
         if all(hasattr(dataset, "tags") for dataset in datasets):
             self.tags = self._tags
 

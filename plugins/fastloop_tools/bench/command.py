@@ -25,7 +25,6 @@ from fastloop.cli.arguments import (
     output_file,
 )
 from fastloop.distributed import ranks, signals
-from fastloop.problem import clause
 from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
@@ -302,18 +301,13 @@ def make_folder(folder: Path) -> Path:
     Raises:
         UsageError: The folder cannot be created.
     """
-    from fastloop.errors import UsageError
     from fastloop.runtime import files
+    from fastloop_tools.shared.output_folders import explain_output_errors
 
-    try:
+    with explain_output_errors(folder):
         if (folder / "bench.json").is_file():
             typer.echo(f"an earlier ablation was in {folder}: moved to {files.move_aside(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        files.refuse_full_disk(error, folder)
-        raise UsageError(
-            f"cannot be created: {clause(error)}.", code="folder-not-writable", place=f"--output {folder}"
-        ) from None
     files.check_links(folder)
     return folder
 

@@ -10,9 +10,7 @@ import typer
 from fastloop.cli import launch, startup
 from fastloop.cli.arguments import NoCode, Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
-from fastloop.errors import UsageError
-from fastloop.problem import clause
-from fastloop.runtime.files import check_links, refuse_full_disk
+from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -44,18 +42,14 @@ def profile(
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
     from fastloop_tools.shared.command_lines import command_line, option_words
+    from fastloop_tools.shared.output_folders import explain_output_errors
     from fastloop_tools.trials.measuring_process import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)
     folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")
-    try:
+    with explain_output_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse_full_disk(error, folder)
-        raise UsageError(
-            f"cannot be created: {clause(error)}.", code="folder-not-writable", place=f"--output {folder}"
-        ) from None
     check_links(folder)
     plugins = {"--with": names(with_), "--without": names(without)}
     given = [recipe, *(overrides or ()), *option_words(plugins)]

@@ -4,6 +4,7 @@ changed_recipes, recipe_text, differing_keys   # recipes with changes, as YAML, 
 data_plugins              # recipes whose data is read without a model
 command_lines             # the command that repeats or continues another one
 json_files                # records as JSON
+output_folders            # errors of creating the folder of ``--output``
 tables, svg, matrix_picture   # results as text and pictures
 sample_text, visible_text     # samples, and text of others, for a terminal
 """

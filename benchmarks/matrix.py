@@ -18,10 +18,14 @@ import itertools
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpoint-best": {"monitor": "accuracy"},
     "dataloader-workers": {"num_workers": 1},
 }
+LIMIT = 300
+"""Seconds in which a command ends; most take ten."""
 BANDS = {"bitwise": 0.0, "reassociated": 1e-5, "reduced-precision": 0.1}
 SAMPLE = (
     (),
@@ -95,12 +101,26 @@ def write_texts(folder: Path) -> None:
 
 
 def fastloop(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The command line, in a new process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    """The command line, in a new process.
+
+    Raises:
+        SystemExit: It did not end in ``LIMIT`` seconds. The message has the stacks of its processes.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, "-m", "fastloop", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True, **pipes)
+    try:
+        output, errors = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
+        time.sleep(2)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        errors = re.sub(r"(?m)^Extension modules: .*\n?", "", errors)  # thousands of letters behind each stack
+        sys.exit(f"{' '.join(arguments)} did not end in {LIMIT} seconds:\n{output}{errors}")
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def numerics(plugins: tuple[str, ...]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 
 LAST_OUTPUT = 10.0
 """Seconds to wait for the output of a killed command. A process that left its group may hold the pipe open."""
+SECONDS_FOR_STACKS = 1.0
+"""Seconds in which the processes of a command that hangs write their stacks."""
 
 
 def run(
@@ -20,16 +24,22 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end. Its output is text; it may fail.
 
-    After ``timeout`` seconds, its whole process group is killed, and the test fails with the output so far.
-    ``subprocess.run`` would kill the command alone, and leave running what it has started.
+    After ``timeout`` seconds, its whole process group is killed, and the test fails with the output so far and, of
+    Python processes, the stacks of their threads. ``subprocess.run`` would kill the command alone, and leave running
+    what it has started.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=cwd, env=env, text=True, start_new_session=True, **pipes)
+    variables = {**(os.environ if env is None else env), "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(command, cwd=cwd, env=variables, text=True, start_new_session=True, **pipes)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes the stacks
+        time.sleep(SECONDS_FOR_STACKS)
         kill_group(process)
         out, err = _rest(process)
+        err = re.sub(r"(?m)^Extension modules: .*\n?", "", err)  # thousands of letters behind each stack
         words = " ".join(map(str, command))
         pytest.fail(
             f"{words[:500]}\ntook more than {timeout:g} seconds and was killed.\n{out[-10_000:]}{err[-10_000:]}"

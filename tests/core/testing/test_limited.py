@@ -33,8 +33,10 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="the processes are read from /proc")
 def test_a_command_that_hangs_ends_with_its_children_and_shows_its_output():
-    with pytest.raises(pytest.fail.Exception, match="it began"):
+    with pytest.raises(pytest.fail.Exception, match="it began") as failure:
         limited.run([sys.executable, "-c", HANGS], timeout=2)
+    assert "Fatal Python error: Aborted" in str(failure.value)  # from here on, faulthandler's stacks
+    assert "line 10 in <module>" in str(failure.value)
     child = int(Path("pid").read_text())
     deadline = time.monotonic() + 10
     while is_running(child):

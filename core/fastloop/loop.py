@@ -156,6 +156,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     run.hooks.before_step(run=run, batches=batches)
     totals = run._start_totals(batches)
     run.updates = 0
+    run._skipped_steps.start_step()
     # once a step, for its updates: state.step counts the steps before this one
     run._is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
     loss = run.hooks.train_step(run=run, batches=batches)
@@ -237,7 +238,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
     run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     with region("optimizer"):
-        run.optimizer.step()
+        run._skipped_steps.update()
         run.optimizer.zero_grad()
     run._clipped_at = -1
     run.updates += 1

@@ -114,7 +114,7 @@ class Run:
         self.metrics: MetricCollection | None = None
         self.schedule: Schedule
         self.build_record: BuildRecord
-        self._skipped_steps: SkippedSteps  # by fp16's loss scaling
+        self._skipped_steps: SkippedSteps
         self._shared_buffers: SharedBuffers
         self.scalars = Scalars(
             enabled=any(plugins.each("log_scalars")),
@@ -303,10 +303,17 @@ class Run:
                 self._gradient_norm = self.strategy.clip_gradients(self, math.inf)
         return self._gradient_norm.to(self.device, non_blocking=True)
 
+    def skip_update(self) -> None:
+        """Leave the weights and the optimizer as they are, instead of applying the gradients of this update. Call it in
+        ``before_optimizer_step``, on every process. See ``step_was_skipped``."""
+        self._skipped_steps.request()
+
     def step_was_skipped(self) -> bool:
-        """Whether fp16's loss scaling skipped the newest optimizer step. The counters include a
-        skipped step and its samples. With a fused optimizer, the first call after a step waits for the device."""
-        return self._skipped_steps.newest()
+        """Whether the newest step left the weights as they were, because a plugin called ``skip_update`` or fp16's loss
+        scaling found an overflow. The learning rate schedule and averages of the weights then stay, too. The counters
+        include a skipped step and its samples. With loss scaling and a fused optimizer, the first call after a step
+        waits for the device."""
+        return self._skipped_steps.is_step_skipped()
 
     def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Log a value under a name of your own, such as ``my-plugin/noise``. Plugins receive it in ``log_scalars``, at

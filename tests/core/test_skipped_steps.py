@@ -1,4 +1,4 @@
-"""fp16's loss scaling skips steps that overflow, also with a fused optimizer: the learning rate schedule then waits.
+"""A step that a plugin or fp16's loss scaling skips: the learning rate schedule and averages of the weights wait.
 
 The forward pass runs in fp16 on the CPU, and gradients overflow for real: the first loss scale is far too large.
 """
@@ -49,7 +49,7 @@ class Fp16(Plugin):
 
     @hookimpl
     def after_step(self, run: Any) -> None:
-        self.unread.append(isinstance(run._skipped_steps.found_inf, torch.Tensor))
+        self.unread.append(isinstance(run._skipped_steps.skipped[0], torch.Tensor))
         self.skipped.append(run.step_was_skipped())
         self.unchanged.append(all(torch.equal(a, b) for a, b in zip(run.model.parameters(), self.before, strict=True)))
         self.fell.append(run.accelerator.scaler.get_scale() < self.scale)
@@ -134,6 +134,117 @@ def test_a_skipped_step_is_no_update_of_an_average(tiny_run, options):
     assert 3 < sum(fp16.skipped) < 18
     average = weights.first
     trained = [seen for seen, skipped in zip(weights.seen, fp16.skipped, strict=True) if not skipped]
+    for number, seen in enumerate(trained, start=1):
+        decay = options.get("decay", 1 - 1 / number)
+        average = {name: decay * average[name] + (1 - decay) * seen[name] for name in average}
+    for name, tensor in average.items():
+        torch.testing.assert_close(result.weights[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+class Skips(Plugin):
+    """Skips some steps, and records every step."""
+
+    name = "skips"
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.skipped: list[int] = []
+        self.changed: list[int] = []
+        self.schedule: list[int] = []
+
+    @hookimpl
+    def before_optimizer_step(self, run: Any) -> None:
+        self.before = [parameter.detach().clone() for parameter in run.model.parameters()]
+        if run.state.step in self.steps:
+            run.skip_update()
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        step = run.state.step - 1
+        if run.step_was_skipped():
+            self.skipped.append(step)
+        if any(not torch.equal(a, b) for a, b in zip(run.model.parameters(), self.before, strict=True)):
+            self.changed.append(step)
+        self.schedule.append(run.scheduler.last_epoch)
+
+
+STEPS = list(range(18))
+OTHERS = [step for step in STEPS if step not in (4, 9)]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "ASGD", "Rprop"])
+def test_a_step_that_a_plugin_skips_advances_neither_optimizer_nor_schedule(tiny_run, optimizer):
+    skips = Skips(4, 9)
+    result = tiny_run([SCHEDULE, skips], optimizer=optimizer)
+    assert (skips.skipped, skips.changed) == ([4, 9], OTHERS)
+    assert skips.schedule == [len([step for step in OTHERS if step <= now]) for now in STEPS]
+    assert result.summary["steps"] == 18
+    states: list[Any] = list(result.trainer.run.optimizer.state.values())
+    assert {int(state["step"]) for state in states if "step" in state} <= {16}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("plugins", [[], ["fused-optimizer"]], ids=["ordinary", "fused"])
+def test_a_plugin_skips_steps_under_loss_scaling(tiny_run, plugins, clip):
+    class Fits(Fp16):
+        @hookimpl
+        def before_prepare(self, run: Any) -> None:
+            run.accelerator.state._mixed_precision = "fp16"  # so that Accelerate unscales before it clips
+            run.accelerator.native_amp = True
+            run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    skips = Skips(4, 9)
+    result = tiny_run([*plugins, SCHEDULE, Fits(), skips], max_grad_norm=clip)
+    assert (skips.skipped, skips.changed) == ([4, 9], OTHERS)
+    assert result.trainer.run.scheduler.last_epoch == 16
+
+
+class SecondOnly(Plugin):
+    """Two updates a step, of which the first one is skipped."""
+
+    name = "second-only"
+    first = False
+
+    @hookimpl
+    def train_step(self, run: Any, batches: list[Any]) -> torch.Tensor:
+        loss: torch.Tensor
+        for first in (True, False):
+            self.first = first
+            loss = run.accumulate_gradients(batches)
+            run.apply_gradients(loss)
+        return loss
+
+    @hookimpl
+    def before_optimizer_step(self, run: Any) -> None:
+        if self.first:
+            run.skip_update()
+
+
+def test_a_step_with_one_skipped_update_is_no_skipped_step(tiny_run):
+    skips = Skips()
+    tiny_run([SCHEDULE, SecondOnly(), skips])
+    assert (skips.skipped, skips.changed) == ([], STEPS)
+    assert skips.schedule[-1] == 18
+
+
+@pytest.mark.parametrize("options", [{"decay": 0.5}, {"mean": True}], ids=str)
+def test_a_step_that_nan_guard_skips_advances_neither_schedule_nor_average(tiny_run, options):
+    class BadBatch(Plugin):
+        name = "bad-batch"
+
+        @hookimpl
+        def before_step(self, run: Any, batches: list[Any]) -> None:
+            if run.state.step == 4:
+                batches[0].inputs[0].fill_(float("nan"))
+
+    weights, skips = Weights(), Skips()
+    guard = {"nan-guard": {"action": "skip"}}
+    result = tiny_run([guard, {"ema": options}, SCHEDULE, weights, skips, BadBatch()])
+    assert skips.skipped == [4]
+    assert skips.schedule[4:6] == [4, 5]
+    average = weights.first
+    trained = [seen for step, seen in enumerate(weights.seen) if step != 4]
     for number, seen in enumerate(trained, start=1):
         decay = options.get("decay", 1 - 1 / number)
         average = {name: decay * average[name] + (1 - decay) * seen[name] for name in average}

@@ -6,5 +6,5 @@ at_exit                        # the end of their connection in a script
 buffers, tensors               # tensors that they share, or that are sharded over them
 compared_facts                 # facts that they compare in the first steps, so that a wrong setup is an error
 signals                        # signals that stop them, and exit codes
-skipped_steps                  # optimizer steps that loss scaling skips, on all of them
+skipped_steps                  # optimizer steps that a plugin or loss scaling skips, on all of them
 """

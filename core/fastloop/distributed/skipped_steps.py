@@ -1,19 +1,22 @@
-"""Detect optimizer steps that fp16's loss scaling skipped."""
+"""Skip optimizer steps, and detect those that fp16's loss scaling skipped."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from torch.amp import GradScaler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class SkippedSteps:
-    """Detects whether the newest optimizer step was skipped.
+    """Takes the updates of a step, and knows whether all of them were skipped.
 
-    On overflow, ``GradScaler`` does not call ``step`` of an ordinary optimizer, and Accelerate's wrapper detects that.
-    It always calls ``step`` of a fused optimizer, which reads ``found_inf`` and skips the update on the device. For
-    those, a hook after ``step`` stores that tensor.
+    A plugin skips the next update by ``request``. On overflow, ``GradScaler`` does not call ``step`` of an ordinary
+    optimizer, and Accelerate's wrapper detects that. It always calls ``step`` of a fused optimizer, which reads
+    ``found_inf`` and skips the update on the device. For those, a hook after ``step`` stores that tensor.
 
     Args:
         optimizer: The prepared optimizer.
@@ -22,18 +25,49 @@ class SkippedSteps:
 
     def __init__(self, optimizer: Any, scaler: Any) -> None:
         self.optimizer = optimizer
-        self.found_inf: Tensor | bool | None = None
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if scaler is not None and getattr(inner, "_step_supports_amp_scaling", False):
-            inner.register_step_post_hook(self._store_found_inf)
+        self.scaler = scaler
+        self.is_requested = False
+        self.skipped: list[Tensor | bool] = []
+        """Whether each update of the step was skipped. A tensor is on the device, and not read yet."""
+        self.found_inf: Tensor | None = None
+        self.inner = getattr(optimizer, "optimizer", optimizer)
+        if scaler is not None and getattr(self.inner, "_step_supports_amp_scaling", False):
+            self.inner.register_step_post_hook(self._store_found_inf)
 
     def _store_found_inf(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.found_inf = getattr(optimizer, "found_inf", None)
 
-    def newest(self) -> bool:
-        """Whether the newest step was skipped. With a fused optimizer, the first call after a step waits for the
-        device."""
-        if self.found_inf is None:
-            return bool(getattr(self.optimizer, "step_was_skipped", False))
-        self.found_inf = bool(self.found_inf)
-        return self.found_inf
+    def start_step(self) -> None:
+        """Forget the updates of the step before."""
+        self.is_requested = False
+        self.skipped = []
+
+    def request(self) -> None:
+        """Skip the next update."""
+        self.is_requested = True
+
+    def update(self) -> None:
+        """Step the optimizer, unless a plugin requested to skip this update."""
+        if self.is_requested:
+            self.is_requested = False
+            self._forget_gradients()
+            self.skipped.append(True)
+            return
+        self.found_inf = None
+        self.optimizer.step()
+        if self.found_inf is not None:
+            self.skipped.append(self.found_inf)
+        else:
+            self.skipped.append(bool(getattr(self.optimizer, "step_was_skipped", False)))
+
+    def _forget_gradients(self) -> None:
+        """Let the loss scaler expect new gradients. It lowers the scale if these have overflowed, as in any step."""
+        if isinstance(self.scaler, GradScaler):
+            with suppress(RuntimeError):  # clipping has unscaled them already
+                self.scaler.unscale_(self.inner)
+            self.scaler.update()
+
+    def is_step_skipped(self) -> bool:
+        """Whether every update of the step was skipped. With a fused optimizer, the first call waits for the device."""
+        self.skipped = [bool(skipped) for skipped in self.skipped]
+        return len(self.skipped) > 0 and all(self.skipped)

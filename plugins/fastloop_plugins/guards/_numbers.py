@@ -1,4 +1,4 @@
-"""Helpers of ``nan-guard``: read and write its numbers, make a step change nothing, and detect loss spikes."""
+"""Helpers of ``nan-guard``: read and write its numbers, restore buffers, and detect loss spikes."""
 
 from __future__ import annotations
 
@@ -117,30 +117,13 @@ def read(numbers: list[Tensor]) -> list[list[float]]:
 
 def copy_buffers(model: nn.Module) -> list[SavedBuffer]:
     """Copy the buffers that a forward may change, such as the statistics of batch norm."""
-    copies = []
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            copies.append(SavedBuffer(buffer, buffer.clone()))
-    return copies
+    return [SavedBuffer(buffer, buffer.clone()) for buffer in model.buffers()]
 
 
-def discard_step(run: Run, bad: Tensor, buffers: list[SavedBuffer], on_device: bool) -> None:
-    """Make the next optimizer step change nothing, if it is ``bad``. With loss scaling, the scaler does that.
-
-    Args:
-        bad: 0-dim bool on the device; the host waits for it only where it must.
-        buffers: The model's buffers, each with its value before the step.
-        on_device: Whether the optimizer can skip a step on the device.
-    """
-    import torch
-
+def restore_buffers(buffers: list[SavedBuffer]) -> None:
+    """Undo what the forward of a step changed in buffers."""
     for saved in buffers:
-        saved.buffer.copy_(torch.where(bad, saved.before, saved.buffer))
-    if on_device:
-        optimizer: Any = run.optimizer
-        optimizer.found_inf = bad.float()  # a fused optimizer reads it
-    elif run.accelerator.scaler is None and bad:
-        run.optimizer.zero_grad()  # weights without gradients do not change
+        saved.buffer.copy_(saved.before)
 
 
 def write(run: Run, start: StepStart, **facts: Any) -> None:

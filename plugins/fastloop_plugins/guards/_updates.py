@@ -144,7 +144,7 @@ class UpdateCheck:
         """Compare the samples if this step is examined, and log the result when the check is complete.
 
         Args:
-            was_skipped: Returns whether loss scaling skipped the step. Called only if the step is examined.
+            was_skipped: Returns whether the step was skipped. Called only if the step is examined.
         """
         if self.step >= self.due:
             self.due *= 2
@@ -158,7 +158,7 @@ class UpdateCheck:
             problems += f" Not in the optimizer: {by_module(self.missing)}."
         if self.samples and not was_skipped():
             elements = _read(self.samples, self.device)
-            # otherwise a plugin may have skipped the step on the device
+            # otherwise no optimizer changes the weights as expected
             if all(math.isfinite(element.gradient) for element in elements):
                 problems += self._examine(elements)
         self.samples = []

@@ -3,13 +3,12 @@
     plugins:
       - nan-guard: {action: rollback, limit: 3}
 
-``skip`` leaves weights and optimizer unchanged. ``rollback`` loads the newest checkpoint and resumes without the bad
-batch. ``bad_batches.jsonl`` in the run folder lists the samples of such steps and of spikes. An overflow in fp16 is not
-a failure: loss scaling skips the step.
+``skip`` leaves weights, optimizer, learning rate schedule and averages of the weights as they are. ``rollback`` loads
+the newest checkpoint and resumes without the bad batch. ``bad_batches.jsonl`` in the run folder lists the samples of
+such steps and of spikes. An overflow in fp16 is not a failure: loss scaling skips the step.
 
-On a CPU, each step is checked before its weights change; on other devices, every ``every`` steps, at the end of an
-epoch and before each checkpoint. There, ``skip`` costs a wait of the host at each step, unless Adam, AdamW or SGD is
-fused.
+On a CPU and with ``skip``, each step is checked before its weights change; otherwise every ``every`` steps, at the end
+of an epoch and before each checkpoint. On devices other than a CPU, ``skip`` costs a wait of the host at each step.
 
 ``max_loss: 8.0`` also ends a run that has diverged or never learns. At each log point (``train.log_every`` steps), the
 loss of that step is compared. After ``max_loss_patience`` log points in a row above it, the run stops as with early
@@ -31,9 +30,9 @@ from fastloop_plugins.guards._numbers import (
     StepStart,
     UncheckedStep,
     copy_buffers,
-    discard_step,
     loss_and_norm,
     read,
+    restore_buffers,
     write,
 )
 
@@ -57,17 +56,17 @@ class NanGuard(Plugin):
         "What to do if a loss or gradient is not finite.", default="stop"
     )
     limit: int = option("How many times to skip or roll back before the run ends.", default=5, ge=1)
-    every: int = option("Steps between two checks, on devices other than a CPU.", default=10, ge=1)
+    every: int = option("Steps between two checks, on devices other than a CPU, without skip.", default=10, ge=1)
     spike: float = option("Standard deviations above the median from which a loss is a spike.", default=8.0, gt=0)
     window: int = option("Steps that the median is computed over.", default=100, ge=MIN_WINDOW)
     max_loss: float | None = option("The loss above which a log point counts as high.", default=None)
     max_loss_patience: int = option("High log points in a row before the run ends.", default=3, ge=1)
     max_loss_action: Literal["stop", "error"] = option("Whether such a run stops or fails.", default="stop")
 
-    skips_on_device: bool  # whether the optimizer leaves out a step on the device; from check_run on
     start: StepStart  # of the step
     buffers: list[SavedBuffer]  # of the model at the start of the step, to skip it
     loss: Tensor  # of the step, as in after_backward
+    skips: bool  # whether this plugin skips the step
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -78,24 +77,6 @@ class NanGuard(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        self.check_other_plugins(run)
-        self.skips_on_device = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
-        skips_on_host = self.action == "skip" and not self.skips_on_device and run.accelerator.scaler is None
-        if skips_on_host and run.device.type != "cpu":
-            self.log.warning(
-                Problem(
-                    "this optimizer cannot skip a step on the device: the host waits at each step.",
-                    code="waits-for-device",
-                    remedy="Add fused-optimizer.",
-                )
-            )
-
-    def check_other_plugins(self, run: Run) -> None:
-        """Check that the action works beside the other plugins of the run.
-
-        Raises:
-            PluginError: It does not.
-        """
         names = run.plugins.names()
         place = f"{run.recipe.where}: plugins.nan-guard.action: {self.action}"
         if self.action == "skip" and "deepspeed" in names:
@@ -117,6 +98,7 @@ class NanGuard(Plugin):
     def before_step(self, run: Run) -> None:
         state = run.state
         self.start = StepStart(number=state.step + 1, epoch=state.epoch, samples=state.epoch_samples)
+        self.skips = False
         if self.action == "skip":
             self.buffers = copy_buffers(run.model)
 
@@ -128,14 +110,12 @@ class NanGuard(Plugin):
     def before_optimizer_step(self, run: Run) -> None:
         numbers = loss_and_norm(run, self.loss)
         self.unchecked.append(UncheckedStep(self.start, numbers))
-        if self.action == "skip":
-            discard_step(run, ~numbers.isfinite().all(), self.buffers, self.skips_on_device)
-        if run.device.type == "cpu" or self.start.number % self.every == 0:
+        if self.action == "skip" or run.device.type == "cpu" or self.start.number % self.every == 0:
             self.check_steps(run)
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
-        if run.step_was_skipped():
+        if not self.skips and run.accelerator.scaler is not None and run.step_was_skipped():
             self.counts["overflows"] += 1
         if run.schedule.should_stop():
             self.check_steps(run)
@@ -202,6 +182,9 @@ class NanGuard(Plugin):
         if self.action != "skip" or self.limit_is_reached():
             raise NotFinite(message + self.describe_limit(), start)
         self.counts["acted"] += 1
+        restore_buffers(self.buffers)
+        run.skip_update()
+        self.skips = True
         logger.warning(Problem(f"{message} fastloop skips it.", code="not-finite"))
 
     def check_high_loss(self, run: Run, loss: float, max_loss: float) -> None:

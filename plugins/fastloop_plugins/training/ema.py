@@ -102,7 +102,7 @@ class EMA(Plugin):
         step = run.state.step
         if step % self.update_every or step <= self.start:
             return
-        if run.step_was_skipped():  # by loss scaling: the average would count the same weights twice
+        if run.step_was_skipped():  # the average would count the same weights twice
             return
         import torch
 

@@ -1,19 +1,23 @@
 """Libraries that a run's libraries import and few runs use: ``delay_imports`` delays each until something uses it.
 
 A command spends most of its start on imports. torch, transformers and accelerate import more than a run needs:
-torch's compiler for an optimizer that nothing compiles, ``scipy.optimize`` for the losses of object detection, and
-boto3 for a dialog about SageMaker. They have no switches for this.
+torch's compiler for an optimizer that nothing compiles, sympy for tensors that no process shards, ``scipy.optimize``
+for the losses of object detection, and boto3 for a dialog about SageMaker. They have no switches for this.
 
 Nothing is lost. A delayed name imports its module on the first use, and once the module is imported, the names that
 other modules took from it are the real ones. Libraries of other versions import as usual.
+
+Threads may import at the same time, and a process may fork meanwhile. While a module is executed, ``sys.modules`` has
+the stand-in of the module that it does without. If another thread imports this one, the stand-in imports the real one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -31,17 +35,24 @@ class DelayedModule:
         name: Its name.
         functions: The names that are taken from it and called later. Other names import the module.
         decorators: The names that register a function and return it, which can be done later.
+        exceptions: The exceptions that are taken from it and caught later. Nothing raises them before the import.
     """
 
     name: str
     functions: tuple[str, ...] = ()
     decorators: tuple[str, ...] = ()
+    exceptions: tuple[str, ...] = ()
 
 
 _ASSIGNMENT = DelayedModule("scipy.optimize", ("linear_sum_assignment",))
+_GUARD = DelayedModule("torch.fx.experimental.symbolic_shapes", ("guard_or_false",))
 _MARKS = DelayedModule(COMPILER, decorators=("allow_in_graph", "assume_constant_result"))
 DELAYED = {
     "accelerate.commands.config.sagemaker": DelayedModule("boto3"),
+    "torch.distributed.tensor._collective_utils": _GUARD,
+    "torch.distributed.tensor._decompositions": DelayedModule(_GUARD.name, exceptions=("GuardOnDataDependentSymNode",)),
+    "torch.distributed.tensor._ops._matrix_ops": _GUARD,
+    "torch.distributed.tensor._ops._tensor_ops": DelayedModule(_GUARD.name, ("statically_known_true",)),
     "torchmetrics": DelayedModule("scipy.signal", ("hamming",)),
     "transformers.integrations.deepgemm": _MARKS,
     "transformers.integrations.finegrained_fp8": _MARKS,
@@ -71,16 +82,37 @@ _registrations: list[Registration] = []
 
 
 class StandIn(ModuleType):
-    """Takes the place of a delayed module while another module imports it."""
+    """Takes the place of a delayed module while another module imports it.
 
-    def __init__(self, delayed: DelayedModule) -> None:
-        super().__init__(delayed.name)
-        self.__spec__ = ModuleSpec(delayed.name, None)
+    It has the names of all modules that do without the delayed one: one of them may import the next.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.thread = threading.get_ident()
         self.__path__: list[str] = []
+        for delayed in DELAYED.values():
+            if delayed.name == name:
+                self._add_names(delayed)
+
+    def _add_names(self, delayed: DelayedModule) -> None:
         for name in delayed.functions:
             setattr(self, name, _delayed_function(delayed.name, name))
         for name in delayed.decorators:
             setattr(self, name, functools.partial(_register_later, name))
+        for name in delayed.exceptions:
+            setattr(self, name, type(name, (Exception,), {"__module__": delayed.name}))
+
+    @property
+    def __spec__(self) -> ModuleSpec:
+        """Python reads it for each import. Another thread than that of the stand-in needs the real module."""
+        if threading.get_ident() != self.thread:
+            _import(self.__name__)
+        return ModuleSpec(self.__name__, None)
+
+    @__spec__.setter
+    def __spec__(self, value: ModuleSpec | None) -> None:
+        """``ModuleType`` sets it to None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks for __file__, for example
@@ -104,10 +136,53 @@ def _register_later(decorator: str, function: Callable[..., Any]) -> Callable[..
     return function
 
 
+class Places:
+    """The places of stand-ins in ``sys.modules``, for threads that import at the same time.
+
+    A stand-in leaves its place before Python puts the real module there, and takes none afterwards. Otherwise one
+    thread could remove the module that another one imports.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held for a few lines, and never while a module is imported
+        self.begun: set[str] = set()
+
+    def take(self, name: str) -> StandIn | None:
+        """Put a stand-in into ``sys.modules``, unless the name has an entry or its import has begun."""
+        stand_in = StandIn(name)
+        with self.lock:
+            if name in self.begun or name in sys.modules:
+                return None
+            sys.modules[name] = stand_in
+        return stand_in
+
+    def leave(self, name: str) -> None:
+        """Remove a stand-in from ``sys.modules``, if it has the entry."""
+        with self.lock:
+            if isinstance(sys.modules.get(name), StandIn):
+                del sys.modules[name]
+
+    def begin_import(self, name: str) -> None:
+        """Python has found the real module, and is about to put it into ``sys.modules``."""
+        with self.lock:
+            self.begun.add(name)
+        self.leave(name)
+
+    def start_in_child(self) -> None:
+        """Free the lock and the places in a forked process: it lacks the threads that may have held them."""
+        self.lock = threading.Lock()
+        for delayed in DELAYED.values():
+            self.leave(delayed.name)
+
+
+_places = Places()
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=lambda: _places.start_in_child())
+
+
 def _import(name: str) -> ModuleType:
     """The real module, also while its stand-in has its place."""
-    if isinstance(sys.modules.get(name), StandIn):
-        del sys.modules[name]
+    _places.leave(name)
     return importlib.import_module(name)
 
 
@@ -115,7 +190,7 @@ class DelayingFinder:
     """Entry of ``sys.meta_path``: finds modules as Python does, and adjusts the few that are listed here.
 
     Attributes:
-        waiting: Delayed module -> modules that hold its delayed functions.
+        waiting: Delayed module -> modules that hold its delayed names.
     """
 
     def __init__(self) -> None:
@@ -143,42 +218,63 @@ class DelayingFinder:
             execute(module, original)
 
         loader.exec_module = exec_module
+        if any(delayed.name == name for delayed in DELAYED.values()):
+            self._announce_import(loader)
         return spec
+
+    def _announce_import(self, loader: Any) -> None:
+        """Let the loader of a delayed module call ``begin_import`` where Python asks it for a new module."""
+        original = loader.create_module
+
+        def create_module(spec: ModuleSpec) -> ModuleType | None:
+            del loader.create_module
+            _places.begin_import(spec.name)
+            created: ModuleType | None = original(spec)
+            return created
+
+        loader.create_module = create_module
 
     def _execution(self, name: str) -> Callable[[ModuleType, Callable[[ModuleType], None]], None] | None:
         """A function that executes the module and adjusts it; None: the module needs no change."""
-        if name in DELAYED and DELAYED[name].name not in sys.modules:
+        if name in DELAYED and not _is_imported(DELAYED[name].name):
             return self._execute_with_stand_in
-        if name in self.waiting:
-            return self._execute_and_fill
         if name in ADJUSTMENTS:
             return _execute_and_adjust
+        if any(delayed.name == name for delayed in DELAYED.values()):
+            return self._execute_and_fill
         return None
 
     def _execute_with_stand_in(self, module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
         """Execute a module that would import a delayed one."""
         delayed = DELAYED[module.__name__]
         package = delayed.name.partition(".")[0]
-        if delayed.name in sys.modules or importlib.util.find_spec(package) is None:
+        if _is_imported(delayed.name) or PathFinder.find_spec(package) is None:
             execute(module)
             return
-        stand_in = StandIn(delayed)
-        sys.modules[delayed.name] = stand_in
-        if delayed.functions:
+        if delayed.functions or delayed.exceptions:
             self.waiting.setdefault(delayed.name, []).append(module)
+        stand_in = _places.take(delayed.name)
         try:
             execute(module)
         finally:
-            if sys.modules.get(delayed.name) is stand_in:
-                del sys.modules[delayed.name]
+            if stand_in is not None:
+                _places.leave(delayed.name)
+        if _is_imported(delayed.name):  # meanwhile, for a name that is not listed or by another thread
+            _fill(module, sys.modules[delayed.name])
 
     def _execute_and_fill(self, module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
         """Execute a delayed module, and give its names to the modules that wait for them."""
         execute(module)
-        for other in self.waiting.pop(module.__name__):
-            for name in DELAYED[other.__name__].functions:
-                if hasattr(other, name):
-                    setattr(other, name, getattr(module, name))
+        for other in self.waiting.pop(module.__name__, ()):
+            _fill(other, module)
+
+
+def _fill(module: ModuleType, real: ModuleType) -> None:
+    """Give a module the real names that it took from a stand-in. A module that is still executed may lack some."""
+    delayed = DELAYED[module.__name__]
+    for name in (*delayed.functions, *delayed.exceptions):
+        if hasattr(module, name) and hasattr(real, name):
+            setattr(module, name, getattr(real, name))
 
 
 def _execute_and_adjust(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:

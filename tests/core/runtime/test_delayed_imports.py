@@ -131,6 +131,21 @@ assert masking.TransformGetItemToIndex is TransformGetItemToIndex
 assert not delayed_imports._registrations
 assert trace_rules.is_callable_allowed(finegrained_fp8._load_finegrained_fp8_kernel)
 """
+FIRST_STEP = """
+import os
+import sys
+from fastloop import Plugin, hookimpl
+
+class FirstStep(Plugin):
+    name = "first-step"
+
+    @hookimpl
+    def after_step(self):
+        print("imported", *sys.modules, flush=True)
+        os._exit(0)
+"""
+UNUSED = {"boto3", "datasets", "pandas", "pyarrow", "scipy.optimize", "scipy.signal", "sympy", "torch._dynamo"}
+"""Libraries that the first step of the quickstart does without."""
 
 
 @pytest.fixture
@@ -318,3 +333,19 @@ def test_the_compiler_and_scipy_work_once_they_are_used() -> None:
         [sys.executable, "-c", REAL], capture_output=True, text=True, env=environment, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@with_pinned_versions
+def test_the_first_step_of_the_quickstart_imports_no_library_that_it_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "first_step.py").write_text(FIRST_STEP)
+    command = [sys.executable, "-m", "fastloop", "train", "quickstart", "--with", "first_step.py"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("imported ")]
+    imported = set(lines[0].split())
+    assert "torch.distributed.tensor" in imported
+    assert not imported & UNUSED

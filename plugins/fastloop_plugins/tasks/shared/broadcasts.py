@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -151,10 +152,10 @@ def check_shapes(predictions: Sequence[int], targets: Sequence[int]) -> None:
 
 
 def _broadcast_shape(first: Sequence[int], second: Sequence[int]) -> torch.Size | None:
-    """None: the shapes cannot be broadcast."""
+    """None: the shapes cannot be broadcast. Torch's function would import sympy, for half a second."""
     try:
-        return torch.Size(torch.broadcast_shapes(tuple(first), tuple(second)))  # type: ignore[no-untyped-call]
-    except RuntimeError:
+        return torch.Size(np.broadcast_shapes(tuple(first), tuple(second)))
+    except ValueError:
         return None
 
 

@@ -45,6 +45,17 @@ class FastloopError(Exception):
         self.problem = Problem(text, **fields)
         super().__init__(str(self.problem))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle all attributes, whatever arguments a class takes: an error crosses processes with its fields."""
+        return _unpickled, (type(self), self.args, vars(self))
+
+
+def _unpickled(cls: type[FastloopError], args: tuple[Any, ...], attributes: dict[str, Any]) -> FastloopError:
+    """An error from another process."""
+    error = cls.__new__(cls, *args)
+    vars(error).update(attributes)
+    return error
+
 
 class UsageError(FastloopError):
     """A recipe, plugin, option or path is wrong. Raised before training starts."""

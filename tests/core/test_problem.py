@@ -10,6 +10,7 @@ import pytest
 from fastloop import Plugin, Problem, RecipeError, option
 from fastloop.errors import DataError, FastloopError, MetricError, UsageError
 from fastloop.plugins.plugin import listed_at
+from fastloop_plugins.guards._numbers import NotFinite, StepStart
 
 
 @pytest.mark.parametrize(
@@ -78,11 +79,15 @@ def test_an_error_has_the_code_of_its_class_unless_it_has_one():
     [
         UsageError("x", code="odd", place="p", remedy="Give `a=1`."),
         DataError("x"),
+        MetricError("is a list.", None, {"top": 1}, place="r: metrics"),
+        NotFinite("x", StepStart(3, 0, 16)),
     ],
 )
 def test_an_error_of_another_process_keeps_its_fields(error: FastloopError):
     copy = pickle.loads(pickle.dumps(error))
-    assert (copy.problem, str(copy)) == (error.problem, str(error))
+    assert type(copy) is type(error)
+    assert vars(copy) == vars(error)
+    assert str(copy) == str(error)
 
 
 def test_an_error_with_other_attributes_has_fields():

@@ -9,17 +9,18 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fault_runs import times
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from training_runs import execute
 
 from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
-from fastloop.errors import DataError
+from fastloop.errors import DataError, FastloopError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
@@ -135,6 +136,48 @@ def test_raising_row_stops_run_with_its_error(tiny_run, plugins):
     """a corrupt row: the run stops with the dataset's error"""
     with expect_problem("reading-failed ValueError row 17 is spoilt", DataError):
         tiny_run(plugins, data=Rows((17,)))
+
+
+class Refuses(Rows):
+    """Raises an error of fastloop at a row."""
+
+    def __init__(self, error: FastloopError) -> None:
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            raise self.error
+        return super().__getitem__(index)
+
+
+class RefusesInStream(IterableDataset):
+    """The same as a stream."""
+
+    def __init__(self, error: FastloopError) -> None:
+        super().__init__()
+        self.rows = Refuses(error)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.rows[index] for index in range(67))
+
+
+@pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
+@pytest.mark.parametrize("dataset", [Refuses, RefusesInStream])
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("is damaged.", code="wrong-file", place="train.parquet, row 17", remedy="Copy it."),
+        RecipeError("is unknown.", code="unknown-option", place="recipe.yaml: data.files"),
+    ],
+    ids=lambda error: error.problem.code,
+)
+def test_an_error_of_fastloop_keeps_its_class_and_fields(tiny_run, plugins, dataset, error):
+    """an error with place and code, in a worker or not: the run stops with this error"""
+    with pytest.raises(FastloopError) as raised:
+        tiny_run(plugins, data=dataset(error))
+    assert type(raised.value) is type(error)
+    assert raised.value.problem == error.problem
 
 
 # -- rows that are left out --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from fastloop.data import streams
 from fastloop.data.datasets import Collate, MapReader
 from fastloop.data.sampler import AnnouncedMicroBatches, MicroBatchIds, StepSampler
-from fastloop.errors import CheckpointError, DataError, UsageError
+from fastloop.errors import CheckpointError, DataError, FastloopError, UsageError
 from fastloop.problem import Problem
 from fastloop.runtime.forks import without_stdin
 from fastloop.runtime.regions import region
@@ -206,7 +206,7 @@ class Loader:
                     batch = next(batches)
             except StopIteration:
                 break
-            except DataError:
+            except FastloopError:
                 raise
             except Exception as error:
                 raise DataError(explain_error(error), code="reading-failed") from error

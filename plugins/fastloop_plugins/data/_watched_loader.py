@@ -6,10 +6,12 @@ Only this file uses private names of torch's data loader. A test looks for the n
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import shutil
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,10 +25,11 @@ from typing import Any
 from torch import _C
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import worker
 
 from fastloop import Batch
 from fastloop.data.loader import explain_error
-from fastloop.errors import DataError
+from fastloop.errors import DataError, FastloopError
 from fastloop.runtime import platform_support
 from fastloop.runtime.forks import without_stdin
 from fastloop.runtime.main_module import ADVICE, EXIT_IMPORTED
@@ -36,6 +39,7 @@ CHECKED_WITH = "2.13"
 PRIVATE: dict[Any, tuple[str, ...]] = {
     _C: ("_set_worker_pids", "_remove_worker_pids", "_error_if_any_worker_fails"),
     Queue: ("_on_queue_feeder_error",),
+    worker: ("_worker_info", "ExceptionWrapper"),
 }
 """Module of torch, or class of Python -> its private names that this file uses."""
 PRIVATE_OF_ITERATOR = ("_workers", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
@@ -46,6 +50,27 @@ POLL_SECONDS = 5.0
 EXIT_SECONDS = 5.0
 """Seconds to wait for a worker's exit code after its connections broke."""
 _print_error: Any = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+
+class WorkerError(ExceptionWrapper):
+    """An error that a worker sends in place of a batch. Torch's class raises an error with the traceback as its text;
+    this one raises an error of fastloop as it was, with its fields.
+
+    Attributes:
+        error: The error of fastloop; None: another one.
+    """
+
+    def __init__(self, exc_info: Any = None, where: str = "in background") -> None:
+        super().__init__(exc_info, where)  # type: ignore[no-untyped-call]
+        error = sys.exc_info()[1] if exc_info is None else exc_info[1]
+        # a copy has no traceback, whose frames would keep the batch
+        self.error = copy.copy(error) if isinstance(error, FastloopError) else None
+
+    def reraise(self) -> None:
+        """Raise the error in the training process."""
+        if self.error is not None:
+            raise self.error
+        super().reraise()  # type: ignore[no-untyped-call]
 
 
 class WatchedLoader(DataLoader[Any]):
@@ -89,10 +114,8 @@ class WatchedLoader(DataLoader[Any]):
                 except StopIteration:
                     return
                 yield batch
-        except DataError as error:
-            _, prefix, message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")
-            # torch puts the traceback of a worker before it
-            raise (DataError(message.strip(), code="reading-failed") if prefix else error) from None
+        except FastloopError:
+            raise
         except Exception as error:
             raise self._explain(error) from error
 
@@ -163,6 +186,7 @@ def start_worker(number: int, init: Callable[[int], None] | None) -> None:
     """Set up signals and errors of worker ``number``, show the user's dataset in ``get_worker_info()``, and call the
     user's ``init``."""
     _ignore_signals()
+    worker.ExceptionWrapper = WorkerError  # type: ignore[attr-defined]
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
     info = get_worker_info()
     assert info is not None
@@ -177,7 +201,8 @@ def _send_error(queue: Any, error: Exception, item: Any) -> None:
     if not isinstance(item, tuple) or not isinstance(item[-1], Batch | ExceptionWrapper):
         _print_error(error, item)  # from a queue of the user
         return
-    report = item[-1] if isinstance(item[-1], ExceptionWrapper) else ExceptionWrapper(where="in its thread")  # type: ignore[no-untyped-call]
+    report = item[-1] if isinstance(item[-1], WorkerError) else WorkerError(where="in its thread")
+    report.error = None
     report.exc_type = RuntimeError  # an error's own class may be the reason that it could not be sent
     queue.put((item[0], report))
 

@@ -10,7 +10,9 @@ Model, datasets, loss and metrics come from a Python file next to the recipe, or
 A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1}``, ``{name: focal, gamma: 2}``.
 ``class_weights`` are a list, or ``balanced``: from the targets of the training split. ``data.module`` returns
 ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two are optional. The loss of a sample
-``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``.
+``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``. With a loss, that
+of a mapping with ``labels`` is ``loss(model(**batch).logits, labels)``. Torch's ``cross_entropy`` works with models of
+transformers for sequences and tokens: it gets the label of the next token for a causal language model.
 """
 
 from __future__ import annotations
@@ -108,6 +110,7 @@ class Module(Plugin):
         weighted = isinstance(loss, dict) and loss.get("class_weights") is not None
         self.uses_classes = weighted or self.loss_name == "focal"
         answered_if_set = {"build_collator": self.collate or weighted, "build_metrics": self.metrics}
+        self.has_warned = False
         self.fallback_hooks = ("compute_loss", *(hook for hook, value in answered_if_set.items() if not value))
 
     @classmethod
@@ -193,6 +196,7 @@ class Module(Plugin):
         from torch import nn
 
         from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
+        from fastloop_plugins.tasks.shared.token_losses import loss_for_model
 
         self.broadcasts = BroadcastCheck()
 
@@ -206,6 +210,8 @@ class Module(Plugin):
         run.new_weights = frozenset(load_weights(model, self.recipe, None))
         for counter in self.counters:
             counter.set_model(model)
+        if not self.uses_classes:
+            self.criterion = loss_for_model(self.criterion, model, f"{self.file}: plugins.module.loss")
         return model
 
     @hookimpl
@@ -221,9 +227,13 @@ class Module(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
-        from fastloop_plugins.tasks.shared.forward import forward
+        from fastloop_plugins.tasks.shared.forward import forward, warn_of_unused_loss
 
-        return forward(model, batch, self.criterion, self.broadcasts)
+        output = forward(model, batch, self.criterion, self.broadcasts)
+        if self.criterion is not None and not self.has_warned:
+            place = f"{self.file}: plugins.module.loss"
+            self.has_warned = warn_of_unused_loss(batch, output, model, place)
+        return output
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
-from fastloop import Batch, Output, Plugin, Problem, Run, UsageError, hookimpl
+from fastloop import Batch, Output, Plugin, Run, UsageError, hookimpl
 from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
 from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter
-from fastloop_plugins.tasks.shared.forward import forward, outputs
+from fastloop_plugins.tasks.shared.forward import forward, outputs, warn_of_unused_loss
 from fastloop_plugins.tasks.shared.losses import check_mean
 from fastloop_plugins.tasks.shared.micro_batches import warn_of_other_means
+from fastloop_plugins.tasks.shared.token_losses import loss_for_model
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.user_loader import UserLoader
 
@@ -59,6 +60,7 @@ class TrainerTask(Plugin):
         self.model = model
         self.splits = splits
         self.loss = loss
+        self.criterion = loss_for_model(loss, model, "loss")
         self.metrics = metrics
         self.processing_class = processing_class
         self.optimizer = optimizer
@@ -157,19 +159,9 @@ class TrainerTask(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
-        output = forward(model, batch, self.loss, self.broadcasts)
-        own_loss = isinstance(batch, Mapping) and (output.predictions is None or output.targets is None)
-        if self.loss is not None and own_loss and not self.has_warned:
-            self.has_warned = True
-            missing = "the batch has no labels" if output.targets is None else "the model returns no logits"
-            log.warning(
-                Problem(
-                    f"loss= is not used: {missing}, and {type(self.model).__name__} returns its own loss.",
-                    code="loss-not-used",
-                    expected="`labels` in the batch and `logits` in the model's result, for loss(logits, labels)",
-                    remedy="Add them, or leave loss out.",
-                )
-            )
+        output = forward(model, batch, self.criterion, self.broadcasts)
+        if self.loss is not None and not self.has_warned:
+            self.has_warned = warn_of_unused_loss(batch, output, self.model, "loss")
         return output
 
     @hookimpl

@@ -202,6 +202,7 @@ class TargetCounter:
     def __init__(self, collate: Callable[[list[Any]], Any], loss: Any, model: nn.Module | None = None) -> None:
         self.collate = collate
         self.count = count_for_loss(loss)
+        self.count_of_next = count_for_loss(loss, shifted=True)
         # spawned workers get a copy of the counter: a loss may be a lambda, which cannot be copied
         self.class_loss = loss if isinstance(loss, ClassLoss) else None
         self.model_computes_loss = loss is None
@@ -210,10 +211,13 @@ class TargetCounter:
             self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
-        """Count for the loss of a model, which computes it if there is no loss function. Call it before the first
-        batch."""
+        """Count for the loss of a model, which computes it if there is no loss function, and for a loss function beside
+        a causal language model. Call it before the first batch."""
+        rule = target_rule(model)
         if self.model_computes_loss:
-            self.count = count_for_model(model)
+            self.count = rule.count if rule is not None else None
+        elif rule is not None and rule.shifted and self.count_of_next is not None:
+            self.count = self.count_of_next
 
     def __call__(self, samples: list[Any]) -> Any:
         result = self.collate(samples)
@@ -323,9 +327,13 @@ def _shapes(values: Any) -> list[torch.Size]:
     return [leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-def count_for_loss(loss: Any) -> Callable[[Tensor], float | None] | None:
+def count_for_loss(loss: Any, shifted: bool = False) -> Callable[[Tensor], float | None] | None:
     """The function for ``ClassLoss``, and for ``cross_entropy`` and ``nll_loss`` of torch, also as modules or
-    ``partial``; else None."""
+    ``partial``; else None.
+
+    Args:
+        shifted: See ``TargetRule``.
+    """
     if isinstance(loss, ClassLoss):
         return TargetRule().count if loss.weights is None else loss.weight_of
     arguments: Mapping[str, Any]
@@ -341,11 +349,11 @@ def count_for_loss(loss: Any) -> Callable[[Tensor], float | None] | None:
     weight = arguments.get("weight")
     if weight is not None:
         weight = weight.detach().cpu()
-    return TargetRule(arguments.get("ignore_index", IGNORED), weight).count
+    return TargetRule(arguments.get("ignore_index", IGNORED), weight, shifted).count
 
 
-def count_for_model(model: nn.Module) -> Callable[[Tensor], float | None] | None:
-    """The function for a model of transformers that computes a mean cross entropy of its ``labels``; None for other
+def target_rule(model: nn.Module) -> TargetRule | None:
+    """The rule for a model of transformers that computes a mean cross entropy of its ``labels``; None for other
     models."""
     transformers = sys.modules.get("transformers")  # it has created the model, so it is imported
     base: Any = getattr(model, "get_base_model", lambda: model)()  # that of a PeftModel
@@ -357,7 +365,7 @@ def count_for_model(model: nn.Module) -> Callable[[Tensor], float | None] | None
         "ForSequenceClassification",
         "ForImageClassification",
     ):
-        return TargetRule().count
+        return TargetRule()
     if base.loss_type in (None, "ForCausalLM", "ForConditionalGeneration") and base.get_output_embeddings() is not None:
-        return TargetRule(shifted=not base.config.is_encoder_decoder).count
+        return TargetRule(shifted=not base.config.is_encoder_decoder)
     return None

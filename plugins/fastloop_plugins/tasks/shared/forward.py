@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, UsageError
+from fastloop import Output, Problem, UsageError
 from fastloop.errors import did_you_mean
 from fastloop.problem import clause
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
 
 
+log = logging.getLogger("fastloop")
+
+
 def forward(
     model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None, broadcasts: BroadcastCheck
 ) -> Output:
@@ -23,7 +27,7 @@ def forward(
 
     * a mapping: ``model(**batch)`` returns an object or mapping with ``loss`` (and ``logits``), like Hugging Face
       models. With a loss function, ``labels`` in the batch and ``logits`` in the result, the loss is
-      ``loss(logits, labels)`` instead of the model's own;
+      ``loss(logits, labels)`` instead of the model's own. See ``TokenLoss`` for logits of tokens;
     * ``(inputs, targets)``: ``loss(model(inputs), targets)``.
 
     Args:
@@ -65,6 +69,28 @@ def forward(
         f"returns the loss, or (inputs, targets) and a loss function.{_remedy(batch)}",
         code="wrong-batch",
     )
+
+
+def warn_of_unused_loss(batch: Any, output: Output, model: nn.Module, place: str) -> bool:
+    """Warn that a loss function is not used, because the model has computed the loss of a batch. Returns whether it
+    has.
+
+    Args:
+        place: The argument or key of the loss function.
+    """
+    if not isinstance(batch, dict | Mapping) or (output.predictions is not None and output.targets is not None):
+        return False
+    missing = "the batch has no labels" if output.targets is None else "the model returns no logits"
+    log.warning(
+        Problem(
+            f"the loss is not used: {missing}, and {type(model).__name__} returns its own loss.",
+            code="loss-not-used",
+            place=place,
+            expected="`labels` in the batch and `logits` in the model's result, for loss(logits, labels)",
+            remedy="Add them, or leave the loss out.",
+        )
+    )
+    return True
 
 
 def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:

@@ -35,7 +35,6 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
         vocabulary: Tokens of the vocabulary, if the head has more rows: their logits are cut off. None: no more rows.
     """
     import torch
-    from torch.nn.functional import cross_entropy
 
     plain = model.forward.__func__  # a function of the instance: it survives a copy of the model
 
@@ -58,10 +57,7 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
         if vocabulary is not None:
             fields["logits"] = fields["logits"][..., :vocabulary]
         if targets is not None:
-            logits = fields["logits"].flatten(0, 1).float()
-            if temperature != 1:
-                logits = logits / temperature
-            loss = cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+            loss = cross_entropy(fields["logits"].flatten(0, 1), targets.flatten(), reduction, temperature)
             if reduction == "none":
                 loss = loss.view_as(targets) if places is None else loss.index_select(0, places)
             fields["loss"] = loss
@@ -74,6 +70,21 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
     model.has_adapted_head = False
     model.computes_in_head = False
     model.vocabulary = vocabulary  # ``with_loss`` finds the model by this attribute
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: Reduction, temperature: float) -> Tensor:
+    """Cross entropy in float32 of logits (N, V), which temperature divides, and targets (N,) int64."""
+    import torch
+
+    is_narrow = logits.dtype in (torch.bfloat16, torch.float16)
+    if is_narrow and logits.device.type == "cpu" and not torch.compiler.is_compiling():
+        from fastloop_plugins.text.narrow_cross_entropy import narrow_cross_entropy
+
+        return narrow_cross_entropy(logits, targets, reduction, temperature)
+    logits = logits.float()
+    if temperature != 1:
+        logits = logits / temperature
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
 
 
 def with_loss(model: nn.Module) -> Any:
@@ -151,8 +162,6 @@ def head_output(
     temperature: float,
 ) -> Any:
     """The output of the forward ``plain`` with the loss that the adapted head computes. It has no logits."""
-    from torch.nn.functional import cross_entropy
-
     head = model.get_output_embeddings()
     tokens = targets.flatten()
     if places is not None:
@@ -171,9 +180,7 @@ def head_output(
         if reduction == "none" and places is None:
             loss = loss.view_as(targets)
     else:
-        logits = from_head[..., : model.vocabulary].flatten(0, 1).float()
-        if temperature != 1:
-            logits = logits / temperature
-        loss = cross_entropy(logits, tokens, ignore_index=IGNORED, reduction=reduction)
+        logits = from_head[..., : model.vocabulary].flatten(0, 1)
+        loss = cross_entropy(logits, tokens, reduction, temperature)
     fields["loss"] = loss
     return type(output)(**fields)

@@ -76,8 +76,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: Reduction, tempera
     """Cross entropy in float32 of logits (N, V), which temperature divides, and targets (N,) int64."""
     import torch
 
-    is_narrow = logits.dtype in (torch.bfloat16, torch.float16)
-    if is_narrow and logits.device.type == "cpu" and not torch.compiler.is_compiling():
+    is_narrow = logits.dtype in (torch.bfloat16, torch.float16) and logits.device.type == "cpu"
+    if is_narrow and not torch.compiler.is_compiling() and type(logits) is torch.Tensor:  # no DTensor
         from fastloop_plugins.text.narrow_cross_entropy import narrow_cross_entropy
 
         return narrow_cross_entropy(logits, targets, reduction, temperature)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from test_fused_loss import MODELS, Keep, LiveBytes, _rows, check_same, trained
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn import functional
 
 from fastloop_plugins.kernels.target_logits import TargetLogits
@@ -89,6 +92,24 @@ def test_no_float32_copy_of_all_logits_exists():
     with LiveBytes() as memory:
         wide_cross_entropy(logits, targets, "mean", 1.0).backward()
     assert memory.peak > 5 * size
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """This process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_logits_of_several_processes_stay_with_torch(mesh):
+    torch.manual_seed(0)
+    logits = torch.randn(6, VOCABULARY).bfloat16()
+    targets = torch.randint(VOCABULARY, (6,))
+    whole = distribute_tensor(logits, mesh, [Replicate()])
+    found = cross_entropy(whole, distribute_tensor(targets, mesh, [Replicate()]), "mean", 1.0)
+    assert isinstance(found, DTensor)
+    assert found.full_tensor().item() == pytest.approx(cross_entropy(logits, targets, "mean", 1.0).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("chosen", [False, True], ids=["all tokens", "target-logits"])

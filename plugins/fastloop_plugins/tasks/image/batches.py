@@ -48,16 +48,19 @@ class TriedImage:
     Attributes:
         problem: Why it cannot be read.
         is_dark: Whether it has 16 bits a channel, of which it uses at most 12.
+        is_clipped: Whether its shades of gray have 16 bits, which Pillow cuts off at 255 when it converts to colors.
     """
 
     path: Path
     problem: str | None = None
     is_dark: bool = False
+    is_clipped: bool = False
 
 
 def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable: bool = False) -> None:
     """Decode images, so that a damaged one does not end a run that has trained for hours: all, or evenly spaced ones of
-    many. Warns of images with 12 bits a channel in files for 16: their pixels would be nearly black.
+    many. Warns of images with 12 bits a channel in files for 16: their pixels would be nearly black. Warns of images in
+    gray of 16 bits, too: other libraries read them as nearly white.
 
     Args:
         resized: Pixels of the shorter side in evaluation.
@@ -77,7 +80,7 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
             image = read_image(path, most, resized, least=(1, 1))
         except ValueError as error:
             return TriedImage(path, problem=str(error))
-        return TriedImage(path, is_dark=_is_dark(path, image))
+        return TriedImage(path, is_dark=_is_dark(path, image), is_clipped=_is_clipped(path))
 
     with ThreadPoolExecutor(4) as pool:  # decoders release the GIL
         images = list(pool.map(check, tried))
@@ -99,6 +102,24 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
                 remedy="Multiply the values by 16, or convert the images to 8 bits.",
             )
         )
+    clipped = [image.path for image in images if image.is_clipped]
+    if clipped:
+        others = f" So have {len(clipped) - 1} more of the {len(tried)} images that were tried." if clipped[1:] else ""
+        logger.warning(
+            Problem(
+                "its shades of gray have 16 bits. fastloop scales them to 8 bits, and a pipeline of transformers cuts "
+                f"them off at 255: there, the exported model sees a nearly white image.{others}",
+                code="clipped-elsewhere",
+                place=str(clipped[0]),
+                remedy="Convert the images to 8 bits before you give them to a pipeline.",
+            )
+        )
+
+
+def _is_clipped(path: Path) -> bool:
+    """Whether Pillow's conversion to colors cuts off the values of an image. Reads only the head of the file."""
+    with Image.open(path) as file:
+        return file.mode[0] == "I"
 
 
 def _is_dark(path: Path, image: Image.Image) -> bool:

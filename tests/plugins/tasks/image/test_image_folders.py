@@ -145,7 +145,54 @@ def test_12_bits_in_a_file_for_16_are_reported(channels, highest, is_reported, c
     assert (np.asarray(read_image(Path("scan.png"))) == (pixels >> 8)).all()
     check_images([ImageFiles(Path(), ["other.png", "scan.png"], [0, 1])])
     assert bool(find_problems(caplog, "dark-images scan.png: 4095 16")) == is_reported
-    assert bool(caplog.records) == is_reported
+    is_gray = channels == 1
+    assert bool(find_problems(caplog, "clipped-elsewhere scan.png: 16 255")) == is_gray
+    assert len(caplog.records) == is_reported + is_gray
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_that_a_pipeline_reads_otherwise_are_reported(channels, caplog):
+    """Only gray of 16 bits: Pillow cuts its values off, also in `load_image` of transformers."""
+    from transformers.image_utils import load_image
+
+    pixels = np.linspace(0, 65535, 64 * channels).astype(np.uint16).reshape(8, 8, channels)
+    write_png(Path("scan.png"), pixels)
+    own = np.asarray(read_image(Path("scan.png")))
+    with Image.open("scan.png") as file:
+        is_same = bool((np.asarray(load_image(file)) == own).all())
+    assert is_same == (channels == 3)
+    check_images([ImageFiles(Path(), ["scan.png"], [0])])
+    assert bool(find_problems(caplog, "clipped-elsewhere")) != is_same
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
+def test_other_modes_of_images_are_read_as_a_pipeline_reads_them(caplog):
+    from transformers.image_utils import load_image
+
+    draw = np.random.default_rng(0)
+    colors = Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8))
+    palette = colors.quantize(16)
+    transparent = colors.convert("RGBA")
+    transparent.putalpha(Image.fromarray(draw.integers(0, 255, (8, 8), dtype=np.uint8)))
+    colors.save("colors.png")
+    colors.save("one-transparent-color.png", transparency=(1, 2, 3))
+    colors.convert("L").save("gray.png", transparency=30)
+    colors.convert("1").save("two-colors.png")
+    colors.convert("CMYK").save("print.jpg")
+    palette.save("palette.png")
+    palette.save("one-transparent-entry.png", transparency=3)
+    palette.save("transparent-entries.png", transparency=bytes(range(0, 160, 10)))
+    palette.save("picture.gif", transparency=3)
+    transparent.save("transparent.png")
+    transparent.convert("LA").save("transparent-gray.png")
+    transparent.save("transparent.webp", lossless=True)
+    names = sorted(path.name for path in Path().iterdir())
+    assert len(names) == 12
+    for name in names:
+        with Image.open(name) as file:
+            assert np.array_equal(np.asarray(load_image(file)), np.asarray(read_image(Path(name)))), name
+    check_images([ImageFiles(Path(), names, [0] * len(names))])
+    assert not find_problems(caplog, "clipped-elsewhere")
 
 
 def test_a_dark_image_of_8_bits_is_not_reported(caplog):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,32 +34,44 @@ class Message:
 
 
 def messages() -> list[Message]:
-    """The messages with a code, in the order of files and lines. Tests have none."""
+    """The messages with a code, in the order of files and lines."""
+    found = []
+    for file, call in calls():
+        problem = problem_of(call)
+        if problem is not None:
+            found.append(Message(file, problem))
+    return found
+
+
+def calls() -> list[tuple[str, ast.Call]]:
+    """The calls in the sources, each with its file, in the order of files and lines. Tests have no messages."""
     paths = []
     for folder in FOLDERS:
         paths += sorted((CHECKOUT / folder).rglob("*.py"))
     found = []
     for path in paths:
         file = path.relative_to(CHECKOUT).as_posix()
-        if "/tests/" not in file:
-            found += [Message(file, problem) for problem in problems(path.read_text(encoding="utf-8"))]
+        if "/tests/" in file:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        in_file = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        in_file.sort(key=lambda call: call.lineno)
+        found += [(file, call) for call in in_file]
     return found
 
 
-def problems(source: str) -> Iterator[Problem]:
-    """The problems of a module: of calls with the argument ``code``."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    for call in sorted(calls, key=lambda call: call.lineno):
-        fields = {word.arg: show(word.value) for word in call.keywords if word.arg in FIELDS}
-        code = next((word.value for word in call.keywords if word.arg == "code"), None)
-        if not isinstance(code, ast.Constant):
-            continue
-        texts = list(call.args)
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "error":  # of a plugin: the key comes first
-            fields["place"] = f"{{where}}.{show(texts[0])}"
-            texts = texts[1:]
-        text = show(texts[0]) if texts else ""
-        yield Problem(text, **fields)
+def problem_of(call: ast.Call) -> Problem | None:
+    """The problem that a call makes; None: it has no argument ``code``, or one that is known in a run."""
+    code = next((word.value for word in call.keywords if word.arg == "code"), None)
+    if not isinstance(code, ast.Constant):
+        return None
+    fields = {word.arg: show(word.value) for word in call.keywords if word.arg in FIELDS}
+    texts = list(call.args)
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "error":  # of a plugin: the key comes first
+        fields["place"] = f"{{where}}.{show(texts[0])}"
+        texts = texts[1:]
+    text = show(texts[0]) if texts else ""
+    return Problem(text, **fields)
 
 
 def show(node: ast.expr) -> str:

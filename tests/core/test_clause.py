@@ -6,6 +6,7 @@ import ast
 import builtins
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def _whole_errors(tree: ast.Module) -> Iterator[str]:
             text = parents[node]
             if not (text.values[-1] is node and _ends_message(text, parents)):
                 yield ast.unparse(text)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "str" and _is_error(node, parents):
+        if _is_str(node) and _is_error(node, parents):
             cut = ast.unparse(parents[parents[node]]) if isinstance(parents[node], ast.Attribute) else ""
             if cut.startswith(
                 tuple(f"{ast.unparse(node)}.{name}(" for name in ("splitlines", "rstrip", "removesuffix"))
@@ -99,11 +100,16 @@ def _whole_errors(tree: ast.Module) -> Iterator[str]:
                 yield cut
 
 
+def _is_str(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether an expression is a call of ``str``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str"
+
+
 def _is_error(node: ast.expr, parents: dict[ast.AST, ast.AST]) -> bool:
     """Whether an expression is an error that an ``except`` or an argument names, or its text, also cut."""
     while isinstance(node, ast.Subscript):
         node = node.value
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "str" and node.args:
+    if _is_str(node) and node.args:
         node = node.args[0]
     return isinstance(node, ast.Name) and node.id in _errors_around(node, parents)
 

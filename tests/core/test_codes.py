@@ -15,18 +15,38 @@ from fastloop import Problem, errors
 ROOT = Path(__file__).parents[2]
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
 LOGS = {"log", "logger", "self.log"}
-FOLDERS = [ROOT / "core", ROOT / "plugins", *(ROOT / "packages").glob("*/src")]
+Calls = list[tuple[str, ast.Call]]
 
 
 @pytest.fixture(scope="module")
-def problems() -> Iterator[list[Problem]]:
-    """The errors and warnings of the sources. Values that are known in a run are names in braces."""
+def parsed() -> Iterator[tuple[Calls, list[Problem]]]:
+    """The calls in the sources, each with its file; and the errors and warnings that they make. Values that are known
+    in a run are names in braces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "docs")
-        from _codes import messages
+        import _codes
 
-        yield [message.problem for message in messages()]
+        calls = _codes.calls()
+        made = [_codes.problem_of(call) for _, call in calls]
+        yield calls, [problem for problem in made if problem is not None]
         del sys.modules["_codes"]
+
+
+@pytest.fixture
+def calls(parsed: tuple[Calls, list[Problem]]) -> Calls:
+    return parsed[0]
+
+
+@pytest.fixture
+def problems(parsed: tuple[Calls, list[Problem]]) -> list[Problem]:
+    return parsed[1]
+
+
+def called_name(call: ast.Call) -> str:
+    """The last part of the name of what is called: ``RecipeError`` for ``errors.RecipeError(...)``."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
 @pytest.fixture
@@ -34,29 +54,24 @@ def codes(problems: list[Problem]) -> list[str]:
     return [problem.code for problem in problems]
 
 
-def test_every_error_has_a_code():
+def test_every_error_has_a_code(calls):
     without = []
-    for folder in FOLDERS:
-        for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                is_error = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in KINDS
-                if is_error and all(word.arg not in ("code", None) for word in node.keywords):
-                    without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    for file, call in calls:
+        if called_name(call) in KINDS and all(word.arg not in ("code", None) for word in call.keywords):
+            without.append(f"{file}:{call.lineno}")
     assert without == [], "give these a code: docs/write-a-plugin.md, Errors and warnings"
 
 
-def test_every_warning_has_a_code():
+def test_every_warning_has_a_code(calls):
     without = []
-    for folder in FOLDERS:
-        for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                    continue
-                if node.func.attr not in ("warning", "error", "log") or ast.unparse(node.func.value) not in LOGS:
-                    continue
-                is_text = isinstance(node.args[0], ast.Constant | ast.JoinedStr)
-                if is_text or len(node.args) > 1:
-                    without.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    for file, call in calls:
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("warning", "error", "log"):
+            continue
+        if ast.unparse(call.func.value) not in LOGS:
+            continue
+        is_text = isinstance(call.args[0], ast.Constant | ast.JoinedStr)
+        if is_text or len(call.args) > 1:
+            without.append(f"{file}:{call.lineno}")
     assert without == [], "log a Problem: docs/write-a-plugin.md, Errors and warnings"
 
 

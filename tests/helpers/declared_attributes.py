@@ -24,9 +24,9 @@ class ParsedClass:
     set_later: dict[str, int] = field(default_factory=dict)
 
 
-def parse_classes(source: str) -> Iterator[ParsedClass]:
-    """Yield the classes of a file."""
-    for node in ast.walk(ast.parse(source)):
+def parse_classes(tree: ast.Module) -> Iterator[ParsedClass]:
+    """Yield the classes of a parsed file."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             yield _parse_class(node)
 

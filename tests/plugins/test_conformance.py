@@ -123,11 +123,8 @@ ON_PROCESSES = (
 """Plugins whose work involves the other processes."""
 
 
-QUICK = (
-    "amp", "checkpoint-best", "ddp", "early-stopping", "ema", "fsdp", "fused-optimizer", "log", "lr-scheduler",
-    "module", "nan-guard", "packing", "text-classification",
-)  # fmt: skip
-"""A plugin of each kind. Those of the other plugins train in `make test-slow`."""
+QUICK = ("amp", "ddp", "early-stopping", "ema", "fsdp", "fused-optimizer", "log", "module", "nan-guard")
+"""A plugin of each kind whose checks need no text. Those of the other plugins train in `make test-slow`."""
 TRAINING = ("declared", "numerics", "batch_norm", "saved_and_loaded", "killed", "off", "cost")
 """The checks that train, on one process."""
 

@@ -231,11 +231,11 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "others"),
     [
-        (BERT, [Packing]),
+        pytest.param(BERT, [Packing], marks=pytest.mark.slow),
         (BERT, [Packing, ClsLastLayer]),
-        (BERT, [Packing, ActivationCheckpointing]),
+        pytest.param(BERT, [Packing, ActivationCheckpointing], marks=pytest.mark.slow),
         (GPT2, []),
-        (GROUPED, []),
+        pytest.param(GROUPED, [], marks=pytest.mark.slow),
         (GROUPED, [Packing]),
     ],
     ids=["bert", "bert, last layer", "bert, recomputed", "gpt2", "grouped", "grouped, packed"],

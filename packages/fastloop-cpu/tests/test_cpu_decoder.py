@@ -207,9 +207,9 @@ def test_a_second_derivative_raises(compute):
     "others",
     [
         [],
-        [Packing],
+        pytest.param([Packing], marks=pytest.mark.slow),
         [Packing, TargetLogits],
-        [Packing, ActivationCheckpointing],
+        pytest.param([Packing, ActivationCheckpointing], marks=pytest.mark.slow),
         [lambda: LoRA(r=4, target_modules="all-linear")],
     ],
     ids=["padded", "packed", "target logits", "recomputed", "lora"],

@@ -281,12 +281,12 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed(train, name):
     [
         pytest.param("after a step", 4, marks=pytest.mark.slow),
         ("in a save", 8),
-        ("after a step", 9),
+        pytest.param("after a step", 9, marks=pytest.mark.slow),
         ("in an evaluation", 10),
         ("after an evaluation", 15),
         ("in a step", 18),
         pytest.param("in a save", 20, marks=pytest.mark.slow),
-        ("in an evaluation", 27),
+        pytest.param("in an evaluation", 27, marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_any_moment(train, moment, step):

@@ -171,8 +171,7 @@ def test_regression_predicts_as_the_pipeline_and_evaluates_as_torchmetrics(cli):
     assert result["classes"] == []
 
 
-@pytest.mark.parametrize("threshold", [None, 0.4])
-@pytest.mark.parametrize("section", [COLUMNS, LISTS], ids=["columns", "lists"])
+@pytest.mark.parametrize(("section", "threshold"), [(COLUMNS, None), (LISTS, 0.4)], ids=["columns", "lists"])
 def test_multi_label_predicts_as_the_pipeline_and_evaluates_as_torchmetrics(section, threshold, cli):
     folder = trained(SCRATCH, section, [{TASK: {"threshold": threshold}}]).folder
     file = section["files"]["test"]

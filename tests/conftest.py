@@ -130,15 +130,22 @@ def _in_its_own_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gc, "freeze", lambda: None)  # the command line freezes the objects of its own process
     logger = logging.getLogger("fastloop")
-    logger.setLevel(logging.NOTSET)  # a fixture of a module may have run a command, which logs more
-    level, propagate = logger.level, logger.propagate
+    _reset_level(logger)  # a fixture of a module may have run a command, which logs more
+    propagate = logger.propagate
     warn_once.cache_clear()  # of the warnings that an earlier test caused
     yield
     torch.set_num_threads(1)
     logger.propagate = propagate  # the command line shows messages itself
-    logger.setLevel(level)
+    _reset_level(logger)
     for handler in [handler for handler in logger.handlers if isinstance(handler, Messages)]:
         logger.removeHandler(handler)
+
+
+def _reset_level(logger: logging.Logger) -> None:
+    """Let a logger have the level of its parent. ``setLevel`` clears the caches of all 800 loggers, so it is not called
+    in vain."""
+    if logger.level != logging.NOTSET:
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

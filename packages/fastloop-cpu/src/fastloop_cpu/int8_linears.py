@@ -13,6 +13,9 @@ The first 256 rows are also computed without 8 bits. The log shows how much thei
 difference, and the mean. A difference above ``largest_change`` ends the command with an error. `auto` does not select
 the plugin: list it with the change that you accept.
 
+The comparison takes time. `predict` of 400 reviews took 1.3 times as long as without the plugin, and 0.76 times as long
+with ``rows: 16``. For a short file, lower ``rows``.
+
 It needs a processor with AVX512-VNNI and AVX512-BF16, and a C compiler. Otherwise the plugin logs the reason and
 changes nothing.
 """

@@ -293,7 +293,7 @@ RESUME = [
         "random numbers are not restored",
         f"{CORE}/checkpoint/resume.py",
         "restore_random_states(states[run.rank])",
-        "restore_random_states(random_states())",
+        "states[run.rank]",
     ),
     Mutant(
         "the states of plugins are not restored",

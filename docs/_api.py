@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fastloop.checkpoint.saver import CheckpointSaver
+from fastloop.checkpoint.pending_save import CheckpointSaver
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
 from fastloop.plugins.plugin import Plugin

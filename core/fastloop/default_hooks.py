@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastloop.checkpoint import resume
+from fastloop.checkpoint import saving
 from fastloop.errors import SaveError
 from fastloop.plugins.plugin import hookimpl
 
@@ -29,7 +29,7 @@ def write_checkpoint(run: Run, folder: Path, model: dict[str, torch.Tensor], sta
     """Write before training continues."""
     future: Future[None] = Future()
     try:
-        resume.write(run, folder, model, state)
+        saving.write(run, folder, model, state)
         future.set_result(None)
     except SaveError as error:
         future.set_exception(error)

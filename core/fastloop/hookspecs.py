@@ -291,7 +291,7 @@ def save_state(run: Run) -> dict[str, Any] | None:
 
 @first
 def write_checkpoint(run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
-    """First; the core writes before training continues. Write both to ``folder`` with ``resume.write``. To write while
+    """First; the core writes before training continues. Write both to ``folder`` with ``saving.write``. To write while
     training continues, copy the tensors first: training changes them. The run waits for the future before the next
     save, before a rollback, and at its end."""
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fastloop import log_points
-from fastloop.checkpoint import resume
+from fastloop.checkpoint import saving
 from fastloop.distributed import compared_facts
 from fastloop.errors import DataError, PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating, keeping_casts
@@ -66,9 +66,9 @@ def fit(run: Run) -> None:
     if run.schedule.needs_evaluation():
         evaluate(run, "validation")
     if run.interrupted and run.state.save_requested:  # by a signal during that evaluation
-        resume.save(run)
+        saving.save(run)
     run.signals.finishing = True  # nothing is left to save: from here on, a signal lets the run end
-    resume.wait_for_save(run)
+    saving.wait_for_save(run)
     run._sync_requests()
     if run.interrupted:
         return
@@ -115,7 +115,7 @@ def train(run: Run) -> None:
             if schedule.evaluation_due():
                 evaluate(run, "validation")
             if schedule.save_due():
-                resume.save(run)
+                saving.save(run)
             if schedule.should_stop():
                 break
         log_points.log_pending(run)
@@ -130,7 +130,7 @@ def train(run: Run) -> None:
         if schedule.evaluation_due(epoch_ended=True):
             evaluate(run, "validation")
         if schedule.save_due(epoch_ended=True):
-            resume.save(run)
+            saving.save(run)
 
 
 def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None = None) -> T:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastloop.checkpoint.build_record import BuildRecord
-from fastloop.checkpoint.saver import CheckpointSaver
+from fastloop.checkpoint.pending_save import CheckpointSaver
 from fastloop.checkpoint.store import ResumePoint
 from fastloop.data import Loader, Loaders
 from fastloop.distributed.buffers import SharedBuffers

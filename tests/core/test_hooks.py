@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastloop import Output, Plugin, PluginCrash, PluginError, Trainer, checkpoint, hookimpl, hookspecs
-from fastloop.checkpoint import resume
+from fastloop.checkpoint import saving
 from fastloop.plugins.manager import PluginSet
 from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
 from fastloop_plugins.checkpoints.async_save import HostCopies, snapshot
@@ -476,7 +476,7 @@ def test_a_plugin_that_writes_checkpoints_later_is_waited_for(tiny_run, tmp_path
         def write_checkpoint(self, run: Any, folder: Path, model: Any, state: Any) -> Future[None]:
             def write(copies: Any) -> None:
                 time.sleep(0.5)
-                resume.write(run, folder, *copies)
+                saving.write(run, folder, *copies)
 
             pool = ThreadPoolExecutor(1)
             written = pool.submit(write, snapshot(model, state, HostCopies())[0])

@@ -31,7 +31,7 @@ from jsonschema import Draft202012Validator
 from omegaconf import OmegaConf
 
 from fastloop import hookspecs
-from fastloop.checkpoint.saver import CheckpointSaver
+from fastloop.checkpoint.pending_save import CheckpointSaver
 from fastloop.cli.option_table import describe
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.data import Loaders

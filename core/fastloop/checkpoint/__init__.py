@@ -4,8 +4,8 @@ store                     # the files of a checkpoint: written, verified, and re
 form                      # the form of a state that was read
 folder, lock              # the run folder, and its lock
 run_summary               # ``summary.json``
-resume                    # the state of a run, saved and restored
-saver                     # the pending save, and failed ones
+saving, pending_save      # writes the state of a run; the save that is under way, and failed ones
+resume                    # finds the checkpoint to resume from, and restores the state of a run
 build_record              # the settings of a run in its checkpoint; ``fastloop.checks.resume`` compares them
 """
 

@@ -1,4 +1,4 @@
-"""Save the state of a run in a checkpoint, and resume from one."""
+"""Find the checkpoint that a run resumes from, and restore the run's state from it. ``saving`` wrote the state."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from fastloop import checkpoint, log_points
 from fastloop.checkpoint.build_record import with_own_code, with_own_growth, without_parameters
 from fastloop.checkpoint.form import check_form
 from fastloop.checkpoint.store import ResumePoint
-from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
+from fastloop.errors import CheckpointError, NoCheckpoint
 from fastloop.problem import Problem
 from fastloop.recipe import secrets
-from fastloop.runtime.random_states import random_states, restore_random_states
-from fastloop.runtime.regions import region
+from fastloop.runtime.random_states import restore_random_states
 
 if TYPE_CHECKING:
     from fastloop.plugins.plugin import Plugin
@@ -34,72 +33,6 @@ log = logging.getLogger("fastloop")
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of a lookup or an operation on a value of another form."""
-
-
-def save(run: Run) -> None:
-    """Write a checkpoint, and remove the oldest ones beyond ``train.keep_checkpoints``.
-
-    Raises:
-        PluginError: A plugin's state contains a value that cannot be saved.
-        SaveError: The checkpoint cannot be written, and ``train.on_save_error`` is ``stop``.
-    """
-    wait_for_save(run)
-    run._sync_requests()  # handle a failure of the previous save first
-    with run.clock("save"), region("save"):
-        log_points.log_pending(run)
-        run._shared_buffers.share()
-        state = _collect_state(run)
-        path = checkpoint.step_folder(run.folder, run.state.step)
-        try:
-            pending = run.hooks.write_checkpoint(run=run, folder=path, model=run.strategy.model_state(run), state=state)
-        except TypeError as error:
-            raise PluginError(str(error), code="invalid-state", place="save_state") from error
-        run.saver.start(pending, run.state.step)
-    run._sync_requests()
-    run.state.save_requested = False  # also covers a signal that arrived during the save
-
-
-def _collect_state(run: Run) -> dict[str, Any]:
-    """The content of ``state.json``. Every process must call it, because some parts are gathered from all."""
-    scaler = run.accelerator.scaler
-    return {
-        "fastloop": 1,
-        "recipe": secrets.hidden(run.recipe.to_dict()),
-        "build": run.build_record.to_dict(),
-        "state": run.state.to_dict(),
-        "clock": dict(run.clock.seconds),
-        "data": run.loaders.fingerprints,
-        "scalars": run.scalars.state(run.processes),
-        "random": run.processes.all_gather_object(random_states()),
-        "optimizer": run.strategy.optimizer_state(run),
-        "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "plugins": {plugin.name: call(run=run) for plugin, call in run.plugins.each("save_state")},
-    }
-
-
-def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any], group: Any = None) -> None:
-    """Write a checkpoint, then remove the oldest ones.
-
-    Args:
-        model: As in ``checkpoint.write``, like ``state``.
-        group: The process group that writes sharded tensors together. None: ``run.processes.host_group``.
-
-    Raises:
-        SaveError: The checkpoint cannot be written; the old ones are kept.
-        TypeError: ``state`` contains a value that cannot be saved.
-    """
-    checkpoint.write(path, model, state, run.is_main, group or run.processes.host_group)
-    step = checkpoint.step_of(path)
-    if run.is_main and step is not None:
-        checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, step)
-
-
-def wait_for_save(run: Run) -> None:
-    """Wait for the checkpoint that this process is writing. ``run._sync_requests`` handles a failure."""
-    if run.saver.pending is not None:
-        with run.clock("save"):
-            run.saver.wait()
 
 
 def find_resume_point(folder: Path, path: Path) -> ResumePoint | None:

@@ -66,7 +66,7 @@ class AsyncSave(Plugin):
     ) -> Future[None] | None:
         from torch.distributed.tensor import DTensor
 
-        from fastloop.checkpoint import resume
+        from fastloop.checkpoint import saving
 
         sharded = any(isinstance(tensor, DTensor) for tensor in model.values())
         if not (sharded or run.is_main):
@@ -90,7 +90,7 @@ class AsyncSave(Plugin):
             try:
                 if event is not None:
                     event.synchronize()
-                resume.write(run, folder, *copies, self.group)
+                saving.write(run, folder, *copies, self.group)
                 written.set_result(None)
             except BaseException as error:
                 if isinstance(error, SaveError) and not run.is_main:

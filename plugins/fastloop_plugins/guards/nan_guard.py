@@ -241,9 +241,9 @@ def roll_back(run: Run, skip: StepStart) -> bool:
 
     Returns False if the run has no checkpoint.
     """
-    from fastloop.checkpoint import resume
+    from fastloop.checkpoint import resume, saving
 
-    resume.wait_for_save(run)
+    saving.wait_for_save(run)
     newest = newest_checkpoint(run)
     if newest is None:
         return False

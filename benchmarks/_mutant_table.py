@@ -321,7 +321,7 @@ RESUME = [
     ),
     Mutant(
         "a fixed setting may change at a resume",
-        f"{CORE}/checks/resume.py",
+        f"{CORE}/checks/resumed_run.py",
         "if key in FIXED and not differs_in_code:",
         "if key not in (*FIXED, *FREE):",
     ),

@@ -6,7 +6,7 @@ folder, lock              # the run folder, and its lock
 run_summary               # ``summary.json``
 saving, pending_save      # writes the state of a run; the save that is under way, and failed ones
 resume                    # finds the checkpoint to resume from, and restores the state of a run
-build_record              # the settings of a run in its checkpoint; ``fastloop.checks.resume`` compares them
+build_record              # the settings of a run in its checkpoint; ``fastloop.checks.resumed_run`` compares them
 """
 
 from fastloop.checkpoint.store import MANIFEST, ResumePoint, find_newest, pack, read, rotate, unpack, verify, write

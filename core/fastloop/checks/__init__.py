@@ -1,7 +1,7 @@
 """Checks that every run makes: implementations of hooks, beside those of its plugins. ``implementations`` lists them.
 
 launcher                  # the launcher's settings contradict the recipe
-resume                    # the run has other settings or data than its checkpoint
+resumed_run               # the run has other settings or data than its checkpoint
 batch_norm, sample_orders # a sample alone in batch norm, another order on each process
 hook_results, read_only   # what hooks of plugins return and change
 """

@@ -22,7 +22,7 @@ from training_runs import execute
 
 from fastloop import CheckpointError, Plugin, Trainer, checkpoint, hookimpl
 from fastloop.checkpoint.build_record import plain
-from fastloop.checks.resume import FIXED, FREE
+from fastloop.checks.resumed_run import FIXED, FREE
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.recipe import Train

@@ -56,7 +56,7 @@ def activations() -> list[dict[str, Any]]:
     import scale_runs
     from checkpoint_helpers import write_rows
 
-    from fastloop_tools.scale.estimate import CHECKPOINTING, estimate
+    from fastloop_tools.plan.memory.estimate import CHECKPOINTING, estimate
 
     rows = []
     write_rows(("A", "B"))
@@ -80,7 +80,7 @@ def simulated() -> list[dict[str, Any]]:
     import scale_runs
 
     from fastloop.testing import start
-    from fastloop_tools.scale.estimate import estimate
+    from fastloop_tools.plan.memory.estimate import estimate
 
     rows = []
     for count in (64, 1024):

@@ -2,7 +2,7 @@
 
 bench, profile            # measure a recipe, its plugins and its steps
 sweep                     # train a recipe with several values of keys
-plan                      # shows what would run; its parts: ``samples``, ``scale`` (memory)
+plan, samples             # shows what would run, its memory and its samples
 inference                 # ``evaluate`` and ``predict``
 export, report, new       # write a model, a page about runs, or a package
 trainer                   # ``fastloop.Trainer``

@@ -150,7 +150,7 @@ def measured(arm: str, steps: int = 7) -> dict[str, Any]:
 @cache
 def predicted(processes: int) -> dict[str, dict[str, Any]]:
     """Arm -> its estimate on CPUs, as JSON values."""
-    from fastloop_tools.scale.estimate import estimate
+    from fastloop_tools.plan.memory.estimate import estimate
 
     with tempfile.TemporaryDirectory() as folder:
         found = estimate(recipe(output=f"{folder}/run"), processes)

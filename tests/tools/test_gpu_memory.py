@@ -15,7 +15,7 @@ from training_runs import execute
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop_tools.scale.estimate import estimate
+from fastloop_tools.plan.memory.estimate import estimate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

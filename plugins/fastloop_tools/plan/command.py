@@ -71,7 +71,7 @@ def plan(
             remedy="Give both, such as --samples 3.",
         )
     if nnodes is not None or device_flops is not None or device_memory or bandwidth or json_file:
-        from fastloop_tools.scale.command import estimate_memory
+        from fastloop_tools.plan.memory.command import estimate_memory
 
         estimate_memory(arguments, nproc or 1, nnodes or 1, device_memory, device_flops, bandwidth, json_file)
         return

@@ -31,7 +31,7 @@ def estimate_memory(
     from fastloop.distributed import ranks
     from fastloop.errors import UsageError
     from fastloop.plugins.resolve import expand
-    from fastloop_tools.scale.sizes import parse_bytes
+    from fastloop_tools.plan.memory.sizes import parse_bytes
 
     if ranks.world_size() > 1:
         raise UsageError(
@@ -53,9 +53,9 @@ def estimate_memory(
         rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
     recipe = expand(arguments.load())
-    from fastloop_tools.scale.change import Command  # imports torch, and errors of the recipe come before
-    from fastloop_tools.scale.estimate import estimate
-    from fastloop_tools.scale.table import show, write_json
+    from fastloop_tools.plan.memory.change import Command  # imports torch, and errors of the recipe come before
+    from fastloop_tools.plan.memory.estimate import estimate
+    from fastloop_tools.plan.memory.table import show, write_json
 
     command = Command(
         arguments.recipe,

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from fastloop.distributed.processes import Processes
 from fastloop.recipe import make_recipe
 from fastloop_plugins.strategies.fsdp import FSDP
-from fastloop_tools.scale.estimate import estimate
+from fastloop_tools.plan.memory.estimate import estimate
 
 PROCESSES = 8
 
@@ -98,8 +98,8 @@ def test_the_estimate_is_that_of_torchs_tracker(sizes, options, precision):
     arguments: dict[str, int] = SIZES[sizes]
     data_arguments = {"words": arguments["words"]} if "words" in arguments else {}
     tree = {
-        "model": {"module": "test_scale_fsdp:Net", "arguments": arguments},
-        "data": {"module": "test_scale_fsdp:data", "arguments": data_arguments},
+        "model": {"module": "test_plan_memory_fsdp:Net", "arguments": arguments},
+        "data": {"module": "test_plan_memory_fsdp:data", "arguments": data_arguments},
         "train": {"batch_size": 16, "device": "cpu"},
         "plugins": [
             {"module": {"loss": "cross_entropy"}},

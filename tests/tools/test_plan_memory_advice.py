@@ -20,9 +20,9 @@ from fastloop.plugins.installed import load
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 from fastloop.runtime.hardware import this_machine
-from fastloop_tools.scale.activations import Activations, extrapolate
-from fastloop_tools.scale.change import Command, smallest_change
-from fastloop_tools.scale.estimate import estimate
+from fastloop_tools.plan.memory.activations import Activations, extrapolate
+from fastloop_tools.plan.memory.change import Command, smallest_change
+from fastloop_tools.plan.memory.estimate import estimate
 
 PROCESSES = 2
 
@@ -130,7 +130,7 @@ def test_the_printed_command_resolves_and_then_fits(case, monkeypatch):
         return measured[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr("fastloop_tools.scale.share.extrapolate", measure)
+        patched.setattr("fastloop_tools.plan.memory.share.extrapolate", measure)
         found = plan(file, *words, *machine, "1KiB")
     totals = sorted(
         float(line.split()[-3])
@@ -140,7 +140,7 @@ def test_the_printed_command_resolves_and_then_fits(case, monkeypatch):
     memory = f"{totals[len(totals) // 4] * 1.01:.2f}MiB"
     again = iter(measured)
     with monkeypatch.context() as patched:  # the device's memory changes no measurement
-        patched.setattr("fastloop_tools.scale.share.extrapolate", lambda *_: next(again))
+        patched.setattr("fastloop_tools.plan.memory.share.extrapolate", lambda *_: next(again))
         command = suggested(plan(file, *words, *machine, memory))
     assert next(again, None) is None
     resolves(command)

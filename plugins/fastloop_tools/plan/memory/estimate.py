@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Layout, MemoryEstimate, PluginError, RecipeError, Strategy
 from fastloop_plugins.strategies._tensor_group import CONFLICTS
-from fastloop_tools.scale.activations import Activations
-from fastloop_tools.scale.change import CHECKPOINTING, Command, smallest_change
-from fastloop_tools.scale.model import open_fake, quiet
-from fastloop_tools.scale.share import ModelShare, weights_of
+from fastloop_tools.plan.memory.activations import Activations
+from fastloop_tools.plan.memory.change import CHECKPOINTING, Command, smallest_change
+from fastloop_tools.plan.memory.model import open_fake, quiet
+from fastloop_tools.plan.memory.share import ModelShare, weights_of
 
 if TYPE_CHECKING:
     from fastloop.plugins.resolve import ResolvedRecipe

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from fastloop.cli.arguments import RecipeArguments
 from fastloop.errors import UsageError
 from fastloop.plugins.resolve import load_listed, resolve
-from fastloop_tools.scale.model import quiet
+from fastloop_tools.plan.memory.model import quiet
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_tools.scale.estimate import MemoryVariant
+    from fastloop_tools.plan.memory.estimate import MemoryVariant
 
 CHECKPOINTING = "activation-checkpointing"
 

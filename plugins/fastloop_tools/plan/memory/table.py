@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from fastloop.recipe import secrets
-from fastloop_tools.scale.estimate import Estimate, MemoryVariant
-from fastloop_tools.scale.sizes import format_size, unit_for
+from fastloop_tools.plan.memory.estimate import Estimate, MemoryVariant
+from fastloop_tools.plan.memory.sizes import format_size, unit_for
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_tools.scale.change import Command
+    from fastloop_tools.plan.memory.change import Command
 
 COLUMNS = {
     "weight": "weights", "grad": "gradients", "optim": "optimizer", "activ": "activations", "bucket": "buckets",

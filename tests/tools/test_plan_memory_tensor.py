@@ -19,7 +19,7 @@ from fastloop import PluginError, RecipeError
 from fastloop.testing import expect_problem
 from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_plugins.strategies.tensor_parallel import TensorParallel
-from fastloop_tools.scale.estimate import estimate
+from fastloop_tools.plan.memory.estimate import estimate
 
 PROCESSES = 2
 ROUNDS = {"all_reduce": 2, "allreduce_": 2, "all_gather_into_tensor": 1}

@@ -25,10 +25,10 @@ from fastloop.recipe import Recipe
 from fastloop.testing import assert_problem
 from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
 from fastloop_plugins.strategies.fsdp import FSDP
-from fastloop_tools.scale.activations import Activations, LiveBytes, equal_blocks, extrapolate, micro_step
-from fastloop_tools.scale.change import smallest_change
-from fastloop_tools.scale.estimate import MemoryVariant, estimate
-from fastloop_tools.scale.sizes import format_size, parse_bytes, unit_for
+from fastloop_tools.plan.memory.activations import Activations, LiveBytes, equal_blocks, extrapolate, micro_step
+from fastloop_tools.plan.memory.change import smallest_change
+from fastloop_tools.plan.memory.estimate import MemoryVariant, estimate
+from fastloop_tools.plan.memory.sizes import format_size, parse_bytes, unit_for
 
 CHECKPOINTING = "activation-checkpointing"
 BF16 = [{"amp": {"dtype": "bf16"}}]
@@ -123,8 +123,8 @@ def test_few_equal_blocks_stand_for_all(plugins, monkeypatch):
         counts.append(len(model.model.layers))
         return micro_step(model, *arguments)
 
-    monkeypatch.setattr("fastloop_tools.scale.share.extrapolate", compute_both)
-    monkeypatch.setattr("fastloop_tools.scale.share.micro_step", count_blocks)
+    monkeypatch.setattr("fastloop_tools.plan.memory.share.extrapolate", compute_both)
+    monkeypatch.setattr("fastloop_tools.plan.memory.share.micro_step", count_blocks)
     estimate(tiny("decoder", "fsdp", *plugins), 4)
     assert len({step.saved for step in whole}) >= 4  # with recomputed blocks, and shares of tensor 2
 

@@ -11,9 +11,9 @@ from fastloop import PluginError, Problem, RecipeError
 from fastloop.memory_estimates import Weight
 from fastloop.problem import clause
 from fastloop_plugins.models.blocks import transformer_blocks
-from fastloop_tools.scale.activations import PASSES, Activations, extrapolate, micro_step, state_bytes
-from fastloop_tools.scale.change import CHECKPOINTING
-from fastloop_tools.scale.model import FakeRun, explain, make_fake, quiet
+from fastloop_tools.plan.memory.activations import PASSES, Activations, extrapolate, micro_step, state_bytes
+from fastloop_tools.plan.memory.change import CHECKPOINTING
+from fastloop_tools.plan.memory.model import FakeRun, explain, make_fake, quiet
 
 if TYPE_CHECKING:
     import torch

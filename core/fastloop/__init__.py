@@ -19,7 +19,7 @@ its files in its ``__init__``. The files beside this one::
     scalars, log_points       # logged values
     evaluation_results, metric_states   # metrics of an evaluation, on one process and on several
     metric_modes, undefined_metrics     # which values of a metric are better, and which say nothing
-    speedup_estimates, memory_estimates   # the speedups and the memory that plugins estimate
+    speedup_estimates, memory_estimates   # the speedups and the memory that plugins estimate, and what they recommend
     options                   # declares and checks the options of plugins and of recipe sections
     errors, problem           # the errors that users see, and their fields
     no_code, probing          # ``--no-code``, and forward passes on trial

@@ -117,14 +117,19 @@ class CheckpointBest(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        stay: list[int] = []  # all checkpoints after this save
-        if run.is_main:
-            now = run.state.step
-            best = [*self.saved.get(now, ()), *(one.step for one in self.kept)]
-            self.saved[now] = list(dict.fromkeys(best))  # each once
-            there = sorted(self.saved.keys() & {now, *self.there(run)})
-            stay = there[-run.recipe.train.keep_checkpoints :]
-        return {"kept": [asdict(one) for one in self.kept], "saved": {step: self.saved[step] for step in stay}}
+        kept = [asdict(one) for one in self.kept]
+        if not run.is_main:
+            return {"kept": kept, "saved": {}}
+        now = run.state.step
+        best = list(self.saved.get(now, ()))
+        for one in self.kept:
+            if one.step not in best:
+                best.append(one.step)
+        self.saved[now] = best
+        # with saves at steps 2, 4 and 6 and train.keep_checkpoints: 2, those at 4 and 6 stay after this one
+        there = sorted(self.saved.keys() & {now, *self.there(run)})
+        stay = there[-run.recipe.train.keep_checkpoints :]
+        return {"kept": kept, "saved": {step: self.saved[step] for step in stay}}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
@@ -204,7 +209,10 @@ class CheckpointBest(Plugin):
         self.saved = {step: best for step, best in self.saved.items() if step in there or step > newest}
         wanted = {one.step for one in self.kept}.union(*self.saved.values())
         folders = run.folder / "checkpoints"
-        numbered = [folder for folder in folders.glob("best-*") if folder.name.removeprefix("best-").isdecimal()]
-        unwanted = [folder for folder in numbered if int(folder.name.removeprefix("best-")) not in wanted]
-        for folder in (*unwanted, *folders.glob(".best-*.partial")):
+        unwanted = list(folders.glob(".best-*.partial"))
+        for folder in folders.glob("best-*"):
+            step = folder.name.removeprefix("best-")
+            if step.isdecimal() and int(step) not in wanted:
+                unwanted.append(folder)
+        for folder in unwanted:
             shutil.rmtree(folder, ignore_errors=True)

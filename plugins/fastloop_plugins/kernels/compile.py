@@ -117,12 +117,12 @@ class Compile(Plugin):
             return None
         if listed is not None and cut is None:
             return None
-        fused = (
-            sum(profile.operations.values())
-            - profile.multiplying()
-            - profile.spent(name for name in profile.operations if "attention" in name or name.startswith("fastloop::"))
-            + profile.region("launch")
-        )
+        not_fusible = []  # beside matrix products
+        for name in profile.operations:
+            if "attention" in name or name.startswith("fastloop::"):
+                not_fusible.append(name)
+        fused = sum(profile.operations.values()) - profile.multiplying() - profile.spent(not_fusible)
+        fused += profile.region("launch")
         calls = sum(profile.counts.values())
         why = f"{fused / profile.seconds:.0%} of a step is fusible operations, in {calls:,.0f} calls."
         if cut is not None:

@@ -178,19 +178,25 @@ class Lines:
     """
 
     def __init__(self, file: LineFile, start: int) -> None:
-        self.file, self.start, self.number = file, start, 0
+        self.file = file
+        self.start = start
+        self.number = 0
         self.offset = start or len(file.mark)
         self.checksum = 0 if start else zlib.crc32(file.mark)
 
     def __iter__(self) -> Iterator[str]:
-        file, pending, size = self.file, list[bytes](), 0
-        most, encoding = file.how.max_row_mib * 2**20, "utf-8" if file.transcodes else file.encoding
+        file = self.file
+        longest = file.how.max_row_mib * 2**20
+        encoding = "utf-8" if file.transcodes else file.encoding
+        pending: list[bytes] = []  # the chunks that begin a line whose end is not read yet
+        size = 0  # bytes of ``pending``
         try:
             for chunk in file.chunks(self.start):
                 self.checksum = zlib.crc32(chunk, self.checksum)
                 pending.append(chunk)
                 size += len(chunk)
                 if b"\n" in chunk or b"\r" in chunk:
+                    # pending b"on" and the chunk b"e\ntwo\nthr" give the lines b"one\n" and b"two\n"; b"thr" is pending
                     pieces = b"".join(pending).splitlines(keepends=True)
                     pending = [pieces.pop()]  # it may continue in the next chunk
                     size = len(pending[0])
@@ -198,7 +204,7 @@ class Lines:
                         self.offset += len(piece)
                         self.number += 1
                         yield piece.decode(encoding)
-                if size > most:
+                if size > longest:
                     check_row(f"{file.path}, line {self.number + 1}", size, file.how)
             for piece in b"".join(pending).splitlines(keepends=True):
                 self.offset += len(piece)

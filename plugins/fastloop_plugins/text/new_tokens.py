@@ -37,7 +37,11 @@ class NewTokens:
     """
 
     def __init__(self, options: ModelOptions, model: str | None, source: str, key: str, where: str) -> None:
-        self.options, self.model, self.source, self.key, self.where = options, model, source, key, where
+        self.options = options
+        self.model = model
+        self.source = source
+        self.key = key
+        self.where = where
         self.wanted = [*(options.tokens or ()), *(options.special_tokens or ())]
         self.ids: list[int] = []
         self.rows: int | None = None
@@ -80,18 +84,7 @@ class NewTokens:
         if self.model is not None and rows is not None:
             without_row = tokens_after(tokenizer, rows)
             if without_row and not self.options.resize_embeddings:
-                named = ", ".join(without_row[:4]) + (", ..." if len(without_row) > 4 else "")
-                sizes = f"the tokenizer has {rows_needed(tokenizer)} tokens, and the embedding of {self.model} has "
-                sizes += f"{rows} rows: none for {named}"
-                raise RecipeError(
-                    f"{sizes}.",
-                    code="tokens-differ",
-                    place=f"{self.where}.{self.source}",
-                    remedy=(
-                        f"To train rows for these tokens, set {self.key}.resize_embeddings=true. Or use the tokenizer "
-                        "that the model was trained with."
-                    ),
-                )
+                raise self._tokenizer_is_larger(tokenizer, rows, without_row)
             self.ids += [tokenizer.convert_tokens_to_ids(token) for token in without_row]
         self.ids += add_tokens(tokenizer, self.options.tokens or [], special=False)
         self.ids += add_tokens(tokenizer, self.options.special_tokens or [], special=True)
@@ -99,6 +92,27 @@ class NewTokens:
         if self.model is not None and rows is not None and self.ids:
             needed = rows_needed(tokenizer)
             self.rows = needed if needed > rows else None
+
+    def _tokenizer_is_larger(self, tokenizer: Any, rows: int, without_row: list[str]) -> RecipeError:
+        """The error of a tokenizer with tokens that the model's embedding has no row for.
+
+        Args:
+            rows: Rows of the embedding.
+            without_row: The tokens without a row.
+        """
+        named = ", ".join(without_row[:4])
+        if len(without_row) > 4:
+            named += ", ..."
+        return RecipeError(
+            f"the tokenizer has {rows_needed(tokenizer)} tokens, and the embedding of {self.model} has {rows} rows: "
+            f"none for {named}.",
+            code="tokens-differ",
+            place=f"{self.where}.{self.source}",
+            remedy=(
+                f"To train rows for these tokens, set {self.key}.resize_embeddings=true. Or use the tokenizer that "
+                "the model was trained with."
+            ),
+        )
 
     def fit(self, model: Any, tokenizer: Any, seed: int) -> None:
         """Give embedding and head of a model their new rows, drawn by the seed, and log what is new.
@@ -114,7 +128,8 @@ class NewTokens:
             logger.info("%s.tokens: added %s", self.key, ", ".join(added))
         if self.model is None:
             return
-        model.new_token_ids, model.has_new_rows = self.ids, self.rows is not None  # by which lora finds what to train
+        model.new_token_ids = self.ids  # by these two, lora finds what to train
+        model.has_new_rows = self.rows is not None
         before = rows_of(model.config)
         if self.rows is None:
             if self.options.resize_embeddings or self.ids:

@@ -51,7 +51,9 @@ def chat_chunks(
             code="unknown-format",
             place=str(source),
         )
-    renderer, keys, empty = ChatRenderer(tokenizer), Counter[str](), EmptyTexts()
+    renderer = ChatRenderer(tokenizer)
+    keys = Counter[str]()
+    empty = EmptyTexts()
     cut = CutPrompts(room)
     names = [*data.columns, *data.optional_columns()]
     for rows, bad in read_chunks(data, source, start, size):
@@ -65,7 +67,8 @@ def chat_chunks(
             except RowError as error:
                 bad(index, str(error))
         yield Sequences(*flat(prompts))
-    if warning := unread_keys("predict", keys, renderer.names()):
+    warning = unread_keys("predict", keys, renderer.names())
+    if warning is not None:
         logger.warning(warning)
     empty.warn("messages to answer")
     cut.warn("Their system message stays, and their oldest turns are left out")
@@ -79,7 +82,9 @@ class CutPrompts:
     """
 
     def __init__(self, room: int | None) -> None:
-        self.room, self.total, self.cut = room, 0, 0
+        self.room = room
+        self.total = 0
+        self.cut = 0
 
     def shorten(self, chat: Chat, renderer: ChatRenderer) -> list[int]:
         """The token ids of a conversation with its prompt for an answer, without as many of its oldest turns as the
@@ -177,10 +182,13 @@ def _to_answer(row: dict[str, Any], data: LanguageTextData) -> Chat:
     if len(columns) == 1 and isinstance(row[columns[0]], str):
         row[columns[0]] = [{"role": "user", "content": row[columns[0]]}]
     chat = read_chat(row, columns, data.options.roles)
-    asked = max((index for index, message in enumerate(chat.messages, 1) if message["role"] != "assistant"), default=0)
-    if not asked:
+    # of the roles [system, user, assistant, user, assistant], the first four messages are to answer
+    end = len(chat.messages)
+    while end > 0 and chat.messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if end == 0:
         raise RowError("every message is from the assistant. Expected a message to answer.")
-    return Chat(chat.messages[:asked], chat.tools)
+    return Chat(chat.messages[:end], chat.tools)
 
 
 class PromptCollator:

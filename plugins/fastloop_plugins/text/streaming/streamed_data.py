@@ -69,17 +69,20 @@ class StreamedData:
 
     def read_shards(self: Any) -> dict[str, list[Table]]:
         """The splits of ``data.name`` that are needed."""
-        found, needed = {}, self.needed_splits(self.shards.splits).values()
+        needed = self.needed_splits(self.shards.splits).values()
+        tables_of: dict[str, list[Table]] = {}
         for split, paths in self.shards.splits.items():
             if self.stream is not None and split == self.splits.train:
-                found[split] = [self.stream.read_head()]
+                tables_of[split] = [self.stream.read_head()]
+            elif split in needed:
+                tables_of[split] = self.read_files(paths)
             else:
-                found[split] = self.read_files(paths) if split in needed else []
+                tables_of[split] = []
         names = self.shards.class_names(self)
-        for tables in found.values():
+        for tables in tables_of.values():
             for table in tables:
                 table.classes = names
-        return found
+        return tables_of
 
     def every_file(self: Any) -> list[Path]:
         """The files of all splits."""

@@ -75,10 +75,11 @@ def test_failures_without_a_mutant_are_not_counted() -> None:
 
 @pytest.mark.slow
 def test_a_mutant_is_noticed_by_the_test_of_its_meaning() -> None:
-    """In a copy of the tree, with the tests of one file."""
+    """In a copy of the tree, with the cases of one test."""
+    test = "tests/plugins/rows/test_formats.py::test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it"
     command = [sys.executable, "benchmarks/mutants.py", "--only", "a repeated key of json is ignored"]
     done = subprocess.run(
-        [*command, "--tests", "tests/plugins/rows/test_formats.py"],
+        [*command, "--tests", test],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -86,4 +87,5 @@ def test_a_mutant_is_noticed_by_the_test_of_its_meaning() -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "noticed by" in done.stdout
+    assert " 0 fail without a mutant" in done.stdout
+    assert "noticed by 1 of" in done.stdout

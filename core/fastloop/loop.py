@@ -31,7 +31,7 @@ from fastloop.distributed import compared_facts
 from fastloop.errors import DataError, PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating, keeping_casts
 from fastloop.plugins.plugin import hookimpl
-from fastloop.problem import Problem
+from fastloop.problem import Problem, counted
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import NO_CONTEXT, region
 from fastloop.state import Batch
@@ -78,7 +78,7 @@ def fit(run: Run) -> None:
     if limit is not None and run.state.step < limit and run.state.stop_reason is None:
         log.warning(
             Problem(
-                f"train.epochs = {run.recipe.train.epochs} ended after {run.state.step} steps, before "
+                f"train.epochs = {run.recipe.train.epochs} ended after {counted(run.state.step, 'step')}, before "
                 f"train.max_steps = {limit}.",
                 code="too-few-steps",
                 place=run.recipe.where,

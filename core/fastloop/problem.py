@@ -28,6 +28,20 @@ IN_REMEDY = re.compile(rf"{UNQUOTED}|`(--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[
 """A part of a remedy that a user can type. Options and commands are between backquotes, and so may names be."""
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number and its noun: ``1 step``, ``2 steps``, ``1,200 steps``.
+
+    Args:
+        noun: In the singular.
+        plural: The plural, if it is not the noun with an ``s``, or ``es`` after an ``s``.
+    """
+    if number == 1:
+        return f"1 {noun}"
+    if not plural:
+        plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {plural}"
+
+
 def clause(error: BaseException) -> str:
     """The message of an error as a part of a sentence: its first line, without a full stop. An error without a message
     is named by its class.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastloop.cli.numerics import DropoutRates, switch_dropout_off
     from fastloop.errors import did_you_mean
     from fastloop.metric_modes import metric_modes
-    from fastloop.problem import clause, typed_clause
+    from fastloop.problem import clause, counted, typed_clause
     from fastloop.recipe.references import import_object
     from fastloop.runtime.platform_support import cores, processors
     from fastloop_plugins._cache import private_cache
@@ -29,6 +29,7 @@ PLACES = {
     "clause": "fastloop.problem",
     "computing_dtype": "fastloop_plugins.data._varlen",
     "cores": "fastloop.runtime.platform_support",
+    "counted": "fastloop.problem",
     "did_you_mean": "fastloop.errors",
     "head_size": "fastloop_plugins.data._varlen",
     "import_object": "fastloop.recipe.references",
@@ -52,6 +53,7 @@ __all__ = [
     "clause",
     "computing_dtype",
     "cores",
+    "counted",
     "did_you_mean",
     "head_size",
     "import_object",

@@ -10,6 +10,7 @@ import pytest
 from fastloop import Plugin, Problem, RecipeError, option
 from fastloop.errors import DataError, FastloopError, MetricError, UsageError
 from fastloop.plugins.plugin import listed_at
+from fastloop.problem import counted
 from fastloop_plugins.guards._numbers import NotFinite, StepStart
 
 
@@ -131,3 +132,9 @@ def test_a_command_shows_the_code(cli):
     _, _, err = cli("plan", "quickstart", "train.lr=fast")
     assert err.startswith("error: ")
     assert err.endswith("]\n")
+
+
+def test_a_number_with_its_noun():
+    assert [counted(number, "step") for number in (0, 1, 2, 1200)] == ["0 steps", "1 step", "2 steps", "1,200 steps"]
+    assert [counted(number, "process") for number in (1, 2)] == ["1 process", "2 processes"]
+    assert [counted(number, "retry", "retries") for number in (1, 2)] == ["1 retry", "2 retries"]

@@ -19,6 +19,7 @@ from fastloop.distributed import ranks
 from fastloop.errors import UsageError
 from fastloop.plugins.plugin import Plugin, hookimpl
 from fastloop.plugins.resolve import ResolvedRecipe, load_listed, resolve
+from fastloop.problem import counted
 from fastloop.runtime.step_folders import step_folder
 
 if TYPE_CHECKING:
@@ -128,12 +129,12 @@ class Overfit(Plugin):
         """The result as a sentence."""
         if self.first is None:
             return (
-                f"overfit: {steps} steps do not cover {self.samples} samples. Raise train.max_steps, or take "
-                "fewer samples."
+                f"overfit: {self.samples} samples need more than {counted(steps, 'step')}. Raise train.max_steps, or "
+                "take fewer samples."
             )
         losses = (
-            f"{self.first:.4g} in the first pass over {self.samples} samples, {self.last:.4g} in the last one, after "
-            f"{steps} steps."
+            f"{self.first:.4g} in the first pass over {counted(self.samples, 'sample')}, {self.last:.4g} in the last "
+            f"one, after {counted(steps, 'step')}."
         )
         if self.is_near_zero():
             return f"overfit: the loss fell to near zero: {losses}"
@@ -223,7 +224,7 @@ def run_fast_dev_run(resolved: ResolvedRecipe) -> int:
             if not first.interrupted:
                 run = _train(resolve(resolved.recipe), FastDevRun(stops=False), step_folder(folder, 1))
         if not run.interrupted and run.is_main:
-            done = [f"{run.state.step} steps, saved and resumed after step {first.state.step}"]
+            done = [f"{counted(run.state.step, 'step')}, saved and resumed after step {first.state.step}"]
             done += [f"one batch of {split}" for split in run.state.metrics]
             if (folder / "model").is_dir():
                 done.append("export")

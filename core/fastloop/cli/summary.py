@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.metric_modes import direction
+from fastloop.problem import counted
 from fastloop.recipe import secrets
 
 PHASES = ("train", "evaluate", "save", "startup", "compile")
@@ -50,14 +51,14 @@ def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         scored.setdefault(name, []).append(metric)
     if scored:
         rows["positive"] = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in scored.items())
-    epochs = "1 epoch" if summary["epochs"] == 1 else f"{summary['epochs']} epochs"
+    epochs = counted(summary["epochs"], "epoch")
     rows["steps"] = f"{summary['steps']} ({epochs}, {summary['samples']} samples)"
     seconds = [(phase, summary[f"{phase}_seconds"]) for phase in PHASES]
     rows["seconds"] = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds if spent)
     rows["speed"] = f"{summary['samples_per_second']:.1f} samples/s"
     if summary["tokens_per_second"]:
         rows["speed"] += f", {summary['tokens_per_second']:.0f} tokens/s"
-    processes = "1 process" if summary["world_size"] == 1 else f"{summary['world_size']} processes"
+    processes = counted(summary["world_size"], "process")
     memory = f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB at the peak"
     rows["memory"] = f"{memory}, {summary['device']}, {processes}"
     rows["plugins"] = ", ".join(

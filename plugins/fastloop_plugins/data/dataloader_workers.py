@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import NonNegativeInt
 
 from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl, option
+from fastloop.problem import counted
 from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class DataLoaderWorkers(Plugin):
         busy = computing * (min(profile.threads, cores) if profile.device == "cpu" else 1) + profile.reading
         return SpeedupEstimate(
             seconds=profile.seconds - max(computing, waiting / workers, busy / cores),
-            why=f"A step waits {waiting / profile.seconds:.0%} of its time for batches; {int(workers)} workers can "
-            "read them in parallel.",
+            why=f"A step waits {waiting / profile.seconds:.0%} of its time for batches; "
+            f"{counted(int(workers), 'worker')} can read them while the model computes.",
             options={"num_workers": int(workers)},
         )
 

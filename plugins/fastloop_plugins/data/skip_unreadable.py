@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, Problem, hookimpl, option
 from fastloop.errors import DataError
+from fastloop.problem import counted
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -47,7 +48,7 @@ class SkipUnreadable(Plugin):
     def after_step(self, run: Run) -> None:
         if run.state.unreadable > self.limit:
             raise DataError(
-                f"{run.state.unreadable} samples could not be read; plugins.skip-unreadable.limit is {self.limit}. "
-                "log.txt in the run folder names the first ones.",
+                f"{counted(run.state.unreadable, 'sample')} could not be read; plugins.skip-unreadable.limit is "
+                f"{self.limit}. log.txt in the run folder names the first ones.",
                 code="sample-unreadable",
             )

@@ -23,6 +23,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import CheckpointError, FastloopError, Plugin, PluginError, Problem, hookimpl, option
+from fastloop.problem import counted
 from fastloop_plugins.guards._numbers import (
     MIN_WINDOW,
     NotFinite,
@@ -217,7 +218,7 @@ class NanGuard(Plugin):
         if self.action == "stop":
             return ""
         done = "skipped a step" if self.action == "skip" else "rolled back"
-        return f" The run has {done} {self.counts['acted']} times; plugins.nan-guard.limit is {self.limit}."
+        return f" The run has {done} {counted(self.counts['acted'], 'time')}; plugins.nan-guard.limit is {self.limit}."
 
     @hookimpl
     def recover(self, run: Run, error: Exception) -> bool | None:

@@ -16,6 +16,7 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, Problem, hookimpl, option
+from fastloop.problem import counted
 from fastloop.runtime.files import write
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class Profile(Plugin):
         if not self.written:
             self.log.warning(
                 Problem(
-                    f"training ended after {run.state.step} steps, before any step was recorded: lower wait.",
+                    f"training ended after {counted(run.state.step, 'step')}, before any step was recorded: lower "
+                    "wait.",
                     code="nothing-recorded",
                 )
             )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Problem, RecipeError, __version__
-from fastloop.problem import clause
+from fastloop.problem import clause, counted
 from fastloop_plugins import _cache
 from fastloop_plugins._mapped import convert, flatnonzero, spans
 from fastloop_plugins.text.batches import describe_cut
@@ -298,7 +298,7 @@ def _text_rows(model: TextModel, encoder: Encoder | None, rows: Rows) -> Sequenc
 def _warn_about_unknown(split: str, ids: NDArray[np.int32], unknown: int, data: TextData) -> None:
     count = sum(int((ids[span] == unknown).sum()) for span in spans(len(ids)))
     if count:
-        text = f"{count} characters are not in the training texts, and become the unknown token."
+        text = f"The unknown token stands for {counted(count, 'character')} that the training texts lack."
         problem = Problem(text, code="unknown-characters", place=f"data: {split}")
         data.messages.append(problem)
         logger.warning(problem)

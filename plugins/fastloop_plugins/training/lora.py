@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Device, Package, RecipeError, When, hookimpl
+from fastloop.problem import counted
 from fastloop_plugins.models.adapters import check_untied, importing_bitsandbytes, merge, quiet_peft, tied_and_adapted
 from fastloop_plugins.training._lora_export import replicate_adapters, task_type, write_base_config
 from fastloop_plugins.training._lora_model import (
@@ -131,7 +132,7 @@ class LoRA(LoRAOptions):
         if not self.merge and (layers := running_statistics(wrapped)):
             raise RecipeError(
                 "found false. Training changes the running statistics of batch norm, and an adapter alone does not "
-                f"have them: {len(layers)} layers, such as {layers[0]}.",
+                f"have them: {counted(len(layers), 'layer')}, such as {layers[0]}.",
                 code="conflicting-values",
                 place=f"{where}.merge",
                 remedy="Set merge: true, or list the layers in modules_to_save.",

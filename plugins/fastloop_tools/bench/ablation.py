@@ -10,6 +10,7 @@ from typing import Any
 
 from fastloop.cli.numerics import BOUNDS, BROKEN, FAILED, NOT_COMPARED, compare
 from fastloop.errors import UsageError
+from fastloop.problem import counted
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable
 from fastloop_tools.shared.tables import json_safe
 from fastloop_tools.trials.measure import failed_measurement
@@ -122,8 +123,9 @@ class Bench:
         shortest = self.processes() * (START_SECONDS + settings.seconds)
         enough = settings.seconds / (settings.steps or 1)
         text = (
-            f"{len(self.ablation.measured())} variants x {settings.repeats} repeats, {settings.warmup} + at least "
-            f"{settings.steps} steps and {settings.seconds:g} s each: {self.processes()} processes, at least "
+            f"{counted(len(self.ablation.measured()), 'variant')} x {counted(settings.repeats, 'repeat')}, "
+            f"{settings.warmup} + at least {settings.steps} steps and {settings.seconds:g} s each: "
+            f"{self.processes()} processes, at least "
             f"{show_time(shortest)}, and longer if a step takes over {enough:.2g} s; the first measurement tells"
         )
         if settings.quality:

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from fastloop.cli.numerics import BROKEN, FAILED
+from fastloop.problem import counted
 from fastloop_tools.shared.tables import markdown_table
 from fastloop_tools.trials.measure import LOUD
 
@@ -57,7 +58,7 @@ def _pays(results: dict[str, Any]) -> str:
         return ""
     if after == 0:
         return "at once"
-    text = f"after {after:,} steps"
+    text = f"after {counted(after, 'step')}"
     if total is not None:
         text += f"; this run has {total:,}"
         if after > total:

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fastloop.problem import counted
 from fastloop.recipe import Recipe, Train, anchored
 from fastloop_tools.bench.selection import ONCE, EditSelection, Trial
 from fastloop_tools.shared.recipe_text import recipe_text
@@ -44,7 +45,9 @@ def selected_recipe(selection: EditSelection, last: str, folder: Path) -> str:
 
 def measured(trial: Trial) -> str:
     """The speedup of an edit that was kept, as text."""
-    pays = f", pays after {trial.pays_after} steps" if trial.once > ONCE else ""
+    pays = ""
+    if trial.once > ONCE and trial.pays_after is not None:
+        pays = f", pays after {counted(trial.pays_after, 'step')}"
     return f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + pays
 
 

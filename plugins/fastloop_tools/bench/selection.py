@@ -23,6 +23,7 @@ from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop.errors import UsageError
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import load_listed, resolve
+from fastloop.problem import counted
 from fastloop.recipe import Recipe
 from fastloop.speedup_estimates import StepProfile
 from fastloop_tools.profile.suggestions import show_speedup, speedup, suggest
@@ -350,6 +351,6 @@ def describe(trial: Trial) -> str:
     if not trial.kept:
         return f"{text}: {trial.why or 'not kept'}"
     text += ": kept"
-    if trial.once > ONCE:
-        text += f", pays after {trial.pays_after} steps"
+    if trial.once > ONCE and trial.pays_after is not None:
+        text += f", pays after {counted(trial.pays_after, 'step')}"
     return text

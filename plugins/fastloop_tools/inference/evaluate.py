@@ -15,6 +15,7 @@ from fastloop.cli import ending, launch, startup
 from fastloop.cli.arguments import NoCode, With, Without, names, output_file
 from fastloop.distributed import signals
 from fastloop.errors import UsageError
+from fastloop.problem import counted
 from fastloop.recipe import Inference, Recipe, secrets
 
 Target = Annotated[
@@ -329,7 +330,7 @@ def write_results(record: dict[str, Any], text: str, file: Path) -> None:
 
     picture = file.with_suffix(".svg")
     samples = sum(row["samples"] for row in classes)
-    title = f"{record['model']} on {record['file'] or record['split']}: {samples:,} samples"
+    title = f"{record['model']} on {record['file'] or record['split']}: {counted(samples, 'sample')}"
     write(picture, draw([row["name"] for row in classes], record["confusion"], title))
     typer.echo(f"confusion matrix in {picture}")
 

@@ -20,6 +20,7 @@ from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.plugin import Plugin, shown_numerics
 from fastloop.plugins.resolve import resolve
+from fastloop.problem import counted
 from fastloop.recipe import Recipe, secrets
 from fastloop.runtime import hardware
 from fastloop.settings import Settings
@@ -182,9 +183,9 @@ def show_facts(plan: Plan, batch: str) -> None:
         typer.echo(f"loss     {' around '.join(outermost_first)}")
     lengths = []
     if recipe.train.epochs is not None:
-        lengths.append("1 epoch" if recipe.train.epochs == 1 else f"{recipe.train.epochs} epochs")
+        lengths.append(counted(recipe.train.epochs, "epoch"))
     if recipe.train.max_steps is not None:
-        lengths.append("1 step" if recipe.train.max_steps == 1 else f"{recipe.train.max_steps} steps")
+        lengths.append(counted(recipe.train.max_steps, "step"))
     shorter = ", the shorter" if len(lengths) > 1 else ""
     typer.echo(f"length   {' or '.join(lengths)}{shorter}")
     typer.echo(f"output   {recipe.output}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fastloop.problem import counted
 from fastloop.speedup_estimates import StepProfile
 from fastloop_tools.profile.suggestions import Suggestion, show_speedup, speedup
 from fastloop_tools.shared.tables import markdown_table
@@ -42,7 +43,10 @@ def markdown(profile: StepProfile, suggestions: list[Suggestion], refused: Mappi
     where = f"{profile.device}, {profile.precision}"
     if profile.world_size > 1:
         where += f", {profile.world_size} processes"
-    lines += [f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {profile.steps} steps).", ""]
+    lines += [
+        f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {counted(profile.steps, 'step')}).",
+        "",
+    ]
     regions = [[key, milliseconds(value), f"{value / profile.seconds:.0%}"] for key, value in ranked(profile.regions)]
     if regions:
         lines += markdown_table(["region", "a step", "share"], regions)
@@ -70,7 +74,7 @@ def describe(profile: StepProfile, suggestion: Suggestion) -> str:
     text = f"`{suggestion.edit}`: {about}. {estimate.why}"
     pays = break_even(estimate.once, estimate.seconds)
     if pays:
-        text += f" It costs about {estimate.once:.0f} s once, and pays off after {pays} steps."
+        text += f" It costs about {estimate.once:.0f} s once, and pays off after {counted(pays, 'step')}."
     return f"{text} ({suggestion.numerics})"
 
 
@@ -137,12 +141,13 @@ def facts(profile: StepProfile) -> list[str]:
         most = max(profile.reserved)
         shape = "flat" if most <= FLAT * least else "a sawtooth"
         lines.append(
-            f"allocator: {shape}, {least / 2**20:,.0f} to {most / 2**20:,.0f} MiB reserved; {profile.retries} retries"
+            f"allocator: {shape}, {least / 2**20:,.0f} to {most / 2**20:,.0f} MiB reserved; "
+            f"{counted(profile.retries, 'retry', 'retries')}"
         )
     for cut in profile.graph_breaks:
-        lines.append(f"{cut['count']} graph breaks at {cut['where']}: {cut['reason']}")
+        lines.append(f"{counted(cut['count'], 'graph break')} at {cut['where']}: {cut['reason']}")
     for again in profile.recompiles:
-        lines.append(f"recompiled {again['count']} times: {again['where']}, since {again['reason']}")
+        lines.append(f"recompiled {counted(again['count'], 'time')}: {again['where']}, since {again['reason']}")
     lag = describe_lag(profile)
     if lag:
         lines.append(lag)

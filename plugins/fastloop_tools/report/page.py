@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop.metric_modes import MetricMode, recorded_mode
+from fastloop.problem import counted
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
 from fastloop_tools.report.metrics import Series
@@ -244,7 +245,7 @@ def _outdated(run: TrainedRun, found: Evaluation) -> str:
     steps = (run.summary or {}).get("steps")
     if steps is None or found.steps is None or steps == found.steps:
         return ""
-    return f"This is the model after {found.steps:,} steps. The run now has {steps:,}: evaluate it again."
+    return f"This is the model after {counted(found.steps, 'step')}. The run now has {steps:,}: evaluate it again."
 
 
 def _matrix(found: Evaluation) -> Matrix | None:

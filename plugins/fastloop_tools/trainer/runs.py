@@ -23,6 +23,7 @@ from fastloop.cli.messages import show_messages
 from fastloop.distributed import signals
 from fastloop.errors import UserCodeError
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
+from fastloop.problem import counted
 from fastloop.recipe import Inference, Recipe
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.step_folders import checkpoints
@@ -72,7 +73,7 @@ class Fits:
         self._step = step = max(self._step, run.state.step)
         if self._completed:
             raise UsageError(
-                f"an earlier call completed the run after {step} steps.",
+                f"an earlier call completed the run after {counted(step, 'step')}.",
                 code="run-complete",
                 place="fit",
                 remedy=(
@@ -93,8 +94,8 @@ class Fits:
             return run.folder
         if step and self.resume is None:
             raise UsageError(
-                f"the earlier call ended after {step} steps without a checkpoint, and the model's weights have "
-                "changed.",
+                f"the earlier call ended after {counted(step, 'step')} without a checkpoint, and the model's weights "
+                "have changed.",
                 code="model-changed",
                 place="fit",
                 remedy="Make the model again for a new run. To have checkpoints more often, set save_every.",

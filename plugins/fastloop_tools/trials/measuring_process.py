@@ -21,7 +21,7 @@ from fastloop.cli import startup
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.errors import FastloopError, UsageError
 from fastloop.plugins.plugin import Plugin, hookimpl
-from fastloop.problem import Problem
+from fastloop.problem import Problem, counted
 from fastloop.runtime import files
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ class StepMeter(Plugin):
         steps = run.state.step - step
         if steps < 1:
             raise UsageError(
-                f"training ended after {run.state.step} steps, within the {self.spec.warmup} of the warm-up.",
+                f"training ended after {counted(run.state.step, 'step')}, within the {self.spec.warmup} of "
+                "the warm-up.",
                 code="too-few-steps",
             )
         seconds = self.times[-1] - self.times[step]

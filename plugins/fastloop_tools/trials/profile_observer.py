@@ -16,6 +16,7 @@ from torch._C._autograd import DeviceType
 
 from fastloop.errors import UsageError
 from fastloop.plugins.plugin import hookimpl
+from fastloop.problem import counted
 from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
 from fastloop.speedup_estimates import StepProfile
@@ -110,7 +111,7 @@ class ProfileObserver(StepMeter):
     def result(self, run: Run) -> dict[str, Any]:
         if self.profile is None:
             raise UsageError(
-                f"training ended after {run.state.step} steps: too few to profile.",
+                f"training ended after {counted(run.state.step, 'step')}: too few to profile.",
                 code="too-few-steps",
                 remedy="Lower the warm-up or the steps.",
             )

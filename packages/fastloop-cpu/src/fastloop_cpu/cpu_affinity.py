@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, Problem, Recommendation, SpeedupEstimate, hookimpl, option
-from fastloop_plugins.toolkit import ForeignLoad, cores, processors
+from fastloop_plugins.toolkit import ForeignLoad, cores, counted, processors
 
 if TYPE_CHECKING:
     from fastloop import Machine, Recipe, Run, StepProfile
@@ -108,7 +108,7 @@ class CpuAffinity(Plugin):
         if not self.denormals and not torch.set_flush_denormal(True):
             self.log.warning(Problem("this processor cannot flush denormal numbers to zero.", code="no-effect"))
         threads = torch.get_num_threads()
-        shown = "1 thread" if threads == 1 else f"{threads} threads"
+        shown = counted(threads, "thread")
         self.log.info("%s on cores %s", shown, ", ".join(map(str, share)))
 
     def _set_threads(self, quota: int, size: int) -> None:

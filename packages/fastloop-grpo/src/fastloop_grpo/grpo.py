@@ -31,7 +31,7 @@ from fastloop_plugins.text import (
     split,
     template_text,
 )
-from fastloop_plugins.toolkit import DropoutRates, switch_dropout_off
+from fastloop_plugins.toolkit import DropoutRates, counted, switch_dropout_off
 
 from fastloop_grpo import prompts
 from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model, seed_of
@@ -167,7 +167,7 @@ class GRPO(TextTask):
             first = dataset.left_out[0] + 1
             self.log.warning(
                 Problem(
-                    f"{count} prompts are left out, which have no token or more than {size} (data.max_length). The "
+                    f"left out {counted(count, 'prompt')} with no token or more than {size} (data.max_length). The "
                     f"first is row {first}.",
                     code="rows-left-out",
                     place=f"data: {split}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Problem, UsageError
 from fastloop.errors import did_you_mean
-from fastloop.problem import clause
+from fastloop.problem import clause, counted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -139,7 +139,7 @@ def _describe(batch: Any) -> str:
     """The class of a batch, and its number of elements."""
     name = type(batch).__name__
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        elements = "1 element" if len(batch) == 1 else f"{len(batch)} elements"
+        elements = counted(len(batch), "element")
         return f"a {name} of {elements}"
     return f"a {name}"
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from fastloop import Problem, RecipeError
 from fastloop.errors import DataError
+from fastloop.problem import counted
 from fastloop_plugins._mapped import GrowingArray, cumsum, flat, row_spans, spans, zeros
 from fastloop_plugins.tasks.tags.words import encode_rows
 from fastloop_plugins.text.batches import Ragged, Sequences
@@ -194,7 +195,7 @@ class TaggedSentences(Sequences):
         if self.cut:
             logger.warning(
                 Problem(
-                    f"{self.cut} words do not fit into data.max_length: only their first tokens are read.",
+                    f"only the first tokens are read of {counted(self.cut, 'word')} beyond data.max_length.",
                     code="words-cut",
                     place=f"data: {name}",
                 )

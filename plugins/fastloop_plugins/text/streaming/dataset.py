@@ -23,6 +23,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop.errors import DataError, RecipeError
+from fastloop.problem import counted
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.drop import drop_line
@@ -476,8 +477,8 @@ class Streaming:
         """The size of the training split, for the log."""
         index = self.index
         return {
-            "train": f"train {int(index.rows.sum())}, streamed from {len(index.rows)} row groups in "
-            f"{len(index.paths)} files{self._describe_sources()}"
+            "train": f"train {int(index.rows.sum())}, streamed from {counted(len(index.rows), 'row group')} in "
+            f"{counted(len(index.paths), 'file')}{self._describe_sources()}"
         }
 
     def label_table(self, loaded: Mapping[str, Any]) -> dict[Any, Any]:

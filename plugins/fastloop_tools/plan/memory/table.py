@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from fastloop.problem import counted
 from fastloop.recipe import secrets
 from fastloop_tools.plan.memory.estimate import Estimate, MemoryVariant
 from fastloop_tools.plan.memory.sizes import format_size, unit_for
@@ -46,10 +47,10 @@ def show(estimate: Estimate, recipe: Recipe, command: Command) -> None:
 def lines(estimate: Estimate, recipe: Recipe, command: Command) -> Iterator[str]:
     """The lines of the output."""
     unit, size = unit_for(max(variant.total for variant in estimate.variants))
-    model = f"{estimate.parameters:,} parameters on {estimate.processes} processes"
+    model = f"{estimate.parameters:,} parameters on {counted(estimate.processes, 'process')}"
     yield f"{model}, precision {estimate.precision}, {unit}"
     shapes = ", ".join("x".join(map(str, shape)) or "1" for shape in estimate.batch)
-    yield f"micro-batch of {estimate.micro_batch_size} samples ({shapes}), {estimate.micro_steps} a step"
+    yield f"micro-batch of {counted(estimate.micro_batch_size, 'sample')} ({shapes}), {estimate.micro_steps} a step"
     yield ""
     head = f"{'strategy':<16} ckpt"
     for name in COLUMNS:
@@ -93,7 +94,7 @@ def notes(estimate: Estimate, recipe: Recipe, command: Command, unit: str, size:
         if variant.samples != estimate.micro_batch_size:
             other_sizes[variant.name] = variant.samples
     for name, samples in other_sizes.items():
-        yield f"{name}: a micro-batch has {samples} samples."
+        yield f"{name}: a micro-batch has {counted(samples, 'sample')}."
     if any(variant.seconds is not None for variant in estimate.variants):
         yield "seconds: a step if communication and computation overlap: a lower bound."
     if estimate.device_memory is None:

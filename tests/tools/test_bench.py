@@ -408,6 +408,18 @@ def test_bench_says_before_the_start_how_many_processes_it_needs(recipe, bench, 
     assert sum(len(row["measurements"]) for row in record["variants"]) + 2 * len(record["numerics"]) == processes
 
 
+def test_the_page_has_the_command_with_its_options(recipe, bench):
+    words = [recipe("honest"), "train.lr=0.02", *SHORT, "--no-leave-one-out", "--no-numerics", "--budget", "1h"]
+    code, out, record = bench(*words, "--timeout", "300")
+    assert code == 0, out
+    written = shlex.split(record["command"])
+    assert written[:4] == ["fastloop", "bench", *words[:2]]
+    options = [*words[2:], "--timeout", "300.0", "--output", "ablation"]
+    options[options.index("--seconds") + 1] = "0.0"
+    assert sorted(written[4:]) == sorted(options)
+    assert f"`{record['command']}`" in Path("ablation/bench.md").read_text()
+
+
 def test_an_ablation_that_exceeds_its_budget_ends_after_the_first_measurement(recipe, bench, monkeypatch):
     monkeypatch.setattr(ablation.Bench, "processes", lambda self: 10**9)
     recipe_file = recipe("honest")

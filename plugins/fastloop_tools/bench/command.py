@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 SELECTION_BUDGET = "10m"
 """How long ``--select`` may take without ``--budget``."""
+REPEATS = 5
+"""Measurements of each variant, without ``--repeats``."""
 
 
 def bench(
@@ -83,7 +85,7 @@ def bench(
     ] = None,
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Measurements of each variant. A speedup needs at least 5.")
-    ] = 5,
+    ] = REPEATS,
     leave_one_out: Annotated[bool, typer.Option(help="Also measure the full set without each plugin.")] = True,
     numerics: Annotated[bool, typer.Option(help="Check each plugin's numerics class.")] = True,
     quality: Annotated[
@@ -145,7 +147,22 @@ def bench(
         sets = [names(listed) for listed in variants.split(";")] if variants else []
         added = list(dict.fromkeys([*names(with_), *(name for listed in sets for name in listed)]))
         loaded = load(recipe, overrides, added, without)
-        options = {"--with": names(with_), "--without": names(without), "--variants": variants}
+        options = {
+            "--with": names(with_),
+            "--without": names(without),
+            "--variants": variants,
+            "--steps": steps,
+            "--seconds": seconds,
+            "--warmup": warmup,
+            "--repeats": None if repeats == REPEATS else repeats,
+            "--no-leave-one-out": not leave_one_out,
+            "--no-numerics": not numerics,
+            "--quality": quality and quality_steps is None,
+            "--quality-steps": quality_steps,
+            "--budget": budget,
+            "--timeout": timeout,
+            "--output": output,
+        }
         words = [recipe, *(overrides or ())]
         plan = plan_ablation(loaded, sets, leave_one_out)
         command = command_line("bench", words, options)

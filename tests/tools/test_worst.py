@@ -141,6 +141,26 @@ def test_each_worst_sample_names_its_line_and_columns(tmp_path, cli, monkeypatch
     assert_problem(err, "missing-value --keep --worst")
 
 
+@pytest.mark.parametrize("columns", ["text", ["title", "text"]])
+def test_the_input_of_a_worst_sample_is_the_text_of_its_row(tmp_path, cli, monkeypatch, columns):
+    """Tokens would lose capitals and line breaks, and all words after the fourth token."""
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for number, values in enumerate(texts(16, 0)):
+        rows.append({**values, "title": f"No. {number}", "text": f"It's  GREAT!\n{values['text']}<br />"})
+    write_csv(tmp_path / "rows.csv", rows)
+    data = {"files": {"train": "rows.csv"}, "text": columns, "label": "label", "max_length": 4}
+    data["validation_fraction"] = 0.5
+    train(write_recipe(tmp_path, data=data, train={"max_steps": 1, "batch_size": 8, "device": "cpu"}))
+    evaluate(cli, "run", "--split", "validation", "--worst", "3", "--keep", "title,whole=text")
+    found = stored(Path("run"), "validation")["worst"]
+    assert len(found) == 3
+    for row in found:
+        whole = row["kept"]["whole"]
+        expected = whole if columns == "text" else f"title: {row['kept']['title']}\ntext: {whole}"
+        assert row["input"] == expected
+
+
 @pytest.mark.slow
 def test_results_are_stored_in_the_run_without_texts(run, cli):
     out = evaluate(cli, run)

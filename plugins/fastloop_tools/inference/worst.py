@@ -40,10 +40,12 @@ class Origin:
     Attributes:
         place: Its file and line, such as ``reviews.csv, line 12``; None: unknown.
         kept: Columns of its row in the file.
+        text: The text of its row, as the file has it; None: the sample is no row of a file.
     """
 
     place: str | None
     kept: dict[str, Any]
+    text: str | None = None
 
 
 @torch.no_grad()
@@ -51,9 +53,9 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
     """The ``count`` samples whose targets have the lowest probability, lowest first. Computes the split once more.
 
     Each has ``index``, ``place``, ``input``, ``target``, ``prediction``, ``target_probability``,
-    ``prediction_probability`` and ``kept``. The place is a file and a line, the file of an image, or None.
-    Probabilities are the softmax of the scores in float32. Empty for a task that does not classify. Every process must
-    call it.
+    ``prediction_probability`` and ``kept``. The input is the text of its row, or a description of the sample. The
+    place is a file and a line, the file of an image, or None. Probabilities are the softmax of the scores in float32.
+    Empty for a task that does not classify. Every process must call it.
 
     Args:
         keep: The option ``--keep``: columns of the file of each sample, for ``kept``.
@@ -84,7 +86,9 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
     origins = find_origins(run, split, [one.sample for one in worst], keep)
     samples = []
     for one, origin in zip(worst, origins, strict=True):
-        shown = describe_sample(dataset[one.sample], tokenizer) if hasattr(dataset, "__getitem__") else None
+        shown = origin.text
+        if shown is None and hasattr(dataset, "__getitem__"):
+            shown = describe_sample(dataset[one.sample], tokenizer)
         samples.append(
             {
                 "index": one.sample,
@@ -115,7 +119,11 @@ def find_origins(run: Run, split: str, samples: Sequence[int], keep: Sequence[st
         places = find_places(task.data, split, samples)
         if places is not None:
             columns = kept_columns(run, places, keep)
-            return [Origin(str(place), kept) for place, kept in zip(places, columns, strict=True)]
+            names = task.data.columns
+            of_rows = []
+            for place, kept in zip(places, columns, strict=True):
+                of_rows.append(Origin(str(place), kept, row_text(place, names)))
+            return of_rows
     if keep:
         raise UsageError(
             f"the samples of the split {split!r} are no rows of files.",
@@ -131,6 +139,25 @@ def find_origins(run: Run, split: str, samples: Sequence[int], keep: Sequence[st
             name = name_of(sample)
         origins.append(Origin(name, {}))
     return origins
+
+
+def row_text(place: RowPlace, names: Sequence[str]) -> str | None:
+    """The texts of a row, as its file has them: tokens would lose capitals, spaces and all that is cut.
+
+    Args:
+        names: Columns of texts. Several ones have a line each, which begins with the name.
+
+    Returns:
+        None: the row has no text in these columns.
+    """
+    texts = {}
+    for name in names:
+        column = place.table.columns.get(name)
+        if column is not None and isinstance(column[place.row], str):
+            texts[name] = column[place.row]
+    if len(names) == 1:
+        return texts.get(names[0])
+    return "\n".join(f"{name}: {text}" for name, text in texts.items()) or None
 
 
 def kept_columns(run: Run, places: Sequence[RowPlace], keep: Sequence[str]) -> list[dict[str, Any]]:

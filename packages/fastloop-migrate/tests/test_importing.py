@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from fastloop import RecipeError
 from fastloop.cli import app
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, load_recipe
 from text_helpers import TINY_GPT
+from transformers.trainer_pt_utils import LabelSmoother
 from typer.testing import CliRunner
 
 from fastloop_migrate import keys
@@ -638,9 +640,29 @@ def test_arguments_of_an_example_script_of_transformers_are_none_of_trl(left_out
 
 
 def test_keys_with_a_plugin_name_it():
-    _, output = imported(SCRIPT | {"neftune_noise_alpha": 5, "label_smoothing_factor": 0.1})
+    _, output = imported(SCRIPT | {"neftune_noise_alpha": 5})
     assert "the plugin neftune" in output
-    assert "plugins.text-classification.loss" in output
+
+
+def test_label_smoothing_of_a_script_becomes_the_loss_of_the_classifier():
+    recipe, output = imported(SCRIPT | {"label_smoothing_factor": 0.1})
+    assert recipe.plugins["text-classification"] == {"loss": {"name": "cross_entropy", "label_smoothing": 0.1}}
+    assert "for another task" in output
+    resolve(recipe)
+    recipe, output = imported(SCRIPT | {"label_smoothing_factor": 0.0})
+    assert "text-classification" not in recipe.plugins
+    assert "label_smoothing" not in output
+    recipe, output = imported(LORA | {"label_smoothing_factor": 0.1})
+    assert "text-classification" not in recipe.plugins
+    assert "label_smoothing_factor: causal-lm has no label smoothing" in output
+
+
+def test_the_smoothed_loss_of_the_hf_trainer_is_that_of_the_recipe():
+    logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 1, 2, 3, 1, 0])
+    theirs = LabelSmoother(epsilon=0.1)({"logits": logits}, labels)
+    ours = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    assert float(theirs) == pytest.approx(float(ours), rel=1e-6)
 
 
 BOMB = "a: &a [x, x, x, x]\n" + "".join(

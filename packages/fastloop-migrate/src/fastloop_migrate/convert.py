@@ -106,6 +106,8 @@ def convert(
     convert_data(result, given, format, trainer)
     convert_strategy(result, processes, format)
     convert_evaluation(result)
+    if format == "transformers":
+        convert_loss(result)
     if trainer != "sft":
         preference.convert_tuning(result, trainer, format, file)
     elif format == "trl":
@@ -417,6 +419,15 @@ def convert_evaluation(result: Conversion) -> None:
         result.plugins["early-stopping"] = {**monitor, "patience": int(patience)}
     if result.left.get("load_best_model_at_end"):
         result.plugins["checkpoint-best"] = monitor
+
+
+def convert_loss(result: Conversion) -> None:
+    """Label smoothing of ``TrainingArguments``. Both spread the share evenly over all classes."""
+    smoothing = result.take_number("label_smoothing_factor")
+    if smoothing:
+        loss = {"name": "cross_entropy", "label_smoothing": float(smoothing)}
+        result.plugins["text-classification"] = {"loss": loss}
+        result.note("label_smoothing_factor", "for another task than text-classification, give the loss to its plugin")
 
 
 def explain_rest(result: Conversion, given: Mapping[str, Any], format: str) -> None:

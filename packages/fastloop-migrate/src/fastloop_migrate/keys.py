@@ -207,7 +207,7 @@ REASONS = {
     "lr_groups": "use train.parameter_groups",
     "embedding_lr": "use train.parameter_groups: [{match: '*embed*', lr: ...}]",
     "neftune_noise_alpha": "list the plugin neftune, with alpha; its noise does not count padding",
-    "label_smoothing_factor": "plugins.text-classification.loss: {name: cross_entropy, label_smoothing: 0.1}",
+    "label_smoothing_factor": "causal-lm has no label smoothing",
     "text_column_names": "set data.text to a column, or a list of them",
     "max_train_samples": "set data.limit.train",
     "max_eval_samples": "set data.limit.validation",

@@ -327,7 +327,7 @@ def optimizer_groups() -> list[Group]:
     return groups
 
 
-GROUP_SIZE = 18
+GROUP_SIZE = 14
 """Plugins that are trained together at most: more of them need fewer runs, and hide what one of them does."""
 
 

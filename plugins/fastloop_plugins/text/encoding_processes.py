@@ -36,8 +36,11 @@ Portion = list[Any]
 Encode = Callable[[Portion], Iterable[tuple[Sequence[int], bool]]]
 """Yields the ids of each row, and whether truncation shortened it."""
 
-AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
+AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**19
 """Rows, and their characters, that the tokenizer gets at once."""
+PARTS = 4
+"""Parts of a portion that a forked process encodes one after another. It has one thread, which gains nothing from a
+large part, and the tokenizer takes about 200 bytes for each character of one."""
 FORKED_ROWS, FORKED_CHARACTERS = 16_384, 2**25
 """Rows, or their characters, from which on processes are started: that takes some tens of milliseconds."""
 PATIENCE = 30.0
@@ -67,18 +70,32 @@ class EncodedPortion:
             start += length
 
 
-def portions(rows: Iterable[T]) -> Iterator[list[T]]:
-    """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character."""
-    portion, size = list[T](), 0
+def portions(rows: Iterable[T], parts: int = 1) -> Iterator[list[T]]:
+    """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character.
+
+    Args:
+        parts: Divide each of these lists into about as many parts.
+    """
+    most_rows = max(AT_ONCE // parts, 1)
+    most_characters = CHARACTERS_AT_ONCE // parts
+    portion = list[T]()
+    size = 0
     for row in rows:
         length = len(row) if isinstance(row, str) else sum(map(len, row))
-        if portion and (len(portion) == AT_ONCE or size + length > CHARACTERS_AT_ONCE):
+        if portion and (len(portion) == most_rows or size + length > most_characters):
             yield portion
-            portion, size = [], 0
+            portion = []
+            size = 0
         portion.append(row)
         size += length
     if portion:
         yield portion
+
+
+def encode_parts(encode: Encode, portion: Portion) -> Iterator[tuple[Sequence[int], bool]]:
+    """Encode the rows of a portion in parts: the memory that this takes grows with the characters of a part."""
+    for part in portions(portion, PARTS):
+        yield from encode(part)
 
 
 def count_processes(rows: int, characters: int) -> int:

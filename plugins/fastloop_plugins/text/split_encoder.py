@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +15,12 @@ from fastloop_plugins import _cache
 from fastloop_plugins._mapped import flat, flatnonzero, spans, zeros
 from fastloop_plugins.rows.column import Rest
 from fastloop_plugins.text.batches import probed_samples
-from fastloop_plugins.text.encoding_processes import count_processes, encode_in_processes, portions
+from fastloop_plugins.text.encoding_processes import (
+    count_processes,
+    encode_in_processes,
+    encode_parts,
+    portions,
+)
 from fastloop_plugins.text.known_tokens import find_known, merge, write_hashes
 from fastloop_plugins.text.needed_rows import LEFT_OUT, NeededRows
 
@@ -160,7 +166,7 @@ class SplitEncoder:
     def _encode(self, texts: Sequence[Any], count: int) -> Iterator[tuple[Sequence[int], bool]]:
         processes = 1 if self.sees_all else count_processes(count, self.characters())
         if processes > 1:
-            return encode_in_processes(self.encode_rows, portions(texts), processes)
+            return encode_in_processes(partial(encode_parts, self.encode_rows), portions(texts), processes)
         return self.encode_rows(texts)
 
     def characters(self) -> int:

@@ -331,9 +331,13 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
         yield from encode_pairs(tokenizer, rows, most, CHARACTERS * most, arguments)
         return
     for full in portions(rows):
-        read = [beginning(text, CHARACTERS * most) for text in full] if most else full
+        has_long = most > 0 and max(map(len, full)) > CHARACTERS * most
+        read = [beginning(text, CHARACTERS * most) for text in full] if has_long else full
         rows_of_ids, encodings = encode_batch(tokenizer, read, arguments)
         cuts = shortened(tokenizer, [read], rows_of_ids, encodings, most, arguments)
+        if not has_long:
+            yield from zip(rows_of_ids, cuts, strict=True)
+            continue
         for text, part, ids, cut in zip(full, read, rows_of_ids, cuts, strict=True):
             if len(part) == len(text):
                 yield ids, cut
@@ -380,15 +384,15 @@ def shortened(
         encodings: See ``encode_batch``.
         most: Tokens that truncation keeps; 0: all.
     """
-    full = [row for row in range(len(ids)) if len(ids[row]) == most]
+    full = [row for row, row_ids in enumerate(ids) if len(row_ids) == most]
+    if not full:
+        return [False] * len(ids)
     if encodings is not None:
         cut = {row for row in full if encodings[row].overflowing}
-    elif full:  # a tokenizer in Python does not report it: read these rows again, with room for one more token
+    else:  # a tokenizer in Python does not report it: read these rows again, with room for one more token
         texts = [[column[row] for row in full] for column in columns]
         longer = tokenizer(*texts, return_attention_mask=False, **{**arguments, "max_length": most + 1})["input_ids"]
         cut = {row for row, tokens in zip(full, longer, strict=True) if len(tokens) > most}
-    else:
-        cut = set()
     return [row in cut for row in range(len(ids))]
 
 

@@ -20,7 +20,7 @@ from text_helpers import TINY, make_run
 
 from fastloop import RecipeError
 from fastloop.testing import expect_problem, find_problems
-from fastloop_plugins.text import encoding_processes, split_encoder
+from fastloop_plugins.text import encoding_processes, split_encoder, tokens
 from fastloop_plugins.text.encoding_processes import encode_in_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes encode rows on Linux only")
@@ -69,6 +69,31 @@ def test_several_processes_give_the_samples_and_warnings_of_one(kind, monkeypatc
     monkeypatch.setattr(encoding_processes, "AT_ONCE", 7)
     monkeypatch.setattr(split_encoder, "count_processes", lambda rows, characters: 3)
     assert read(kind, caplog) == expected
+
+
+def test_a_forked_process_tokenizes_few_characters_at_once(monkeypatch):
+    """Of long texts, a whole portion took 100 MiB in each process."""
+    texts = [f"w{number} " * 3000 for number in range(60)]
+    Path("train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setattr(split_encoder, "count_processes", lambda rows, characters: 2)
+    encode_batch = tokens.encode_batch
+    log = Path("characters.txt")
+
+    def logged(tokenizer: Any, texts: list[str], arguments: dict[str, Any]) -> Any:
+        with log.open("a") as file:
+            file.write(f"{os.getpid()} {sum(map(len, texts))}\n")
+        return encode_batch(tokenizer, texts, arguments)
+
+    monkeypatch.setattr(tokens, "encode_batch", logged)
+    data = {"files": {"train": "train.jsonl"}, "max_length": 4096}
+    make_run("causal-lm", {"config": GPT2 | {"n_positions": 4096}, "tokenizer": {"kind": "byte"}}, data)
+    sizes = []
+    for line in log.read_text().splitlines():
+        process, size = line.split()
+        assert int(process) != HERE
+        sizes.append(int(size))
+    assert sum(sizes) > 2**19
+    assert max(sizes) <= 2**17
 
 
 TEMPLATE = """{% for message in messages -%}

@@ -20,8 +20,10 @@ only if all of the file soon is in memory.
 ``token-cache``, in a fresh process; and a second time, with the cache of the first. A tenth of the rows is held out.
 The tokenizer is a saved one, as with a pretrained model. Seconds and CPU seconds are those from the imported libraries
 to the first step. Memory is the anonymous memory of the process and its children, each shared page once, sampled every
-20 ms (``Pss_Anon`` of ``smaps_rollup``). The same training on 1,000 rows is subtracted. ``cached MB`` is the size of
-the cache. ``scan`` decodes each line with ``json.loads``, and keeps nothing.
+20 ms (``Pss_Anon`` of ``smaps_rollup``). A sample during which a process started or ended does not count. The same
+training on 1,000 rows is subtracted. ``cached MB`` is the size of the cache. ``scan`` decodes each line with
+``json.loads``, and keeps nothing. ``tokenizer`` gives the texts to the tokenizer's backend in one thread,
+three times; the fastest counts.
 
 The files are removed at the end.
 """

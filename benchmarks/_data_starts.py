@@ -278,7 +278,7 @@ def list_processes(process: int) -> list[int]:
 
 
 def proportional_bytes(process: int) -> int:
-    """The anonymous memory of a process. Of a page that several processes have, it is a part: a half for two.
+    """The anonymous memory of a process. A page that two processes have counts as half a page in each.
 
     Raises:
         ProcessLookupError: The process has ended.
@@ -389,7 +389,18 @@ def run_starts(script: Path, sizes: Sequence[int], chosen: Sequence[str]) -> Non
     write_section("Training on many rows", "\n".join(text))
 
 
-HEAD = ["", "rows", "start", "rows/s", "first step, s", "CPU us a row", "MiB to it", "MiB in training", "cached MB"]
+HEAD = [
+    "",
+    "rows",
+    "start",
+    "rows/s",
+    "first step, s",
+    "CPU us a row",
+    "MiB to it",
+    "MiB in training",
+    "cached MB",
+    "cores of others",
+]
 
 
 def show_start(results: list[dict[str, Any]], row: Mapping[str, Any]) -> list[str]:
@@ -406,4 +417,5 @@ def show_start(results: list[dict[str, Any]], row: Mapping[str, Any]) -> list[st
         f"{1e6 * row['cpu'] / row['rows']:.2f}",
         *memory,
         f"{row['cache'] / 1e6:.1f}",
+        f"{row['foreign_cores']:.2f}",
     ]

@@ -21,9 +21,10 @@ only if all of the file soon is in memory.
 The tokenizer is a saved one, as with a pretrained model. Seconds and CPU seconds are those from the imported libraries
 to the first step. Memory is the anonymous memory of the process and its children, each shared page once, sampled every
 20 ms (``Pss_Anon`` of ``smaps_rollup``). A sample during which a process started or ended does not count. The same
-training on 1,000 rows is subtracted. ``cached MB`` is the size of the cache. ``scan`` decodes each line with
-``json.loads``, and keeps nothing. ``tokenizer`` gives the texts to the tokenizer's backend in one thread,
-three times; the fastest counts.
+training on 1,000 rows is subtracted. ``cached MB`` is the size of the cache. ``cores of others`` are those that
+other processes used meanwhile: beside them, only memory and CPU time can be compared. ``scan`` decodes each line with
+``json.loads``, and keeps nothing. ``tokenizer`` gives the texts to the tokenizer's backend in one thread, three times;
+the fastest counts.
 
 The files are removed at the end.
 """

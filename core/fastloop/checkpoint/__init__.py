@@ -5,6 +5,7 @@ form                      # the form of a state that was read
 folder, lock              # the run folder, and its lock
 run_summary               # ``summary.json``
 saving, pending_save      # writes the state of a run; the save that is under way, and failed ones
+learning_rates            # those of a run that resumes with another length
 resume                    # finds the checkpoint to resume from, and restores the state of a run
 build_record              # the settings of a run in its checkpoint; ``fastloop.checks.resumed_run`` compares them
 """

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fastloop import checkpoint, log_points
 from fastloop.checkpoint.build_record import with_own_code, with_own_growth, without_parameters
 from fastloop.checkpoint.form import check_form
+from fastloop.checkpoint.learning_rates import set_rates_of_length
 from fastloop.checkpoint.store import ResumePoint
 from fastloop.errors import CheckpointError, NoCheckpoint
 from fastloop.problem import Problem
@@ -145,7 +146,8 @@ def _restore_optimizer(run: Run, path: Path, saved: dict[str, Any]) -> None:
 
 
 def _restore_scheduler(run: Run, saved: dict[str, Any]) -> None:
-    """Restore the scheduler, and check that it has a learning rate for each parameter group.
+    """Restore the scheduler, and check that it has a learning rate for each parameter group. In a run of another
+    length, the next step has the rate of that length.
 
     Raises:
         ValueError: It has another number of them.
@@ -153,6 +155,11 @@ def _restore_scheduler(run: Run, saved: dict[str, Any]) -> None:
     assert run.scheduler is not None
     check_form(saved["scheduler"], run.scheduler.state_dict(), "scheduler")
     run.scheduler.load_state_dict(saved["scheduler"])
+    before = saved["recipe"]["train"]
+    now = run.recipe.train
+    has_other_data = saved.get("data") != run.loaders.fingerprints
+    if has_other_data or before["epochs"] != now.epochs or before["max_steps"] != now.max_steps:
+        set_rates_of_length(run.scheduler, run.recipe.where)
     groups = run.optimizer.param_groups
     if len(getattr(run.scheduler, "base_lrs", groups)) != len(groups):
         raise ValueError(f"scheduler.base_lrs: expected one for each of the {len(groups)} parameter groups")

@@ -150,29 +150,6 @@ def make_schedule(
     return schedule
 
 
-def set_rates(schedule: Any) -> None:
-    """Set the learning rates of the optimizer to those of a restored schedule at its step.
-
-    A checkpoint has the rates of the schedule that saved it, and the next step would use them, also in a run of another
-    length. Only ``LambdaLR``, which linear, cosine, constant and those of transformers are, computes a rate from the
-    step alone.
-    """
-    from torch import Tensor
-    from torch.optim.lr_scheduler import LambdaLR
-
-    if not isinstance(schedule, LambdaLR):
-        return
-    rates = []
-    for group, base, ratio in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
-        rate = base * ratio(schedule.last_epoch)
-        rates.append(rate)
-        if isinstance(group["lr"], Tensor):  # of an optimizer whose steps are recorded
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    schedule._last_lr = rates
-
-
 def warmup_steps(warmup: int | float, total: int | None, where: str) -> int | float:
     """The number of warm-up steps: a float below 1 is a share of the run's steps. Warn if the run ends before them."""
     if isinstance(warmup, float) and warmup < 1:

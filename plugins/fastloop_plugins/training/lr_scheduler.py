@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
-from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, set_rates, warmup_steps
+from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, warmup_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,9 +108,7 @@ class LRSchedule(Plugin):
 
         before = state["total_steps"]
         check_form(state, {"total_steps": 0 if before is not None else None})
-        if before == run.total_steps:
-            return
-        self.log.info(
-            "the run has %s steps, and had %s: the schedule is that of the new length", run.total_steps, before
-        )
-        set_rates(run.scheduler)
+        if before != run.total_steps:
+            self.log.info(
+                "the run has %s steps, and had %s: the schedule is that of the new length", run.total_steps, before
+            )

@@ -18,7 +18,7 @@ from transformers import get_scheduler
 
 from fastloop import CheckpointError, Plugin, RecipeError, Run, UsageError, hookimpl
 from fastloop.recipe import make_recipe
-from fastloop.testing import expect_problem, tiny_data
+from fastloop.testing import assert_problem, expect_problem, find_problems, tiny_data
 from fastloop_plugins.training._schedules import find_schedule
 
 STEPS = 16
@@ -105,6 +105,67 @@ class StopsAfter(Plugin):
     def after_step(self, run: Run) -> None:
         if run.state.step == self.step:
             run.state.request_stop("enough")
+
+
+class BuildsSchedule(Plugin):
+    """Builds a schedule whose length is in its code, and not in its state.
+
+    Args:
+        kind: ``LambdaLR``; ``class``: a class of its own that computes rates from the step; ``chained``: one that
+            computes each rate from the one before it; ``dict``: as ``class``, for one of several optimizers.
+    """
+
+    name = "builds-schedule"
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    @hookimpl
+    def build_optimizer(self, model: nn.Module) -> Any:
+        optimizer = AdamW(model.parameters(), lr=LR)
+        return {"all": optimizer} if self.kind == "dict" else optimizer
+
+    @hookimpl
+    def build_scheduler(self, run: Run, optimizer: Any) -> Any:
+        total = run.total_steps
+        assert total is not None
+
+        class Linear(lr_scheduler.LRScheduler):
+            def get_lr(self) -> list[float]:
+                return [base * (1 - self.last_epoch / total) for base in self.base_lrs]
+
+        class Chained(lr_scheduler.LRScheduler):
+            def get_lr(self) -> list[float]:
+                decay = 1 if self.last_epoch == 0 else 0.01 ** (1 / total)
+                return [group["lr"] * decay for group in self.optimizer.param_groups]
+
+        if self.kind == "LambdaLR":
+            return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+        if self.kind == "dict":
+            return {"all": Linear(optimizer["all"])}
+        return Chained(optimizer) if self.kind == "chained" else Linear(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "class", "dict"])
+def test_an_own_schedule_resumes_with_the_rates_of_another_length(kind, caplog):
+    execute(make_run("output=cut", save_every=CUT, objects=[BuildsSchedule(kind), StopsAfter(CUT)], epochs=2))
+    rates = Rates()
+    execute(make_run("output=cut", resume=Path("cut"), objects=[BuildsSchedule(kind), rates], epochs=3))
+    assert rates.used == pytest.approx([LR * (1 - step / 24) for step in range(CUT, 24)], rel=1e-12)
+    assert not find_problems(caplog, "schedule-continues")
+
+
+def test_an_own_schedule_that_continues_from_the_old_rate_is_mentioned(caplog):
+    execute(make_run("output=cut", save_every=CUT, objects=[BuildsSchedule("chained"), StopsAfter(CUT)], epochs=2))
+    same = make_run(
+        "output=cut", resume=Path("cut"), objects=[BuildsSchedule("chained"), StopsAfter(CUT + 1)], epochs=2
+    )
+    execute(same)
+    assert not find_problems(caplog, "schedule-continues")
+    longer = make_run("output=cut", resume=Path("cut"), objects=[BuildsSchedule("chained")], epochs=3)
+    execute(longer)
+    assert_problem(caplog, "schedule-continues Chained last_epoch")
 
 
 CUT = 10

@@ -14,6 +14,9 @@ from typing import Any
 import forked
 import pytest
 import torch
+from fastloop import Machine
+from fastloop.recipe import make_recipe
+from fastloop.testing import find_problems
 from fastloop_plugins.data._varlen import head_size
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
@@ -393,8 +396,29 @@ def test_a_plugin_that_the_user_left_out_is_not_proposed(plugin, caplog):
     chosen = plugin()
     built = run(BERT, chosen)
     assert "add amp" in caplog.text
+    assert len(find_problems(caplog, "no-effect")) == 1
     caplog.clear()
     built.recipe.plugins["amp"] = False
-    chosen.before_prepare(run=built, model=built.unwrap_model())
+    with caplog.at_level(logging.INFO, "fastloop"):
+        chosen.before_prepare(run=built, model=built.unwrap_model())
     assert "in torch.float32" in caplog.text
     assert "add amp" not in caplog.text
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize("plugin", [CpuAttention, CpuLayers])
+@pytest.mark.parametrize(
+    ("amp", "is_selected"),
+    [({}, True), ({"dtype": "bf16"}, True), ({"dtype": "fp32", "fp32_matmul": "high"}, False), (False, False)],
+    ids=str,
+)
+def test_a_plugin_is_selected_only_with_the_precision_that_it_needs(plugin, amp, is_selected):
+    recipe = make_recipe(
+        {
+            "model": {"config": {"model_type": "bert"}},
+            "data": {"files": "train.csv"},
+            "plugins": ["text-classification", {"amp": amp}],
+        }
+    )
+    machine = Machine("cpu", "AVX512", ("fp32", "bf16"), ("bf16",))
+    assert (plugin.recommend(recipe, machine) is not None) == is_selected

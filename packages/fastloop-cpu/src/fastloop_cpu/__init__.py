@@ -6,6 +6,7 @@ int8_linears, _int8_linears, _int8_changes   # the same for ``int8_linears.c``, 
 fast_dropout, _fast_dropout   # a plugin, and its random generator
 cpu_affinity              # cores and threads of processes
 _native                   # compiles the kernels
+_precision                # the precision that they need, and the message of a plugin without effect
 """
 
 from __future__ import annotations

@@ -15,17 +15,17 @@ Work Partitioning", 2023.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
-from fastloop import Plugin, Problem, Recommendation, SpeedupEstimate, hookimpl
+from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins.toolkit import model_type, transformers_model
+
+from fastloop_cpu._precision import computes_in_bf16, report_no_effect
 
 if TYPE_CHECKING:
     from fastloop import Machine, Recipe, Run, StepProfile
     from torch import nn
 
-logger = logging.getLogger("fastloop")
 
 REPLACED = ("sdpa", "fast_dropout", "fastloop_blocked", "packed_sdpa", "packed_fast_dropout", "packed_fastloop_blocked")
 """Implementations that the kernel replaces. Each computes the same attention."""
@@ -46,7 +46,7 @@ class CpuAttention(Plugin):
         fits = machine.device == "cpu" and "bf16" in machine.fast_dtypes
         if (
             not fits
-            or "amp" not in recipe.plugins
+            or not computes_in_bf16(recipe)
             or recipe.plugins.get("compile", False) is not False
             or model_type(recipe) is None
         ):
@@ -58,7 +58,7 @@ class CpuAttention(Plugin):
         if (
             cls.name in recipe.plugins
             or profile.device != "cpu"
-            or "amp" not in recipe.plugins
+            or not computes_in_bf16(recipe)
             or model_type(recipe) is None
         ):
             return None
@@ -73,10 +73,7 @@ class CpuAttention(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         reason = self.reason_against(run, model)
         if reason is not None:
-            if self.name in run.recipe.selected:
-                self.log.info("%s: attention stays as it is", reason)
-            else:  # the user asked for it
-                self.log.warning(Problem(f"{reason}: attention stays as it is.", code="no-effect"))
+            report_no_effect(self, run, f"{reason}: attention stays as it is.")
             return
         from fastloop_cpu._cpu_attention import use
 

@@ -17,11 +17,12 @@ nothing. Weights that a strategy divides or gathers are left to the model.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, Problem, Recommendation, SpeedupEstimate, hookimpl
+from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins.toolkit import BERT_LIKE, model_type, transformers_model
+
+from fastloop_cpu._precision import computes_in_bf16, report_no_effect
 
 if TYPE_CHECKING:
     from fastloop import Machine, Recipe, Run, StepProfile
@@ -49,8 +50,6 @@ DECODER_OPERATIONS = (
 )
 """Operations of torch that the kernels replace in models like Llama: those of norm, activation and rotary embedding."""
 
-logger = logging.getLogger("fastloop")
-
 
 class CpuLayers(Plugin):
     """Computes norms and activations on a CPU in one pass. Replaces the forward of the modules around the products."""
@@ -63,7 +62,7 @@ class CpuLayers(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """On a CPU with bf16 matrix units, for models like BERT or Llama in bf16 that are not compiled."""
-        fits = machine.device == "cpu" and "bf16" in machine.fast_dtypes and "amp" in recipe.plugins
+        fits = machine.device == "cpu" and "bf16" in machine.fast_dtypes and computes_in_bf16(recipe)
         if not fits or recipe.plugins.get("compile", False) is not False or model_type(recipe) not in MODEL_TYPES:
             return None
         return Recommendation(why="one pass computes residual and norm, another one the activation")
@@ -71,7 +70,7 @@ class CpuLayers(Plugin):
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         kind = model_type(recipe)
-        fits = profile.device == "cpu" and "amp" in recipe.plugins and kind in MODEL_TYPES
+        fits = profile.device == "cpu" and computes_in_bf16(recipe) and kind in MODEL_TYPES
         if not fits or cls.name in recipe.plugins:
             return None
         seconds = profile.spent(ENCODER_OPERATIONS if kind in BERT_LIKE else DECODER_OPERATIONS)
@@ -86,10 +85,7 @@ class CpuLayers(Plugin):
         if reason is None and not kernels_of(model).use(model):
             reason = f"{type(model).__name__} has no layers that the kernels compute"
         if reason is not None:
-            if self.name in run.recipe.selected:
-                self.log.info("%s: the layers stay as they are", reason)
-            else:  # the user asked for it
-                self.log.warning(Problem(f"{reason}: the layers stay as they are.", code="no-effect"))
+            report_no_effect(self, run, f"{reason}: the layers stay as they are.")
 
     @staticmethod
     def reason_against(run: Run, model: nn.Module) -> str | None:

@@ -15,6 +15,8 @@ from transformers import (
     DistilBertConfig,
     DistilBertForSequenceClassification,
     DistilBertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
 
@@ -68,6 +70,22 @@ def test_a_processing_class_pads_as_a_collator_does(side, each_token, as_tensors
     found = train(cls, DataLoader(rows, batch_size=4), "found", processing_class=tokenizer)
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_the_loss_of_a_causal_language_model_does_not_depend_on_the_batch(side):
+    """padding before a row would have to predict its first token, and would move its positions"""
+    rows = [{"input_ids": row["input_ids"], "labels": list(row["input_ids"])} for row in token_lists()]
+    tokenizer = make_tokenizer(padding_side=side, model_input_names=["input_ids", "attention_mask"])
+    losses = []
+    for batch_size in (1, 4):
+        torch.manual_seed(3)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+        trainer = Trainer(
+            model, rows, rows, processing_class=tokenizer, batch_size=batch_size, device="cpu", output=str(batch_size)
+        )
+        losses.append(trainer.validate()["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_lists_of_equal_lengths_need_no_tokenizer():

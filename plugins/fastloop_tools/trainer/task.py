@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, default_collate
 
 from fastloop import Batch, Output, Plugin, Run, UsageError, hookimpl
 from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
-from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter
+from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter, target_rule
 from fastloop_plugins.tasks.shared.forward import forward, outputs, warn_of_unused_loss
 from fastloop_plugins.tasks.shared.losses import check_mean
 from fastloop_plugins.tasks.shared.micro_batches import warn_of_other_means
@@ -106,11 +106,20 @@ class TrainerTask(Plugin):
                 "the dataset pad them."
             )
             names = inspect.signature(self.model.forward).parameters
+            rule = target_rule(self.model)
+            is_causal = rule is not None and rule.shifted
+            if is_causal and getattr(tokenizer, "padding_side", "right") == "left":
+                log.info(
+                    "%s: rows are padded on the right, and not on the tokenizer's side: padding before a row would "
+                    "change the loss of a causal language model",
+                    split,
+                )
             collate = DefaultCollator(
                 tokenizer,
                 remedy,
                 run.settings.pad_to_multiple_of,
                 names_labels=tokenizer is not None and "labels" in names and not {"label", "label_ids"} & names.keys(),
+                pads_right=is_causal,
             )
         return TargetCounter(collate, self.loss, self.model)
 

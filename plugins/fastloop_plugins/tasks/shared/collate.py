@@ -37,13 +37,25 @@ class DefaultCollator:
         multiple: The length of padded samples is a multiple of this.
         names_labels: Whether a column ``label`` or ``label_ids`` becomes ``labels``, as in transformers'
             ``DataCollatorWithPadding``.
+        pads_right: Whether to pad on the right, whatever the tokenizer's side is. A causal language model needs it in
+            training: with padding on the left, the padding would have to predict a row's first token, and many models
+            count positions from the padding. The loss of a row would depend on the other rows of its batch.
     """
 
-    def __init__(self, tokenizer: Any, remedy: str, multiple: int | None = None, *, names_labels: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        remedy: str,
+        multiple: int | None = None,
+        *,
+        names_labels: bool = False,
+        pads_right: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.remedy = remedy
         self.multiple = multiple
         self.names_labels = names_labels
+        self.pads_right = pads_right
 
     def __call__(self, samples: list[Any]) -> Any:
         rows = samples
@@ -83,7 +95,11 @@ class DefaultCollator:
         names = [name for name in rows[0] if name in inputs_of_tokenizer]
         inputs = [{name: row[name].tolist() for name in names} for row in rows]
         padded: Any = pad_without_fast_tokenizer_warning(  # type: ignore[no-untyped-call]
-            self.tokenizer, inputs, pad_to_multiple_of=self.multiple, return_tensors="pt"
+            self.tokenizer,
+            inputs,
+            padding_side="right" if self.pads_right else self.tokenizer.padding_side,
+            pad_to_multiple_of=self.multiple,
+            return_tensors="pt",
         )
         padded_rows: list[Mapping[str, Any]] = []
         labels = self._pad_labels(rows, padded["input_ids"].shape[1])
@@ -97,8 +113,8 @@ class DefaultCollator:
         return padded_rows
 
     def _pad_labels(self, rows: list[Mapping[str, Any]], width: int) -> list[Tensor] | None:
-        """The labels of rows in equal length. Labels of tokens get the width of the inputs, on the tokenizer's side;
-        others, such as those of a decoder, that of the longest one. None: not every row has a sequence of labels.
+        """The labels of rows in equal length. Labels of tokens get the width of the inputs, on the same side; others,
+        such as those of a decoder, that of the longest one. None: not every row has a sequence of labels.
 
         Args:
             width: Tokens of the padded inputs.
@@ -112,7 +128,7 @@ class DefaultCollator:
         is_per_token = all(len(label) == len(row["input_ids"]) for label, row in zip(labels, rows, strict=True))
         if not is_per_token:
             width = max(len(label) for label in labels)
-        pads_left = is_per_token and self.tokenizer.padding_side == "left"
+        pads_left = is_per_token and not self.pads_right and self.tokenizer.padding_side == "left"
         padded = []
         for label in labels:
             missing = width - len(label)

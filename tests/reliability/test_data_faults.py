@@ -453,7 +453,7 @@ def test_a_huge_text_is_cut_before_it_is_tokenised():
     texts = [long, "a b", long[:900], "x" * 5000, " " * 5000]
     found = list(_text_tokens.encode(counted, texts, {"truncation": True, "max_length": 16}))
     assert found == tokenizer(texts, truncation=True, max_length=16)["input_ids"]
-    assert read[0] == 5000
+    assert 5000 in read
     assert max(read) < 6000
     assert execute(run)["status"] == "completed"
 

@@ -156,7 +156,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     run.hooks.before_step(run=run, batches=batches)
     totals = run._start_totals(batches)
     run.updates = 0
-    run._skipped_steps.start_step()
+    run._skipped_steps.skipped = []
     # once a step, for its updates: state.step counts the steps before this one
     run._is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
     loss = run.hooks.train_step(run=run, batches=batches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp import GradScaler
 
 if TYPE_CHECKING:
@@ -28,19 +29,18 @@ class SkippedSteps:
         self.scaler = scaler
         self.is_requested = False
         self.skipped: list[Tensor | bool] = []
-        """Whether each update of the step was skipped. A tensor is on the device, and not read yet."""
+        """Whether each update of the step was skipped. A tensor is on the device, and not read yet. The loop empties
+        the list where a step begins."""
         self.found_inf: Tensor | None = None
+        # without a scaler, only a strategy's own optimizer skips, such as that of deepspeed
+        scales_itself = hasattr(optimizer, "step_was_skipped") and not isinstance(optimizer, AcceleratedOptimizer)
+        self.optimizer_may_skip = scaler is not None or scales_itself
         self.inner = getattr(optimizer, "optimizer", optimizer)
         if scaler is not None and getattr(self.inner, "_step_supports_amp_scaling", False):
             self.inner.register_step_post_hook(self._store_found_inf)
 
     def _store_found_inf(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.found_inf = getattr(optimizer, "found_inf", None)
-
-    def start_step(self) -> None:
-        """Forget the updates of the step before."""
-        self.is_requested = False
-        self.skipped = []
 
     def request(self) -> None:
         """Skip the next update."""
@@ -53,12 +53,16 @@ class SkippedSteps:
             self._forget_gradients()
             self.skipped.append(True)
             return
-        self.found_inf = None
         self.optimizer.step()
-        if self.found_inf is not None:
-            self.skipped.append(self.found_inf)
-        else:
-            self.skipped.append(bool(getattr(self.optimizer, "step_was_skipped", False)))
+        self.skipped.append(self._take_answer() if self.optimizer_may_skip else False)
+
+    def _take_answer(self) -> Tensor | bool:
+        """Whether the optimizer skipped the update that it was just given."""
+        found_inf = self.found_inf
+        self.found_inf = None
+        if found_inf is not None:
+            return found_inf
+        return bool(getattr(self.optimizer, "step_was_skipped", False))
 
     def _forget_gradients(self) -> None:
         """Let the loss scaler expect new gradients. It lowers the scale if these have overflowed, as in any step."""

@@ -118,6 +118,7 @@ def test_errors_of_a_recipe_come_before_the_import_of_torch(command):
     assert "torch" not in found
 
 
+@pytest.mark.slow
 @with_pinned_versions
 def test_quickstart_imports_little_until_its_first_step_is_done():
     Path("probe.py").write_text(PROBE)

@@ -254,6 +254,7 @@ def unescaped(page: Path) -> str:
 STALE = "differs from the code that it is made from. Run `make docs-sources`, and commit the result."
 
 
+@pytest.mark.slow  # `make lint` checks it, too
 def test_parts_made_from_the_code_are_current(sources):
     stale = sorted(path.relative_to(ROOT).as_posix() for path in sources.outdated())
     assert not stale, f"{', '.join(stale)}: {STALE}"

@@ -201,7 +201,7 @@ class Losses(Plugin):
     ("task", "plugins"),
     [
         pytest.param(TEXTS, (), marks=pytest.mark.slow),
-        (TEXTS, ("packing",)),
+        pytest.param(TEXTS, ("packing",), marks=pytest.mark.slow),
         pytest.param(LANGUAGE, ("packing",), marks=pytest.mark.slow),
         (VECTORS, ()),
     ],

@@ -18,12 +18,10 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -113,13 +111,13 @@ def fastloop(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     try:
         output, errors = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
-        time.sleep(2)
+        from fastloop.testing.starting import abort_in_turn, without_module_list
+
+        abort_in_turn(process.pid)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
-        errors = re.sub(r"(?m)^Extension modules: .*\n?", "", errors)  # thousands of letters behind each stack
-        sys.exit(f"{' '.join(arguments)} did not end in {LIMIT} seconds:\n{output}{errors}")
+        sys.exit(f"{' '.join(arguments)} did not end in {LIMIT} seconds:\n{output}{without_module_list(errors)}")
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 

@@ -9,7 +9,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import yaml
 import fastloop.cli
 import fastloop.lifecycle
 from fastloop.cli import launch
+from fastloop.testing.starting import without_module_list
 
 LOADED = (fastloop.cli, fastloop.lifecycle, torch._dynamo, torchmetrics)
 """Import the modules that a run needs, before processes are forked."""
@@ -198,7 +198,7 @@ class Forked:
             if not self._ends_within(10):
                 self.send(signal.SIGKILL)
                 os.waitpid(self.pid, 0)
-            shown = re.sub(r"(?m)^Extension modules: .*\n?", "", said())  # thousands of letters behind the stacks
+            shown = without_module_list(said())
             pytest.fail(f"it did not end within {seconds:g} seconds: {shown[-10_000:]}")
         assert self.code is not None
         return self.code

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from fastloop.testing.starting import abort_in_turn, without_module_list
+
 LAST_OUTPUT = 10.0
 """Seconds to wait for the output of a killed command. A process that left its group may hold the pipe open."""
-SECONDS_FOR_STACKS = 1.0
-"""Seconds in which the processes of a command that hangs write their stacks."""
 
 
 def run(
@@ -34,12 +32,10 @@ def run(
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes the stacks
-        time.sleep(SECONDS_FOR_STACKS)
+        abort_in_turn(process.pid)
         kill_group(process)
         out, err = _rest(process)
-        err = re.sub(r"(?m)^Extension modules: .*\n?", "", err)  # thousands of letters behind each stack
+        err = without_module_list(err)
         words = " ".join(map(str, command))
         pytest.fail(
             f"{words[:500]}\ntook more than {timeout:g} seconds and was killed.\n{out[-10_000:]}{err[-10_000:]}"

@@ -54,6 +54,8 @@ PRELOADED = [
 """Modules that every started process has imported, beside the modules of fastloop's own plugins. None may start a
 thread, which does not survive a fork. Accelerate imports deepspeed, if it is installed, for every model that it
 prepares or exports."""
+SECONDS_FOR_STACKS = 0.3
+"""Seconds in which a process that hangs writes its stacks."""
 PATIENCE = 10.0
 """Seconds that the other processes get after one has failed."""
 
@@ -171,11 +173,29 @@ def _end(process: Any) -> None:
     process.join()
 
 
+def abort_in_turn(pid: int) -> None:
+    """End a process and its children by SIGABRT, at which faulthandler writes their stacks: one after another, because
+    two that write at once would mix their lines."""
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGABRT)
+                time.sleep(SECONDS_FOR_STACKS)
+
+
+def without_module_list(output: str) -> str:
+    """The output of a crash without the names of extension modules: thousands of letters behind each stack."""
+    return re.sub(r"(?m)^Extension modules: .*\n?", "", output)
+
+
 def _process_result(report: Path, process: Any, in_time: bool, limit: float) -> ProcessResult:
     log = report.with_suffix(".log")
     pickled = report.with_suffix(".result")
     said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    said = re.sub(r"(?m)^Extension modules: .*\n?", "", said)  # of a crash: thousands of letters behind its stack
+    said = without_module_list(said)
     if process.exitcode == -signal.SIGABRT and not in_time:
         return ProcessResult(None, None, f"{said}\nIt was ended: {limit:g} seconds were over.")
     return ProcessResult(process.exitcode, pickle.loads(pickled.read_bytes()) if pickled.exists() else None, said)

@@ -32,7 +32,7 @@ class SkippedSteps:
         """Whether each update of the step was skipped. A tensor is on the device, and not read yet. The loop empties
         the list where a step begins."""
         self.found_inf: Tensor | None = None
-        # without a scaler, only a strategy's own optimizer skips, such as that of deepspeed
+        # without the run's scaler, only an optimizer skips that a strategy made, which scales losses itself
         scales_itself = hasattr(optimizer, "step_was_skipped") and not isinstance(optimizer, AcceleratedOptimizer)
         self.optimizer_may_skip = scaler is not None or scales_itself
         self.inner = getattr(optimizer, "optimizer", optimizer)

@@ -191,9 +191,11 @@ class DelayingFinder:
 
     Attributes:
         waiting: Delayed module -> modules that hold its delayed names.
+        delayed: The delayed modules. Python asks for each of thousands of modules whether it is one.
     """
 
     def __init__(self) -> None:
+        self.delayed = frozenset(delayed.name for delayed in DELAYED.values())
         self.waiting: dict[str, list[ModuleType]] = {}
 
     def find_spec(
@@ -218,7 +220,7 @@ class DelayingFinder:
             execute(module, original)
 
         loader.exec_module = exec_module
-        if any(delayed.name == name for delayed in DELAYED.values()):
+        if name in self.delayed:
             self._announce_import(loader)
         return spec
 
@@ -240,7 +242,7 @@ class DelayingFinder:
             return self._execute_with_stand_in
         if name in ADJUSTMENTS:
             return _execute_and_adjust
-        if any(delayed.name == name for delayed in DELAYED.values()):
+        if name in self.delayed:
             return self._execute_and_fill
         return None
 

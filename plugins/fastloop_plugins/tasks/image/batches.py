@@ -92,11 +92,10 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
         raise RecipeError(message + splits[0].advice, code="image-unreadable")
     dark = [image.path for image in images if image.is_dark]
     if dark:
-        others = f" So have {len(dark) - 1} more of the {len(tried)} images that were tried." if len(dark) > 1 else ""
         logger.warning(
             Problem(
                 "its values are at most 4095 of 65535, as of 12 bits a channel in a file for 16 bits: "
-                f"the model sees nearly black images.{others}",
+                f"the model sees nearly black images.{_count_others(dark, tried)}",
                 code="dark-images",
                 place=str(dark[0]),
                 remedy="Multiply the values by 16, or convert the images to 8 bits.",
@@ -104,16 +103,22 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
         )
     clipped = [image.path for image in images if image.is_clipped]
     if clipped:
-        others = f" So have {len(clipped) - 1} more of the {len(tried)} images that were tried." if clipped[1:] else ""
         logger.warning(
             Problem(
                 "its shades of gray have 16 bits. fastloop scales them to 8 bits, and a pipeline of transformers cuts "
-                f"them off at 255: there, the exported model sees a nearly white image.{others}",
+                f"them off at 255: there, the exported model sees a nearly white image.{_count_others(clipped, tried)}",
                 code="clipped-elsewhere",
                 place=str(clipped[0]),
                 remedy="Convert the images to 8 bits before you give them to a pipeline.",
             )
         )
+
+
+def _count_others(found: list[Path], tried: list[Path]) -> str:
+    """A sentence for the images beside the first one that a message is about; empty if there are none."""
+    if len(found) == 1:
+        return ""
+    return f" So have {len(found) - 1} more of the {len(tried)} images that were tried."
 
 
 def _is_clipped(path: Path) -> bool:

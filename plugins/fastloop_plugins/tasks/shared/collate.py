@@ -97,7 +97,7 @@ class DefaultCollator:
         padded: Any = pad_without_fast_tokenizer_warning(  # type: ignore[no-untyped-call]
             self.tokenizer,
             inputs,
-            padding_side="right" if self.pads_right else self.tokenizer.padding_side,
+            padding_side=self._padding_side(),
             pad_to_multiple_of=self.multiple,
             return_tensors="pt",
         )
@@ -111,6 +111,9 @@ class DefaultCollator:
                 padded_row["labels"] = labels[index]
             padded_rows.append(padded_row)
         return padded_rows
+
+    def _padding_side(self) -> str:
+        return "right" if self.pads_right else str(self.tokenizer.padding_side)
 
     def _pad_labels(self, rows: list[Mapping[str, Any]], width: int) -> list[Tensor] | None:
         """The labels of rows in equal length. Labels of tokens get the width of the inputs, on the same side; others,
@@ -128,7 +131,7 @@ class DefaultCollator:
         is_per_token = all(len(label) == len(row["input_ids"]) for label, row in zip(labels, rows, strict=True))
         if not is_per_token:
             width = max(len(label) for label in labels)
-        pads_left = is_per_token and not self.pads_right and self.tokenizer.padding_side == "left"
+        pads_left = is_per_token and self._padding_side() == "left"
         padded = []
         for label in labels:
             missing = width - len(label)

@@ -18,7 +18,8 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
@@ -180,6 +181,23 @@ if hasattr(os, "register_at_fork"):  # Windows has no forks
     os.register_at_fork(after_in_child=lambda: _places.start_in_child())
 
 
+@contextmanager
+def stand_in_for(name: str) -> Iterator[None]:
+    """Let a stand-in have the place of a module inside the block, which imports a module that does without it.
+
+    Processes that delay no imports can use it, too. Does nothing if the module is imported already.
+
+    Args:
+        name: A delayed module of ``DELAYED``.
+    """
+    stand_in = _places.take(name)
+    try:
+        yield
+    finally:
+        if stand_in is not None:
+            _places.leave(name)
+
+
 def _import(name: str) -> ModuleType:
     """The real module, also while its stand-in has its place."""
     _places.leave(name)
@@ -255,12 +273,8 @@ class DelayingFinder:
             return
         if delayed.functions or delayed.exceptions:
             self.waiting.setdefault(delayed.name, []).append(module)
-        stand_in = _places.take(delayed.name)
-        try:
+        with stand_in_for(delayed.name):
             execute(module)
-        finally:
-            if stand_in is not None:
-                _places.leave(delayed.name)
         if _is_imported(delayed.name):  # meanwhile, for a name that is not listed or by another thread
             _fill(module, sys.modules[delayed.name])
 

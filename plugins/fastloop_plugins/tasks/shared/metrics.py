@@ -6,12 +6,12 @@ import inspect
 import sys
 from collections.abc import Mapping
 from traceback import walk_tb
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError, UsageError
 from fastloop.errors import did_you_mean
 from fastloop.problem import typed_clause
+from fastloop.runtime.delayed_imports import stand_in_for
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -24,19 +24,17 @@ def import_torchmetrics() -> None:
     """Import torchmetrics without ``scipy.signal``, which takes a second of processor time.
 
     torchmetrics 1.9 imports it only to restore ``scipy.signal.hamming``, which a package of audio metrics uses. It has
-    no switch for this, so an empty module takes its place during the import. No thread may import ``scipy.signal``
-    meanwhile. Later imports are as usual.
+    no switch for this. Commands delay the import anyway; here a script that calls ``Trainer`` delays it, too.
 
     Raises:
         UsageError: A package that torchmetrics imports if it is installed fails, such as a torchvision for another
             torch.
     """
-    if {"torchmetrics", "scipy.signal"} & sys.modules.keys():
+    if "torchmetrics" in sys.modules:
         return
-    sys.modules["scipy.signal"] = stand_in = ModuleType("scipy.signal")
-    stand_in.__dict__["hamming"] = None  # torchmetrics does not change the module
     try:
-        import torchmetrics  # noqa: F401
+        with stand_in_for("scipy.signal"):
+            import torchmetrics  # noqa: F401
     except Exception as error:
         callers = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
         package = [name for name in callers if name != "torch"][-1]  # torch raises errors about what others register
@@ -45,8 +43,6 @@ def import_torchmetrics() -> None:
             code="import-failed",
             remedy=f"Install the version that fits your torch, or remove it: pip uninstall {package}",
         ) from error
-    finally:
-        del sys.modules["scipy.signal"]
 
 
 def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: str) -> dict[str, type[Metric]]:

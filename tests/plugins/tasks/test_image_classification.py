@@ -485,21 +485,27 @@ def test_a_damaged_image_proposes_no_plugin_that_the_recipe_leaves_out():
     assert str(caught.value).endswith("Replace or remove the file.")
 
 
-def test_few_of_many_images_are_decoded_before_training(monkeypatch):
+def test_few_of_many_images_are_decoded_before_training_and_each_is_opened_once(monkeypatch):
     from fastloop_plugins.tasks.image import batches as _image_batches
 
     write_images(Path("images"))
-    found: list[Path] = []
-    monkeypatch.setattr(_image_batches, "read_image", lambda path, *_, least: found.append(path))
+    opened: list[Path] = []
+    real_open = Image.open
+
+    def recording_open(path: Path) -> Image.Image:
+        opened.append(path)
+        return real_open(path)
+
+    monkeypatch.setattr(Image, "open", recording_open)
     splits = make_run().datasets.values()
-    assert len(found) == 69
-    size = sum(path.stat().st_size for path in found)
+    assert len(opened) == len(set(opened)) == 69
+    size = sum(path.stat().st_size for path in opened)
     for limits, expected in (((10, 2**26), 10), ((4096, size // 3 + 1), 23)):
-        found.clear()
+        opened.clear()
         for name, value in zip(("TRIED", "TRIED_BYTES"), limits, strict=True):
             monkeypatch.setattr(_image_batches, name, value)
         _image_batches.check_images(dataset.files for dataset in splits)
-        assert len(found) == expected
+        assert len(opened) == len(set(opened)) == expected
 
 
 def test_unreadable_images_are_skipped_with_the_plugin(caplog):

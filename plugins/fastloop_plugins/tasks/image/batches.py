@@ -6,8 +6,9 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
 from torch import Generator, Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -33,8 +36,6 @@ logger = logging.getLogger("fastloop")
 
 CROP_ATTEMPTS = 10
 """Random parts to draw until one lies within the image, as in torchvision."""
-
-
 TRIED = 4096
 """Images to decode before training at most. With ``TRIED_BYTES``, this takes about three seconds on one CPU core."""
 TRIED_BYTES = 2**26
@@ -70,20 +71,14 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
         RecipeError: One of them cannot be read.
     """
     splits = list(splits)
-    paths = [files.root / name for files in splits for name in files.names]
+    paths: list[Path] = []
+    for files in splits:
+        paths += [files.root / name for name in files.names]
     most = max(files.max_pixels for files in splits)
-    tried = paths[:: -(-len(paths) // TRIED) or 1]
-    tried = tried[:: -(-sum(path.stat().st_size for path in tried) // TRIED_BYTES) or 1]
-
-    def check(path: Path) -> TriedImage:
-        try:
-            image = read_image(path, most, resized, least=(1, 1))
-        except ValueError as error:
-            return TriedImage(path, problem=str(error))
-        return TriedImage(path, is_dark=_is_dark(path, image), is_clipped=_is_clipped(path))
+    tried = _evenly_spaced(paths)
 
     with ThreadPoolExecutor(4) as pool:  # decoders release the GIL
-        images = list(pool.map(check, tried))
+        images = list(pool.map(lambda path: _try_image(path, most, resized), tried))
     problems = [image.problem for image in images if image.problem is not None]
     if problems and not skip_unreadable:
         message = problems[0]
@@ -114,6 +109,15 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable
         )
 
 
+def _evenly_spaced(paths: list[Path]) -> list[Path]:
+    """Some of the files of images, at most ``TRIED`` with ``TRIED_BYTES``: of 10,000 small ones, every third."""
+    step = math.ceil(len(paths) / TRIED)
+    chosen = paths[:: max(1, step)]
+    size = sum(path.stat().st_size for path in chosen)
+    step = math.ceil(size / TRIED_BYTES)
+    return chosen[:: max(1, step)]
+
+
 def _count_others(found: list[Path], tried: list[Path]) -> str:
     """A sentence for the images beside the first one that a message is about; empty if there are none."""
     if len(found) == 1:
@@ -121,19 +125,28 @@ def _count_others(found: list[Path], tried: list[Path]) -> str:
     return f" So have {len(found) - 1} more of the {len(tried)} images that were tried."
 
 
-def _is_clipped(path: Path) -> bool:
-    """Whether Pillow's conversion to colors cuts off the values of an image. Reads only the head of the file."""
-    with Image.open(path) as file:
-        return file.mode[0] == "I"
+def _try_image(path: Path, max_pixels: int, resized: int) -> TriedImage:
+    """Decode an image at the smallest size that finds damage. The arguments are those of ``read_image``."""
+    try:
+        with open_image(path, max_pixels, resized, least=(1, 1)) as image:
+            has_16_bits = image.format == "PNG" and ";16" in str(image.tile[0].args)
+            is_clipped = image.mode[0] == "I"
+            in_color = to_rgb(image)
+            is_dark = has_16_bits and _is_dark(image, in_color)
+    except ValueError as error:
+        return TriedImage(path, problem=str(error))
+    return TriedImage(path, is_dark=is_dark, is_clipped=is_clipped)
 
 
-def _is_dark(path: Path, image: Image.Image) -> bool:
-    """Whether the file of an image that was read has 16 bits a channel, and all values are below 2**12, which become 0
-    to 15 of 255. An image that is black in the file is not."""
-    with Image.open(path) as file:
-        if file.format != "PNG" or ";16" not in str(file.tile[0].args) or np.asarray(image).max() >= 2**4:
-            return False
-        return bool(np.asarray(file).max() > 0)  # decodes it again
+def _is_dark(image: Image.Image, in_color: Image.Image) -> bool:
+    """Whether all values of an image of 16 bits a channel are below 2**12, which become 0 to 15 of 255. An image that
+    is black in the file is not dark.
+
+    Args:
+        image: The image of the file.
+        in_color: The same with 8 bits a channel, from ``to_rgb``.
+    """
+    return bool(np.asarray(in_color).max() < 2**4 and np.asarray(image).max() > 0)
 
 
 class TooLarge(ValueError):
@@ -156,9 +169,18 @@ def check_size(size: tuple[int, int], max_pixels: int, resized: int) -> None:
 def read_image(
     path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, least: tuple[int, int] | None = None
 ) -> Image.Image:
-    """Decode an image as red, green and blue. Applies the orientation in its EXIF data, and drops transparency.
+    """Decode an image as red, green and blue: see ``open_image`` and ``to_rgb``.
 
-    A grayscale PNG of 16 bits is scaled to 8 bits, as Pillow scales one in color. A GIF gives its first picture.
+    Raises:
+        ValueError: The file cannot be read as an image of 8 bits a channel.
+    """
+    with open_image(path, max_pixels, resized, least) as image:
+        return to_rgb(image)
+
+
+@contextmanager
+def open_image(path: Path, max_pixels: int, resized: int, least: tuple[int, int] | None) -> Iterator[ImageFile]:
+    """Open an image, which is decoded in the block. A GIF gives its first picture.
 
     Args:
         max_pixels: Pixels of the image at most, as it is and resized. Checked before either.
@@ -167,22 +189,15 @@ def read_image(
             has them, which is faster and finds the same damage. None: at its size.
 
     Raises:
-        ValueError: The file cannot be read as an image of 8 bits a channel.
+        ValueError: The file cannot be opened, or an error of the block, which decodes it.
     """
     try:
         Image.MAX_IMAGE_PIXELS = max(max_pixels, Image.MAX_IMAGE_PIXELS or 0)
         with Image.open(path) as image:
             check_size(image.size, max_pixels, resized)
-            if least is not None:
+            if least is not None and isinstance(image, JpegImageFile):
                 image.draft("RGB", least[::-1] if _is_turned(image) else least)
-            image.load()
-            if image.mode[0] in "IF" and image.format != "PNG":  # a conversion to 8 bits would clip the values
-                raise ValueError(f"its pixels have mode {image.mode}, expected 8 bits a channel: convert it")
-            ImageOps.exif_transpose(image, in_place=True)
-            if image.mode[0] == "I":
-                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-            opaque = image.convert("RGBA") if "transparency" in image.info else image
-            return opaque.convert("RGB")
+            yield image
     except TooLarge as error:
         raise ValueError(f"{path}: {error}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -191,6 +206,25 @@ def read_image(
         ) from None
     except Exception as error:  # decoders raise errors of any type
         raise ValueError(f"{path}: cannot be read as an image: {clause(error)}. Replace or remove the file.") from None
+
+
+def to_rgb(image: ImageFile) -> Image.Image:
+    """Decode an open image as red, green and blue. Applies the orientation in its EXIF data, and drops transparency.
+
+    A grayscale PNG of 16 bits is scaled to 8 bits, as Pillow scales one in color.
+
+    Raises:
+        ValueError: Its channels have other than 8 bits, and it is no PNG.
+        Exception: It is damaged. Decoders raise errors of any type.
+    """
+    image.load()
+    if image.mode[0] in "IF" and image.format != "PNG":  # a conversion to 8 bits would clip the values
+        raise ValueError(f"its pixels have mode {image.mode}, expected 8 bits a channel: convert it")
+    ImageOps.exif_transpose(image, in_place=True)
+    if image.mode[0] == "I":
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    opaque = image.convert("RGBA") if "transparency" in image.info else image
+    return opaque.convert("RGB")
 
 
 def _is_turned(image: Image.Image) -> bool:

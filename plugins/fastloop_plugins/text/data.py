@@ -42,11 +42,14 @@ from fastloop_plugins.text.repeats import find_repeats
 from fastloop_plugins.text.source_files import find_source
 from fastloop_plugins.text.sources import Source, mix_sources, number_sources
 from fastloop_plugins.text.streaming.options import check_streaming
-from fastloop_plugins.text.streaming.streamed_data import StreamedData
 from fastloop_plugins.text.targets import is_readable, read_labels, summarize
 
 if TYPE_CHECKING:
+    from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.text.model import TextModel
+    from fastloop_plugins.text.streaming.dataset import Streaming
+    from fastloop_plugins.text.streaming.shards import Shards
 
 logger = logging.getLogger("fastloop")
 
@@ -56,7 +59,7 @@ READER = 3
 """Increase it when the same files and options give different rows, so that cached token ids are not used."""
 
 
-class TextData(StreamedData):
+class TextData:
     """The ``data`` section of a recipe. The constructor checks it, ``load`` reads it.
 
     Args:
@@ -71,6 +74,8 @@ class TextData(StreamedData):
         classes: The names of the classes. In inference: set before ``load``, from the model.
         files: Split -> the files to read into memory.
         sources: The entries of ``data.sources``.
+        stream: The training split, if it is streamed.
+        shards: The files of ``data.name``, if it is streamed.
         keeps_places: Whether ``load`` keeps ``tables`` and ``Rows.numbers``, for ``row_places``.
         tables: The rows of each split as read, without dropped ones.
         messages: Lines for the log, and warnings.
@@ -86,6 +91,7 @@ class TextData(StreamedData):
     text_key = "text"  # the option that names the column of texts
     unit = "rows"  # what a row is called in messages
     subject = "a language model"  # what a task without labels is called in messages
+    tagged = False  # whether a row has a list of labels, which are counted one by one
     own_formats: ClassVar[Sequence[str]] = ()  # suffixes that this section reads beside those of all sections
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
@@ -106,6 +112,8 @@ class TextData(StreamedData):
         self.classes: list[str] = []
         self.files: dict[str, list[Path]] = {}
         self.sources: list[Source] = []
+        self.stream: Streaming | None = None
+        self.shards: Shards | None = None
         self.keeps_places = False
         self.tables: dict[str, list[Table]] = {}
         self.messages: list[str | Problem] = []
@@ -274,6 +282,23 @@ class TextData(StreamedData):
         """Column of texts -> the option that names it."""
         return dict.fromkeys(self.columns, self.text_key)
 
+    def optional_columns(self) -> list[str]:
+        """Columns that are read if a file has them, after those of ``text_columns``."""
+        return []
+
+    def label_columns(self) -> dict[str, str]:
+        """Column of labels -> the option that names it."""
+        return dict.fromkeys(self.labels, "label")
+
+    def every_file(self) -> list[Path]:
+        """The files of all splits."""
+        files: list[Path] = []
+        for paths in self.files.values():
+            files += paths
+        if self.stream is not None:
+            files += map(Path, self.stream.paths)
+        return files
+
     def layout(self, predicts: bool = False) -> FileLayout:
         """How files are read: those of a split, or a file to predict, which has no labels."""
         if predicts:
@@ -344,6 +369,15 @@ class TextData(StreamedData):
             raise refuse_empty(role, parts)
         self.messages += check_texts(rows.blank, rows.count, parts, self.row_columns())
         return rows.finish()
+
+    def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
+        """The datasets of a run: those in memory, except a streamed training split."""
+        if self.stream is None:
+            return datasets
+        from fastloop_plugins.text.streaming.dataset import LabelledRows
+
+        encode = LabelledRows(self, model, self.stream.label_table(datasets))
+        return self.stream.datasets(run, datasets, encode)
 
     def needed_splits(self, there: Collection[str]) -> dict[str, str]:
         """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of

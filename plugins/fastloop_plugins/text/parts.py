@@ -16,6 +16,7 @@ from fastloop_plugins.rows.table import Table, table_of
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
+    from fastloop_plugins.text.streaming.shards import Shards
 
 
 def read_parts(data: TextData) -> dict[str, list[Table]]:
@@ -27,7 +28,7 @@ def read_parts(data: TextData) -> dict[str, list[Table]]:
     if data.options.module is not None:
         return _call_function(data)
     if data.shards is not None:
-        return data.read_shards()
+        return _read_shards(data, data.shards)
     if data.options.name is not None:
         return _read_dataset(data, data.options.name)
     return _read_files(data)
@@ -48,6 +49,27 @@ def _read_files(data: TextData) -> dict[str, list[Table]]:
         parts["train"] = []
         for number, source in enumerate(data.sources):
             parts["train"] += source.read(number, data)
+    return parts
+
+
+def _read_shards(data: TextData, shards: Shards) -> dict[str, list[Table]]:
+    """The parts of ``data.name``, whose files are listed. A stream gives only its first rows.
+
+    Splits that the run does not need have no parts.
+    """
+    needed = data.needed_splits(shards.splits).values()
+    parts: dict[str, list[Table]] = {}
+    for split, paths in shards.splits.items():
+        if data.stream is not None and split == data.splits.train:
+            parts[split] = [data.stream.read_head()]
+        elif split in needed:
+            parts[split] = data.read_files(paths)
+        else:
+            parts[split] = []
+    names = shards.class_names(data)
+    for tables in parts.values():
+        for table in tables:
+            table.classes = names
     return parts
 
 

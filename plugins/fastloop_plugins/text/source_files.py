@@ -18,6 +18,7 @@ from fastloop_plugins.rows.source import check_source
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.text.options import Files
 from fastloop_plugins.text.sources import find_sources
+from fastloop_plugins.text.streaming.opening import open_shards, open_stream
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
@@ -48,7 +49,7 @@ def find_source(data: TextData) -> None:
     if options.name is not None:
         _check_name(data, options.name)
         if options.streaming:
-            data.open_shards()
+            open_shards(data)
     if options.read is not None:
         _check_read_options(data)
 
@@ -85,7 +86,7 @@ def _find_files(data: TextData, files: Mapping[str, Any]) -> None:
         needed = set(data.needed_splits(given).values())
     if data.options.sources is not None:
         data.sources = find_sources(data, needed)
-    in_memory = data.open_stream(given, needed)
+    in_memory = open_stream(data, given, needed)
     found: dict[str, list[Path]] = {}
     for split, paths in given.items():
         is_mixed = split == "train" and bool(data.sources)

@@ -1,7 +1,7 @@
 """Streamed training splits of text tasks.
 
 options                   # ``data.streaming``, and the settings that exclude it
-streamed_data             # the part of ``TextData`` that opens a stream
+opening                   # finds the files of a stream, and opens it
 shards                    # the files that a stream reads
 dataset                   # the dataset: any range of positions of an epoch
 rows                      # rows -> samples, in the data workers

@@ -18,12 +18,10 @@ import itertools
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,21 +102,14 @@ def fastloop(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     Raises:
         SystemExit: It did not end in ``LIMIT`` seconds. The message has the stacks of its processes.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
-    command = [sys.executable, "-m", "fastloop", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True, **pipes)
-    try:
-        output, errors = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        from fastloop.testing.starting import abort_in_turn, without_module_list
+    from fastloop.testing.time_limits import OutOfTime, run_limited
 
-        abort_in_turn(process.pid)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        output, errors = process.communicate()
-        sys.exit(f"{' '.join(arguments)} did not end in {LIMIT} seconds:\n{output}{without_module_list(errors)}")
-    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "fastloop", *arguments]
+    try:
+        return run_limited(command, LIMIT, cwd=folder, env=environment)
+    except OutOfTime as error:
+        sys.exit(f"{' '.join(arguments)} did not end in {LIMIT} seconds:\n{error.output}{error.errors}")
 
 
 def numerics(plugins: tuple[str, ...]) -> str:

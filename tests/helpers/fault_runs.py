@@ -26,7 +26,7 @@ import yaml
 import fastloop.cli
 import fastloop.lifecycle
 from fastloop.cli import launch
-from fastloop.testing.starting import without_module_list
+from fastloop.testing.time_limits import without_module_list
 
 LOADED = (fastloop.cli, fastloop.lifecycle, torch._dynamo, torchmetrics)
 """Import the modules that a run needs, before processes are forked."""

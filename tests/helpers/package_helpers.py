@@ -21,6 +21,8 @@ from pathlib import Path
 
 import limited
 
+from fastloop.testing.time_limits import kill_group
+
 ROOT = Path(__file__).resolve().parents[2]
 """fastloop's own project."""
 LIMIT = 840.0
@@ -183,7 +185,7 @@ class ForkingPython:
         return self
 
     def __exit__(self, *error: object) -> None:
-        limited.kill_group(self._server)  # with a command that still runs
+        kill_group(self._server.pid)  # with a command that still runs
         self._server.communicate(timeout=60)
 
     def run(self, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

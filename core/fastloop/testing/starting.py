@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import re
 import runpy
 import signal
 import sys
@@ -20,7 +19,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import connection
@@ -34,8 +32,8 @@ from fastloop.cli import launch
 from fastloop.errors import UsageError
 from fastloop.plugins.installed import installed, is_own
 from fastloop.problem import clause
-from fastloop.runtime.platform_support import KILL
 from fastloop.runtime.tracebacks import user_line
+from fastloop.testing.time_limits import kill_group, without_module_list
 
 PRELOADED = [
     "fastloop.testing.runs",
@@ -54,8 +52,6 @@ PRELOADED = [
 """Modules that every started process has imported, beside the modules of fastloop's own plugins. None may start a
 thread, which does not survive a fork. Accelerate imports deepspeed, if it is installed, for every model that it
 prepares or exports."""
-SECONDS_FOR_STACKS = 0.3
-"""Seconds in which a process that hangs writes its stacks."""
 PATIENCE = 10.0
 """Seconds that the other processes get after one has failed."""
 
@@ -167,28 +163,9 @@ def _end(process: Any) -> None:
     """End a process and its children."""
     if process.pid is None:
         return
-    with suppress(ProcessLookupError, PermissionError):
-        launch.signal_group(process.pid, KILL)
+    kill_group(process.pid)
     process.kill()
     process.join()
-
-
-def abort_in_turn(pid: int) -> None:
-    """End a process and its children by SIGABRT, at which faulthandler writes their stacks: one after another, because
-    two that write at once would mix their lines."""
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                each.send_signal(signal.SIGABRT)
-                time.sleep(SECONDS_FOR_STACKS)
-
-
-def without_module_list(output: str) -> str:
-    """The output of a crash without the names of extension modules: thousands of letters behind each stack."""
-    return re.sub(r"(?m)^Extension modules: .*\n?", "", output)
 
 
 def _process_result(report: Path, process: Any, in_time: bool, limit: float) -> ProcessResult:

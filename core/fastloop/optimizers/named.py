@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.plugins.plugin import hookimpl
 from fastloop.problem import clause
-from fastloop.recipe.references import import_object
+from fastloop.recipe.references import argument_names, check_arguments, import_object, takes_any_argument
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -37,12 +36,11 @@ def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
                 place=where,
             )
         return optimizer
-    known = {
-        name: cls
-        for name, cls in vars(torch.optim).items()
-        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-    }
-    del known["Optimizer"]
+    known: dict[str, type[torch.optim.Optimizer]] = {}
+    for key, value in vars(torch.optim).items():
+        is_class = isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        if is_class and value is not torch.optim.Optimizer:
+            known[key] = value
     if name not in known:
         raise RecipeError(
             f"torch.optim has no {name!r}.",
@@ -65,25 +63,16 @@ def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
     train = recipe.train
     function = optimizer_function(recipe)
     where = f"{recipe.where}: train.optimizer"
-    parameters = inspect.signature(function).parameters.values()
-    taken = [parameter.name for parameter in parameters][1:]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     own = {"lr": train.lr, "weight_decay": train.weight_decay}
-    if not takes_any and "weight_decay" not in taken and not train.weight_decay:
+    takes_decay = takes_any_argument(function) or "weight_decay" in argument_names(function)
+    if not takes_decay and not train.weight_decay:
         del own["weight_decay"]
-    for key in [*own, *train.optimizer_arguments]:
-        if key in own and key in train.optimizer_arguments:
+    for key in own:
+        if key in train.optimizer_arguments:
             raise RecipeError(
                 f"train.{key} sets it.", code="set-twice", place=f"{where}.{key}", remedy="Remove it here."
             )
-        if key not in taken and not takes_any:
-            listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
-            raise RecipeError(
-                "no such argument.",
-                code="unknown-argument",
-                place=f"{where}.{key}",
-                remedy=f"{did_you_mean(key, taken)} The signature: {train.optimizer_name}{listed}",
-            )
+    check_arguments(function, train.optimizer_name, [*own, *train.optimizer_arguments], where)
     return own | train.optimizer_arguments
 
 

@@ -1,10 +1,12 @@
-"""Import the object that a recipe's key names: ``package.module:name``, or ``file.py:name`` relative to the recipe."""
+"""Objects that a recipe's key names: ``package.module:name``, or ``file.py:name`` relative to the recipe."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fastloop import no_code
@@ -61,11 +63,10 @@ def import_object(reference: str, recipe: Recipe, key: str) -> Any:
         RecipeError: See ``check_reference``; or the import fails (names the line), or the name does not exist.
     """
     home, name = check_reference(reference, recipe, key)
-    module = (
-        import_file(home, recipe, key)
-        if home.endswith(".py")
-        else import_code(home, importlib.import_module, home, recipe, key)
-    )
+    if home.endswith(".py"):
+        module = import_file(home, recipe, key)
+    else:
+        module = import_code(home, importlib.import_module, home, recipe, key)
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
         raise RecipeError(
@@ -75,3 +76,41 @@ def import_object(reference: str, recipe: Recipe, key: str) -> Any:
             remedy=did_you_mean(name, public),
         )
     return getattr(module, name)
+
+
+def takes_any_argument(function: Callable[..., Any]) -> bool:
+    """Whether a function takes keyword arguments of any name."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def argument_names(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's arguments, without the first one, which fastloop gives."""
+    return list(inspect.signature(function).parameters)[1:]
+
+
+def check_arguments(function: Callable[..., Any], name: str, keys: Iterable[str], place: str) -> None:
+    """Check that a function that a recipe names takes the arguments that the recipe gives, without calling it.
+
+    Args:
+        function: Its first argument is given by fastloop, such as the parameters of an optimizer.
+        name: Its name, for messages.
+        keys: The names of the keyword arguments.
+        place: The recipe and the key of the arguments, for messages.
+
+    Raises:
+        RecipeError: It has no such argument. The message has its signature.
+    """
+    if takes_any_argument(function):
+        return
+    taken = argument_names(function)
+    for key in keys:
+        if key not in taken:
+            parameters = inspect.signature(function).parameters.values()
+            listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
+            raise RecipeError(
+                "no such argument.",
+                code="unknown-argument",
+                place=f"{place}.{key}",
+                remedy=f"{did_you_mean(key, taken)} The signature: {name}{listed}",
+            )

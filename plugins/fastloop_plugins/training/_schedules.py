@@ -41,9 +41,7 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
     Raises:
         RecipeError: It does not exist, steps by a metric, or has no such argument.
     """
-    from torch.optim import lr_scheduler
-
-    from fastloop.recipe.references import import_object
+    from fastloop.recipe.references import check_arguments, import_object
 
     where = f"{recipe.where}: plugins.lr-scheduler"
     if name in BY_METRIC:
@@ -53,7 +51,7 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
             place=f"{where}.schedule",
             remedy="Use another.",
         )
-    made: Callable[..., Any] | None
+    made: Callable[..., LRScheduler]
     if ":" in name:
         made = import_object(name, recipe, "plugins.lr-scheduler.schedule")
         if not callable(made):
@@ -63,36 +61,39 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
                 place=f"{where}.schedule",
             )
     else:
-        known: dict[str, Any] = {
-            key: cls
-            for key, cls in vars(lr_scheduler).items()
-            if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
-        }
-        if name not in known:
-            # only here: it imports peft, if that is installed, which takes a second
-            from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+        made = _find_in_libraries(name, f"{where}.schedule")
+    check_arguments(made, name, arguments, f"{where}.arguments")
+    return made
 
-            known |= {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-        made = known.get(name)
-        if made is None:
-            hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])
-            raise RecipeError(
-                f"neither torch nor transformers has {name!r}.{hint} Another one is file.py:name.",
-                code="unknown-schedule",
-                place=f"{where}.schedule",
-            )
-    parameters = inspect.signature(made).parameters.values()
-    taken = [parameter.name for parameter in parameters][1:]
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        for key in arguments:
-            if key not in taken:
-                listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
-                raise RecipeError(
-                    "no such argument.",
-                    code="unknown-argument",
-                    place=f"{where}.arguments.{key}",
-                    remedy=f"{did_you_mean(key, taken)} The signature: {name}{listed}",
-                )
+
+def _find_in_libraries(name: str, place: str) -> Callable[..., LRScheduler]:
+    """A schedule of torch or transformers.
+
+    Args:
+        place: The recipe and the key, for messages.
+
+    Raises:
+        RecipeError: Neither has one of this name.
+    """
+    from torch.optim import lr_scheduler
+
+    known: dict[str, Any] = {}
+    for key, value in vars(lr_scheduler).items():
+        if isinstance(value, type) and issubclass(value, lr_scheduler.LRScheduler):
+            known[key] = value
+    if name not in known:
+        # only here: it imports peft, if that is installed, which takes a second
+        from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+        known |= {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    made: Callable[..., LRScheduler] | None = known.get(name)
+    if made is None:
+        hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])
+        raise RecipeError(
+            f"neither torch nor transformers has {name!r}.{hint} Another one is file.py:name.",
+            code="unknown-schedule",
+            place=place,
+        )
     return made
 
 
@@ -157,7 +158,7 @@ def warmup_steps(warmup: int | float, total: int | None, where: str) -> int | fl
     if total is not None and warmup >= total:
         logger.warning(
             Problem(
-                (f"found {warmup:g} steps, and the run has {total}: the learning rate does not reach its peak."),
+                f"found {warmup:g} steps, and the run has {total}: the learning rate does not reach its peak.",
                 code="too-few-steps",
                 place=f"{where}: plugins.lr-scheduler.warmup",
                 remedy="Use fewer steps, or a share of the run such as 0.1.",

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ log = logging.getLogger("fastloop")
 BUFFER_BYTES = 64 * 2**20
 """Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do
 not fill the device."""
-
-
 WRAPPED = ("module", "_orig_mod")
 """Attributes of DDP, DeepSpeed's engine and torch's compiled modules that hold the model inside."""
 
@@ -74,6 +72,20 @@ def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
         if name in children:
             yield model
             yield from _wrappers(children[name])
+
+
+class LocalResults(NamedTuple):
+    """The results of an evaluation on one process.
+
+    Attributes:
+        loss_sum: Sum of each batch's loss times its weight.
+        weight: Sum of the weights.
+        metrics: Metric -> its value.
+    """
+
+    loss_sum: float
+    weight: float
+    metrics: dict[str, float]
 
 
 class EvaluationResults:
@@ -139,7 +151,8 @@ class EvaluationResults:
 
     def _update(self) -> None:
         if self.waiting and self.metrics is not None:
-            predictions, targets = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
+            predictions = torch.cat([predictions for predictions, _ in self.waiting])
+            targets = torch.cat([targets for _, targets in self.waiting])
             self._measure(self.metrics.update, predictions, targets)
         self.waiting = []
         self.bytes = 0
@@ -159,42 +172,18 @@ class EvaluationResults:
                 place=self.where,
             ) from error
 
-    def read(self) -> tuple[float, float, dict[str, float]]:
-        """``(sum of loss times weight, sum of weights, metrics)``. Torchmetrics reduces the metrics over processes; the
-        sums are local. A metric that the split does not define, such as AUROC of one class, is NaN, with a warning.
+    def read(self) -> LocalResults:
+        """The results of this process. Torchmetrics reduces the metrics over processes. A metric that the split does
+        not define, such as AUROC of one class, is NaN, with a warning.
 
         The host reads the device once. A metric may read it more often."""
         self._update()
         if self.metrics is not None and self.processes is not None:
             align_states(self.metrics, self.processes, self.where, self.split)
-        values: dict[str, Any] = {}
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
-            if self.metrics is not None:
-                values = dict(self._measure(self.metrics.compute))
-        for name, value in values.items():
-            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)):
-                raise MetricError(
-                    f"the metric {str(name)!r} does not give one number for {self.split}.",
-                    self.newest,
-                    values,
-                    code="metric-not-a-number",
-                    place=self.where,
-                )
-        losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
-        wide = torch.float32 if losses.device.type == "mps" else torch.float64  # represents narrower dtypes exactly
-        scalars = [
-            name
-            for name, value in values.items()
-            if isinstance(value, Tensor) and (value.dim(), value.device) == (0, losses.device)
-        ]
-        numbers = torch.cat([losses.to(wide), *(values[name].to(wide)[None] for name in scalars)]).tolist()
-        total = 0.0
-        for loss, weight in zip(numbers, self.weights, strict=False):
-            if weight:  # a mean over no target is NaN
-                total += loss * weight
-        values |= dict(zip(scalars, numbers[len(losses) :], strict=True))
-        metrics = {str(name): float(value) for name, value in values.items()}
+            computed = self._compute()
+        losses, metrics = self._read_device(computed)
         reasons = self._find_undefined(metrics)
         for name, reason in reasons.items():
             log.warning(
@@ -205,7 +194,48 @@ class EvaluationResults:
         if not reasons:  # the log explains it by the metric's name
             for warning in recorded:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        return total, sum(self.weights), metrics | dict.fromkeys(reasons, math.nan)
+        loss_sum = 0.0
+        for loss, weight in zip(losses, self.weights, strict=True):
+            if weight:  # a mean over no target is NaN
+                loss_sum += loss * weight
+        return LocalResults(loss_sum, sum(self.weights), metrics | dict.fromkeys(reasons, math.nan))
+
+    def _compute(self) -> dict[str, Any]:
+        """Metric -> its value, a number or a tensor with one element.
+
+        Raises:
+            MetricError: A metric failed, or its value is not one number.
+        """
+        if self.metrics is None:
+            return {}
+        values = {str(name): value for name, value in self._measure(self.metrics.compute).items()}
+        for name, value in values.items():
+            is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
+            if not is_number:
+                raise MetricError(
+                    f"the metric {name!r} does not give one number for {self.split}.",
+                    self.newest,
+                    values,
+                    code="metric-not-a-number",
+                    place=self.where,
+                )
+        return values
+
+    def _read_device(self, computed: Mapping[str, Any]) -> tuple[list[float], dict[str, float]]:
+        """The loss of each batch, and the values of the metrics. Those on the device of the losses are read with them:
+        ``[loss, loss, loss, accuracy, f1]``."""
+        losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
+        wide = torch.float32 if losses.device.type == "mps" else torch.float64  # represents narrower dtypes exactly
+        parts = [losses.to(wide)]
+        read_together = []
+        for name, value in computed.items():
+            if isinstance(value, Tensor) and value.dim() == 0 and value.device == losses.device:
+                read_together.append(name)
+                parts.append(value.to(wide)[None])
+        numbers: list[float] = torch.cat(parts).tolist()
+        count = len(self.losses)
+        values = {**computed, **dict(zip(read_together, numbers[count:], strict=True))}
+        return numbers[:count], {name: float(value) for name, value in values.items()}
 
     def _find_undefined(self, values: Mapping[str, float]) -> dict[str, str]:
         """Metric -> why the split does not define it."""

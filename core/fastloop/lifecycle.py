@@ -237,7 +237,7 @@ def _build_accelerator(run: Run) -> None:
     if cores < len(platform_support.processors()):  # torch does not know the quota of a control group
         torch.set_num_threads(min(torch.get_num_threads(), cores))
     run.settings = run.plugins.configure(run.recipe)
-    run.accelerator, run.processes = build_accelerator(run.recipe, run.plugins, run.settings)
+    run.accelerator, run.processes = build_accelerator(run.recipe, run.settings)
     device = run.accelerator.device
     if device.type == "cpu":
         run.device = torch.device("cpu")  # drop the index

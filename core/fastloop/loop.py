@@ -313,13 +313,13 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             results.add(output, batch.loss_weight, batch.samples)
-        *sums, metrics = results.read()
-    sums.append(results.samples)
-    total, weight, samples = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+        own = results.read()
+    own_sums = torch.tensor([own.loss_sum, own.weight, results.samples], dtype=torch.float64)
+    loss_sum, weight, samples = run.processes.all_reduce_sum(own_sums).tolist()
     if not samples:
         raise no_sample(run, split)
-    loss = total / weight if weight else math.nan  # no sample has a target
-    return {"loss": loss, **metrics}
+    loss = loss_sum / weight if weight else math.nan  # no sample has a target
+    return {"loss": loss, **own.metrics}
 
 
 def no_sample(run: Run, split: str) -> DataError:

@@ -72,8 +72,7 @@ class Run:
         new_weights: Names of parameters, in the model that ``build_model`` returns, that start from random values
             because the pretrained model has none for them, such as those of a new head. The task sets it in
             ``build_model``. Empty for a model that is trained from scratch, and in inference.
-        optimizer: Torch's optimizer, or a wrapper of it. ``run.optimizer["NAME"]``
-            for a dict.
+        optimizer: Torch's optimizer, or a wrapper of it. ``run.optimizer["NAME"]`` for a dict.
         scheduler: Stepped by the loop, once a step. ``run.scheduler["NAME"]`` for a dict. None: a constant learning
             rate.
         metrics: The task's metrics, or None.

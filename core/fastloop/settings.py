@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -50,8 +50,7 @@ class Settings:
     prefetch_factor: int | None = None
     """Batches that a worker reads ahead; None: torch's default."""
     pin_memory: bool = False
-    """Put batches into page-locked memory. Works without workers, too. True
-    on CUDA."""
+    """Put batches into page-locked memory. Works without workers, too. True on CUDA."""
     timeout: float = 0.0
     """Seconds to wait for a batch before the run ends with an error; 0: no limit."""
     multiprocessing_context: str | None = None
@@ -62,8 +61,8 @@ class Settings:
     """Split -> ``READING`` fields for it. A plugin that sets such a field for all splits overrides it, in any order.
     The fields of this object have the values for ``train``; ``of`` returns those of a split."""
     pad_to_multiple_of: int | None = None
-    """Tasks pad lengths to a multiple of this many tokens. The recipe's
-    ``data.pad_to_multiple_of``; a plugin may set a default for it. None: lengths are not padded further."""
+    """Tasks pad lengths to a multiple of this many tokens. The recipe's ``data.pad_to_multiple_of``; a plugin may set a
+    default for it. None: lengths are not padded further."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
     """``arrange(dataset, ids, batch_size, generator)`` returns ``ids`` in the order of training, the same on all
     processes. In training, ``ids`` have a random order, and ``generator`` supplies more random numbers. In evaluation,
@@ -73,11 +72,10 @@ class Settings:
     """The recipe's ``data.shuffle_block``: training shuffles blocks of this many consecutive samples, and the samples
     of 16 blocks at a time. None: an epoch is shuffled as a whole."""
     skip_unreadable: bool = False
-    """Leave unreadable samples out, instead of ending the run. Tasks also skip
-    rows that they cannot read."""
+    """Leave unreadable samples out, instead of ending the run. Tasks also skip rows that they cannot read."""
     reader_class: Callable[[Any], Dataset[Any]] | None = None
-    """Subclass of ``MapReader``, through which a loader reads a map-style dataset. None:
-    ``MapReader`` itself. ``skip-unreadable`` sets one that leaves unreadable samples out."""
+    """Subclass of ``MapReader``, through which a loader reads a map-style dataset. None: ``MapReader`` itself.
+    ``skip-unreadable`` sets one that leaves unreadable samples out."""
     placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = (
         None
     )
@@ -138,17 +136,7 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
             changes = {}
         where = f"{recipe.where}: plugin {plugin.name!r}: configure returned"
         for name, value in _check_mapping(changes, where).items():
-            if name not in names:
-                raise PluginError(
-                    f"{where} {name!r}, which is no field of Settings.",
-                    code="unknown-setting",
-                    remedy=did_you_mean(name, names),
-                )
-            if not _has_type(value, name):
-                expected = Settings.__annotations__[name]
-                raise PluginError(
-                    f"{where} {name}: {value!r}, a {type(value).__name__}, expected {expected}.", code="wrong-type"
-                )
+            _check_setting(name, value, names, where)
             before = fields[name]
             if isinstance(before, Mapping):
                 written = [f"{name}[{key!r}]" for key in _check_mapping(value, f"{where} {name}:")]
@@ -159,9 +147,11 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
             for part in written:
                 writer = settings.writers.setdefault(part, plugin.name)
                 if writer != plugin.name:
-                    problem = f"plugins {writer!r} and {plugin.name!r} both set {part}"
                     raise PluginError(
-                        f"{problem}.", code="conflicting-values", place=recipe.where, remedy="Remove one of them."
+                        f"plugins {writer!r} and {plugin.name!r} both set {part}.",
+                        code="conflicting-values",
+                        place=recipe.where,
+                        remedy="Remove one of them.",
                     )
         fields.update(settings.of("train"))
     if settings.shuffle_block is not None and settings.arrange is not None and recipe.inference is None:
@@ -182,6 +172,29 @@ SIMPLE_TYPES: dict[str, tuple[type, ...]] = {
     "None": (type(None),),
 }
 """Types of fields that can be checked, as their annotations name them."""
+
+
+def _check_setting(name: str, value: Any, names: Collection[str], where: str) -> None:
+    """Check that a setting exists, and that a value has its type.
+
+    Args:
+        names: Those of all settings.
+        where: The beginning of the message.
+
+    Raises:
+        PluginError: The name is unknown, or the type is another one.
+    """
+    if name not in names:
+        raise PluginError(
+            f"{where} {name!r}, which is no field of Settings.",
+            code="unknown-setting",
+            remedy=did_you_mean(name, names),
+        )
+    if not _has_type(value, name):
+        expected = Settings.__annotations__[name]
+        raise PluginError(
+            f"{where} {name}: {value!r}, a {type(value).__name__}, expected {expected}.", code="wrong-type"
+        )
 
 
 def _has_type(value: Any, name: str) -> bool:

@@ -157,8 +157,10 @@ def _one_class(metric: Any) -> str | None:
 def _without_curve(metric: Any) -> str | None:
     """For metrics of the ROC curve, which needs positive and negative targets of each class."""
     positives, negatives = _target_counts(metric)
-    if getattr(metric, "average", None) == "weighted":  # a class without targets has no weight
-        positives, negatives = positives[positives > 0], negatives[positives > 0]
+    if getattr(metric, "average", None) == "weighted":
+        has_weight = positives > 0  # a class without targets has none
+        positives = positives[has_weight]
+        negatives = negatives[has_weight]
     if positives.numel() == 1:
         return ONE_CLASS if int(positives) == 0 or int(negatives) == 0 else None
     return MISSING_CLASS if not bool(((positives > 0) & (negatives > 0)).all()) else None

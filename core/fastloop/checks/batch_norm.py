@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -94,7 +95,8 @@ def _has_lone_sample(run: Run) -> bool:
         return True
     if not last_step or not epoch_ends:
         return False
-    some_process_repeats = -(-last_step // sampler.micro_batch_size) % processes != 0
+    micro_batches = math.ceil(last_step / sampler.micro_batch_size)
+    some_process_repeats = micro_batches % processes != 0
     return some_process_repeats or last_step % sampler.micro_batch_size == 1
 
 

@@ -71,8 +71,6 @@ REMEDIES = {
     "changed a counter": "Only fastloop counts. To end training, call run.state.request_stop(reason).",
 }
 """Hook or problem -> the advice for the plugin's author."""
-
-
 TYPES = {
     "BatchSampler": BatchSampler,
     "Batch": Batch,
@@ -274,7 +272,8 @@ class HookChecks:
 
     def _count_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         trained = set(map(id, self.run.model.parameters()))
-        self.optimizer_steps += any(id(parameter) in trained for parameter in optimizer.param_groups[0]["params"])
+        if any(id(parameter) in trained for parameter in optimizer.param_groups[0]["params"]):
+            self.optimizer_steps += 1
 
 
 def _return_type(hook: str) -> str:

@@ -66,24 +66,49 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
     Raises:
         PluginError: They contradict each other.
     """
-    strategy = plugins.in_slot("strategy")
-    environment = os.environ
     if world_size() == 1 and recipe.inference is None:
         warn_of_one_process(recipe)
-    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
-    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     launcher = f"{recipe.where}: accelerate's configuration asks for"
+    _check_strategy(launcher, plugins.in_slot("strategy"))
+    _check_precision(launcher, recipe, plugins)
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "")
+    if compiler.upper() not in ("NO", ""):
+        raise PluginError(
+            f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND).",
+            code="launcher-differs",
+            remedy="Take it out there, and list 'compile' here.",
+        )
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if steps not in ("1", "", "auto"):
+        raise PluginError(
+            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS).",
+            code="launcher-differs",
+            remedy="Take it out there, and set train.batch_size and train.micro_batch_size here.",
+        )
+    for variable in STRATEGIES:
+        os.environ.pop(variable, None)
+
+
+def _check_strategy(launcher: str, strategy: str | None) -> None:
+    """Compare the strategy that the launcher asks for with that of the recipe.
+
+    Args:
+        launcher: The beginning of the message.
+        strategy: The plugin in the slot; None: the recipe lists none.
+
+    Raises:
+        PluginError: The launcher asks for another one, or for a division of the processes.
+    """
     for variable in STRATEGIES:
         asked = variable.removeprefix("ACCELERATE_USE_").lower().replace("_", "-")
-        if environment.get(variable, "").lower() in ("true", "1") and asked != strategy:
+        if os.environ.get(variable, "").lower() in ("true", "1") and asked != strategy:
             listed = f"the recipe lists {strategy!r}" if strategy else "the recipe lists no strategy"
             raise PluginError(
                 f"{launcher} {asked!r} ({variable}), and {listed}.",
                 code="launcher-differs",
                 remedy=f"Take it out there, or list {asked!r} here.",
             )
-    if environment.get(PARALLELISM, "").lower() in ("true", "1", "yes"):
+    if os.environ.get(PARALLELISM, "").lower() in ("true", "1", "yes"):
         raise PluginError(
             f"{launcher} a parallelism_config ({PARALLELISM}).",
             code="launcher-differs",
@@ -91,26 +116,24 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
                 "Take it out there. List context-parallel, tensor-parallel, or fsdp with tensor or shard_within here."
             ),
         )
-    if given not in ("no", ""):
-        precision = plugins.configure(recipe).mixed_precision
-        if given != precision:
-            raise PluginError(
-                f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is "
-                f"{precision!r}.",
-                code="launcher-differs",
-                remedy="Remove it there, or list a plugin in the slot 'precision' here with the same precision.",
-            )
-    if compiler.upper() not in ("NO", ""):
+
+
+def _check_precision(launcher: str, recipe: Recipe, plugins: PluginSet) -> None:
+    """Compare the mixed precision that the launcher asks for with that of the recipe.
+
+    Args:
+        launcher: The beginning of the message.
+
+    Raises:
+        PluginError: The recipe has another one.
+    """
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "")
+    if asked in ("no", ""):
+        return
+    precision = plugins.configure(recipe).mixed_precision
+    if asked != precision:
         raise PluginError(
-            f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND).",
+            f"{launcher} mixed precision {asked!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is {precision!r}.",
             code="launcher-differs",
-            remedy="Take it out there: plugins compile.",
+            remedy="Remove it there, or list a plugin in the slot 'precision' here with the same precision.",
         )
-    if steps not in ("1", "", "auto"):
-        raise PluginError(
-            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS).",
-            code="launcher-differs",
-            remedy="Take it out there: Set train.batch_size and train.micro_batch_size instead.",
-        )
-    for variable in STRATEGIES:
-        environment.pop(variable, None)

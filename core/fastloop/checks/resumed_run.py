@@ -192,7 +192,7 @@ def report_plugins(run: Run, saved: dict[str, Any]) -> None:
         if not is_known and (plugin.name in keeps_state or plugin.numerics == "changes-training"):
             logger.warning(
                 Problem(
-                    (f"plugin {plugin.name!r} is not in the checkpoint: it starts at step {saved['state']['step']}."),
+                    f"plugin {plugin.name!r} is not in the checkpoint: it starts at step {saved['state']['step']}.",
                     code="plugin-added",
                 )
             )

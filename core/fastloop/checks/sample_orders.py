@@ -1,7 +1,6 @@
 """Checks that every process draws the samples in the same order, for samplers and arrangements of users and plugins.
 
-One process or fastloop's default
-order needs no check.
+A run with one process, or in fastloop's default order, needs no check.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ if TYPE_CHECKING:
 @hookimpl(trylast=True)
 def check_run(run: Run) -> None:
     """Compare the evaluated splits. They have one order."""
-    compare_orders(
-        run,
-        {
-            split: loader.sampler.fingerprint()
-            for split, loader in run.eval_loaders.items()
-            if loader.sampler is not None
-        },
-    )
+    orders = {}
+    for split, loader in run.eval_loaders.items():
+        if loader.sampler is not None:
+            orders[split] = loader.sampler.fingerprint()
+    compare_orders(run, orders)
 
 
 @hookimpl(trylast=True)

@@ -79,7 +79,12 @@ def names(listed: str | Sequence[str] | None) -> list[str]:
     """Split ``"a, b"`` into ``["a", "b"]``. A repeated option gives the names of all values, in order and without
     duplicates."""
     texts = [listed] if isinstance(listed, str) else listed or ()
-    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+    unique: dict[str, None] = {}  # in order
+    for text in texts:
+        for name in text.split(","):
+            if name.strip():
+                unique[name.strip()] = None
+    return list(unique)
 
 
 @dataclass(frozen=True)
@@ -157,52 +162,63 @@ def output_file(option: str, help: str, kind: type = str, stdout: bool = False) 
     """
 
     def parse(text: str) -> Any:
-        import tempfile
-        from pathlib import Path
-
-        from fastloop.errors import UsageError
-        from fastloop.runtime.files import refuse_full_disk
-
-        path = Path(text)
-        if text == "" or (text == "-" and stdout):
-            return kind(text)
-        try:
-            if text == "-":
-                raise UsageError(
-                    f"{option} -: this command writes to a file only.", code="no-stdout", remedy="Name one."
-                )
-            if path.is_dir():
-                raise UsageError(code="not-a-file", place=f"{option} {text}", found="a folder", expected="a file")
-            devices = str(path.parent.resolve()).startswith(("/proc/", "/sys/")) or path.parent.resolve() == Path(
-                "/dev"
-            )
-            # /dev/stdout may lead to a file, and would be replaced itself
-            if devices or (path.exists() and not path.is_file()):
-                advice = "For stdout, give -." if stdout else "Write a file, and copy it from there."
-                raise UsageError(
-                    "found a device, pipe or socket, expected a file.",
-                    code="not-a-file",
-                    place=f"{option} {text}",
-                    remedy=advice,
-                )
-            if not path.parent.is_dir():
-                raise UsageError(
-                    code="folder-missing", place=f"{option} {text}", expected="a file in an existing folder"
-                )
-            # permission bits are not enough: a file system may be read-only
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except (OSError, ValueError) as error:  # a ValueError: a null byte
-            refuse_full_disk(error, path)
-            why = getattr(error, "strerror", None) or error
-            raise UsageError(
-                f"cannot be written: {why}.",
-                code="file-not-writable",
-                place=f"{option} {text[:100]}",
-                remedy="Give another file.",
-            ) from None
+        means_stdout = text == "-" and stdout
+        if text and not means_stdout:
+            check_output_file(option, text, stdout)
         return kind(text)
 
-    return typer.Option(option, parser=parse, metavar="FILE", help=help + " -: stdout." * stdout)
+    if stdout:
+        help += " -: stdout."
+    return typer.Option(option, parser=parse, metavar="FILE", help=help)
+
+
+def check_output_file(option: str, text: str, stdout: bool = False) -> None:
+    """Check that a file can be written, before a command begins.
+
+    Args:
+        option: The option that names it, for messages.
+        text: Its path.
+        stdout: Whether ``-`` stands for stdout.
+
+    Raises:
+        UsageError: It cannot be written, or is no file.
+        SaveError: The disk is full.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from fastloop.errors import UsageError
+    from fastloop.runtime.files import refuse_full_disk
+
+    path = Path(text)
+    if text == "-":
+        raise UsageError(f"{option} -: this command writes to a file only.", code="no-stdout", remedy="Name one.")
+    try:
+        if path.is_dir():
+            raise UsageError(code="not-a-file", place=f"{option} {text}", found="a folder", expected="a file")
+        folder = path.parent.resolve()
+        is_system_folder = folder == Path("/dev") or str(folder).startswith(("/proc/", "/sys/"))
+        # /dev/stdout may lead to a file, and would be replaced itself
+        if is_system_folder or (path.exists() and not path.is_file()):
+            raise UsageError(
+                "found a device, pipe or socket, expected a file.",
+                code="not-a-file",
+                place=f"{option} {text}",
+                remedy="For stdout, give -." if stdout else "Write a file, and copy it from there.",
+            )
+        if not path.parent.is_dir():
+            raise UsageError(code="folder-missing", place=f"{option} {text}", expected="a file in an existing folder")
+        # permission bits are not enough: a file system may be read-only
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except (OSError, ValueError) as error:  # a ValueError: a null byte
+        refuse_full_disk(error, path)
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"cannot be written: {why}.",
+            code="file-not-writable",
+            place=f"{option} {text[:100]}",
+            remedy="Give another file.",
+        ) from None
 
 
 ACCEPTED = "bitwise,reassociated,reduced-precision"

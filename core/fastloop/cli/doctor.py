@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import typer
 
 from fastloop.plugins.installed import entry_points, name_and_version
 from fastloop.plugins.packages import DISTRIBUTION
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+BACKENDS = ("nccl", "gloo", "mpi")
+"""Backends of torch.distributed that the command asks for."""
 
 
 def doctor() -> None:
@@ -25,52 +33,55 @@ def doctor() -> None:
     from fastloop.runtime import platform_support
     from fastloop.runtime.hardware import this_machine
 
-    def line(name: str, value: str) -> None:
-        typer.echo(f"{name:<23}{value}")
-
     machine = this_machine()
-    line(
-        "device",
-        f"{machine.device} ({machine.name})"
-        + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""),
-    )
+    device = f"{machine.device} ({machine.name})"
+    if machine.device != "cpu":
+        device += f" x {torch.accelerator.device_count()}"
+    show("device", device)
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         for point in entry_points("torch.backends"):
             package = " ".join(name_and_version(point.dist)) if point.dist else point.value
-            line(
+            show(
                 "not loaded",
                 f"{point.name} of {package}: TORCH_DEVICE_BACKEND_AUTOLOAD=1 fastloop doctor runs its code",
             )
-    line("dtypes", ", ".join(machine.dtypes))
-    line("processors", f"{platform_support.cores()}, of which torch uses {torch.get_num_threads()}")
+    show("dtypes", ", ".join(machine.dtypes))
+    show("processors", f"{platform_support.cores()}, of which torch uses {torch.get_num_threads()}")
     compilers = [shutil.which(name) for name in ("g++", "clang++", "cl")]
     compiler = next(filter(None, compilers), None)
-    line("compiler", compiler or "none found: torch.compile needs one on CPU")
-    line("backends", ", ".join(torch._dynamo.list_backends()))
-    line(
-        "distributed",
-        ", ".join(name for name in ("nccl", "gloo", "mpi") if getattr(torch.distributed, f"is_{name}_available")())
-        or "no",
-    )
-    line("python", platform.python_version())
+    show("compiler", compiler or "none found: torch.compile needs one on CPU")
+    show("backends", ", ".join(torch._dynamo.list_backends()))
+    available = [name for name in BACKENDS if getattr(torch.distributed, f"is_{name}_available")()]
+    show("distributed", ", ".join(available) or "no")
+    show("python", platform.python_version())
     requirements = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
     for requirement in requirements:
         if requirement.marker is None:
-            line(requirement.name, _installed(requirement.name) or "missing")
+            show(requirement.name, _installed_version(requirement.name) or "missing")
     for extra in importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
-        required = [
-            item.name
-            for item in requirements
-            if item.marker and item.marker.evaluate({"extra": extra}) and not item.marker.evaluate({"extra": ""})
-        ]
-        missing = [name for name in required if name != DISTRIBUTION and _installed(name) is None]
-        line(
-            f"[{extra}]",
-            f"not installed ({', '.join(missing)}): pip install '{DISTRIBUTION}[{extra}]'" if missing else "installed",
-        )
+        required = [name for name in _packages_of(extra, requirements) if name != DISTRIBUTION]
+        missing = [name for name in required if _installed_version(name) is None]
+        state = "installed"
+        if missing:
+            state = f"not installed ({', '.join(missing)}): pip install '{DISTRIBUTION}[{extra}]'"
+        show(f"[{extra}]", state)
 
 
-def _installed(distribution: str) -> str | None:
+def show(name: str, value: str) -> None:
+    """Print a line."""
+    typer.echo(f"{name:<23}{value}")
+
+
+def _packages_of(extra: str, requirements: list[Requirement]) -> Iterator[str]:
+    """The packages that an extra adds to a plain installation."""
+    for requirement in requirements:
+        marker = requirement.marker
+        if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+            yield requirement.name
+
+
+def _installed_version(distribution: str) -> str | None:
+    """The version of an installed package; None: it is not installed."""
     import importlib.metadata
 
     try:

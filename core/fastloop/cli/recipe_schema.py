@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from fastloop.options import adapter
@@ -26,6 +27,13 @@ _INTERPOLATION = {
     "pattern": r"^(\$\{[^${}:]+\}|\?\?\?)$",
     "description": "${another.key}, or ??? for a value that must be set.",
 }
+_REFERENCE_ITEM = {
+    "type": "string",
+    "pattern": REFERENCE,
+    "description": "A plugin in a file next to the recipe, or in the named package.",
+}
+ONE_KEY = {"type": "object", "minProperties": 1, "maxProperties": 1}
+"""A mapping of one name."""
 
 
 def recipe_schema(every: bool = False, others: bool = True) -> tuple[dict[str, Any], list[str]]:
@@ -102,41 +110,6 @@ def _assemble(
         for cls, names in owners.items():
             definitions[f"{section}.{names[0]}"] = _mapping(cls, f"{section}.{names[0]}", f"For {' and '.join(names)}.")
         known[section] = [{"$ref": f"#/$defs/{section}.{names[0]}"} for names in owners.values()]
-    by_name = {
-        name: {"description": text, "anyOf": [{"$ref": f"#/$defs/plugins.{name}"}, {"const": False}]}
-        for name, text in descriptions.items()
-    }
-    options = {"type": "object", "minProperties": 1, "maxProperties": 1}
-    reference = {
-        "type": "string",
-        "pattern": REFERENCE,
-        "description": "A plugin in a file next to the recipe, or in the named package.",
-    }
-    item = {
-        "anyOf": [
-            *({"const": name, "description": text} for name, text in descriptions.items()),
-            reference,
-            {
-                **options,
-                "properties": by_name,
-                "patternProperties": {REFERENCE: {"anyOf": [{"type": ["object", "null"]}, {"const": False}]}},
-                "additionalProperties": False,
-            },
-        ]
-    }
-    unknown = {  # a plugin that may be a task with other keys
-        "anyOf": [
-            {"enum": opaque},
-            reference,
-            {**options, "propertyNames": {"anyOf": [{"enum": opaque}, reference]}},
-        ]
-    }
-    open_sections = {
-        "anyOf": [
-            {"required": ["extends"]},
-            {"required": ["plugins"], "properties": {"plugins": {"contains": unknown}}},
-        ]
-    }
     return {
         "$schema": DIALECT,
         "title": "A recipe of fastloop",
@@ -156,14 +129,54 @@ def _assemble(
                 "anyOf": [*known["data"], {"type": ["object", "null"]}],
             },
             "train": {"$ref": "#/$defs/train"},
-            "plugins": {"description": "Plugins by name, in call order.", "type": ["array", "null"], "items": item},
+            "plugins": {
+                "description": "Plugins by name, in call order.",
+                "type": ["array", "null"],
+                "items": _plugin_item(descriptions),
+            },
             "output": {"type": ["string", "null"], "description": "The run folder; null: runs/ and the recipe's name."},
         },
         "additionalProperties": False,
-        "if": {"not": open_sections},
+        "if": {"not": _unknown_sections(opaque)},
         "then": {"properties": {section: {"anyOf": members} for section, members in known.items() if members}},
         "$defs": definitions,
     }
+
+
+def _plugin_item(descriptions: Mapping[str, str]) -> dict[str, Any]:
+    """The schema of an item of ``plugins``: a name or a reference, or a mapping of one to its options.
+
+    Args:
+        descriptions: Plugin -> the first line of its description.
+    """
+    names = [{"const": name, "description": text} for name, text in descriptions.items()]
+    options_by_name = {}
+    for name, text in descriptions.items():
+        options_by_name[name] = {
+            "description": text,
+            "anyOf": [{"$ref": f"#/$defs/plugins.{name}"}, {"const": False}],
+        }
+    any_options = {"anyOf": [{"type": ["object", "null"]}, {"const": False}]}
+    with_options = {
+        **ONE_KEY,
+        "properties": options_by_name,
+        "patternProperties": {REFERENCE: any_options},
+        "additionalProperties": False,
+    }
+    return {"anyOf": [*names, _REFERENCE_ITEM, with_options]}
+
+
+def _unknown_sections(opaque: list[str]) -> dict[str, Any]:
+    """The schema of recipes whose ``model`` and ``data`` may have keys that are not known: they extend another one, or
+    list a plugin that may be a task with keys of its own.
+
+    Args:
+        opaque: Plugins whose sections are not known.
+    """
+    may_be_task: dict[str, Any] = {"anyOf": [{"enum": opaque}, _REFERENCE_ITEM]}
+    item = {"anyOf": [*may_be_task["anyOf"], {**ONE_KEY, "propertyNames": may_be_task}]}
+    lists_task = {"required": ["plugins"], "properties": {"plugins": {"contains": item}}}
+    return {"anyOf": [{"required": ["extends"]}, lists_task]}
 
 
 def json_schema(cls: type, pointer: str) -> dict[str, Any]:

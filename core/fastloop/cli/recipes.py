@@ -20,7 +20,8 @@ def recipes(
 
     if name is not None:
         path = find_recipe(name)
-        if (schema := path.with_name("recipe.schema.json")).is_file():
+        schema = path.with_name("recipe.schema.json")
+        if schema.is_file():
             typer.echo(f"# yaml-language-server: $schema={schema}")
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
         return

@@ -49,8 +49,7 @@ def train(
         typer.Option(
             metavar="[PATH]",
             help="Resume from the newest checkpoint in PATH, or from the checkpoint PATH. Without PATH: from the "
-            "output folder; "
-            "start a new run if it has no checkpoint.",
+            "output folder; start a new run if it has no checkpoint.",
         ),
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,

@@ -92,11 +92,16 @@ class Loader:
         drop_last = drop_last or (sampler is not None and sampler.drop_last)
         self.loader: DataLoader[Any]
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            dropped = self.micro_steps * world_size if drop_last else 0
             if drop_last:
                 streams.check_drop_last(split, dataset, shuffle)
             self.stream = streams.Stream(
-                dataset, micro_batch_size, rank, world_size, seed, dropped, has_workers=bool(reading["num_workers"])
+                dataset,
+                micro_batch_size,
+                rank,
+                world_size,
+                seed,
+                batches_per_step=self.micro_steps * world_size if drop_last else 0,
+                has_workers=bool(reading["num_workers"]),
             )
             self.loader = loader_class(self.stream, batch_size=micro_batch_size, **arguments)
             return
@@ -104,19 +109,16 @@ class Loader:
         dropped_batch = 0
         if drop_last:
             dropped_batch = batch_size if shuffle or sampler is None else sampler.batch_size
-        arrange = partial(settings.arrange, dataset) if settings.arrange is not None else None
-        divide = partial(settings.split, dataset) if settings.split is not None else None
-        size = len(dataset if order is None else order)
         self.sampler = StepSampler(
-            size=size,
+            size=len(dataset if order is None else order),
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             rank=rank,
             world_size=world_size,
             seed=seed,
             shuffle=shuffle,
-            arrange=arrange,
-            split=divide,
+            arrange=partial(settings.arrange, dataset) if settings.arrange is not None else None,
+            split=partial(settings.split, dataset) if settings.split is not None else None,
             pieces=pieces,
             user_order=order,
             drop_last=dropped_batch,
@@ -130,13 +132,7 @@ class Loader:
             )
         reader: Any = (settings.reader_class or MapReader)(dataset)
         reader.has_copies = world_size > 1
-        micro_batches: Sampler[MicroBatchIds] = self.sampler
-        is_random = shuffle or arrange is not None or order is not None
-        if is_random and hasattr(dataset, "read_at_random"):
-            announce = dataset.read_at_random()
-            if announce is not None:
-                micro_batches = AnnouncedMicroBatches(self.sampler, announce)
-        self.loader = loader_class(reader, batch_sampler=micro_batches, **arguments)
+        self.loader = loader_class(reader, batch_sampler=_announced(self.sampler, dataset), **arguments)
 
     @property
     def epoch_samples(self) -> int | None:
@@ -210,12 +206,8 @@ class Loader:
                 raise
             except Exception as error:
                 raise DataError(explain_error(error), code="reading-failed") from error
-            for index, reason in batch.unreadable:
-                self.unreadable += 1
-                if self.unreadable <= MAX_WARNINGS:
-                    log.warning(
-                        Problem(f"sample {index} cannot be read and is left out: {reason}.", code="sample-unreadable")
-                    )
+            if batch.unreadable:
+                self._report_unreadable(batch)
             group.append(batch)
             if batch.is_last_micro_batch or (self.sampler is None and len(group) == self.micro_steps):
                 yield group
@@ -223,10 +215,29 @@ class Loader:
         if group:
             yield group
 
+    def _report_unreadable(self, batch: Batch) -> None:
+        """Count the samples of a batch that could not be read, and log the first ones of the run."""
+        for index, reason in batch.unreadable:
+            self.unreadable += 1
+            if self.unreadable <= MAX_WARNINGS:
+                log.warning(
+                    Problem(f"sample {index} cannot be read and is left out: {reason}.", code="sample-unreadable")
+                )
+
     def close(self) -> None:
         """End the worker processes, or the thread that reads ahead."""
         if hasattr(self.loader, "close"):
             self.loader.close()
+
+
+def _announced(sampler: StepSampler, dataset: Any) -> Sampler[MicroBatchIds]:
+    """The micro-batches of a sampler. If their order is random, a dataset with ``read_at_random`` gets each of them
+    before it is read."""
+    is_random = sampler.shuffle or sampler.arrange is not None or sampler.user_order is not None
+    if not is_random or not hasattr(dataset, "read_at_random"):
+        return sampler
+    announce = dataset.read_at_random()
+    return sampler if announce is None else AnnouncedMicroBatches(sampler, announce)
 
 
 def explain_error(error: Exception) -> str:
@@ -234,4 +245,5 @@ def explain_error(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]  # a worker's error contains its traceback
     reason = lines[-1].removeprefix(f"{type(error).__name__}: ")
     place = user_line(error)
-    return f"reading a batch failed: {type(error).__name__}: {reason}" + (f" ({place})" if place else "")
+    where = f" ({place})" if place else ""
+    return f"reading a batch failed: {type(error).__name__}: {reason}{where}"

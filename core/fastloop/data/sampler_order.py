@@ -120,7 +120,7 @@ class SamplerOrder(Sampler[int]):
         while self.next <= epoch:
             ids = self._iterate(self.next)
             self.next += 1
-        self.newest = epoch, ids
+        self.newest = (epoch, ids)
         return ids
 
     def _iterate(self, epoch: int) -> list[int]:
@@ -164,7 +164,8 @@ class SamplerOrder(Sampler[int]):
 
     def _changed_attribute(self) -> str:
         """Name of an attribute that was changed on the original sampler, except ``epoch``; empty: none."""
-        original, start = (getattr(sampler, "user_sampler", sampler) for sampler in (self.original, self.start))
+        original = getattr(self.original, "user_sampler", self.original)
+        start = getattr(self.start, "user_sampler", self.start)
         for name, value in getattr(original, "__dict__", {}).items():
             before: Any = getattr(start, name, None)
             if isinstance(value, Tensor):
@@ -185,12 +186,13 @@ def is_default_order(sampler: Any, dataset: Any, shuffle: bool, arranged: bool) 
     Args:
         arranged: A plugin arranges the samples, so training does not keep the dataset's order in any case.
     """
-    if not shuffle or arranged:
-        is_sequential = type(sampler) is SequentialSampler and len(sampler) == len(dataset)
-        if is_sequential or not shuffle:
-            return is_sequential
-    plain = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
-    return plain and len(sampler) == len(sampler.data_source) == len(dataset)
+    is_sequential = type(sampler) is SequentialSampler and len(sampler) == len(dataset)
+    if not shuffle:
+        return is_sequential
+    if arranged and is_sequential:
+        return True
+    is_plain = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
+    return is_plain and len(sampler) == len(sampler.data_source) == len(dataset)
 
 
 def _datasets(sampler: Any) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from itertools import count, islice
@@ -106,12 +107,22 @@ class Stream(IterableDataset[Any]):
         if hasattr(self.dataset, "read_ranges"):
             yield from self._read_ranges(epoch, start, reader, readers)
             return
+        yield from self._share_out(epoch, start, reader, readers)
+
+    def _share_out(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
+        """The samples of this reader's micro-batches, from a dataset that every reader iterates as a whole.
+
+        Args:
+            reader: Index of this reader among those of all processes.
+            readers: Number of readers.
+        """
         # the same for all readers, which must agree on the order
         isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)
         with isolated:
             samples = iter(self.dataset)
             deque(islice(samples, start), maxlen=0)
         pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
+        last_group: list[Any] = []
         digest = ""
         for number in count():
             with isolated:
@@ -123,20 +134,19 @@ class Stream(IterableDataset[Any]):
             last_group = group
             if number % readers == reader:
                 pending.append((start + number * self.batch, group))
-            if self.batches_per_step and ((number + 1) % self.batches_per_step or len(group) < self.batch):
-                continue
+            if self.batches_per_step > 0:
+                ends_step = len(group) == self.batch and (number + 1) % self.batches_per_step == 0
+                if not ends_step:
+                    continue
             for position, micro_batch in pending:
-                if info is not None:  # make the collator's random numbers independent of the worker
-                    seed_all(hash((self.seed, epoch, position)) % 2**32)
+                self._seed_worker(epoch, position)
                 for pair in enumerate(micro_batch, position):
                     numbered = Numbered(pair)
                     numbered.stream_digest = digest
                     yield numbered
                     digest = ""
             pending.clear()
-        if not self.batches_per_step and any(
-            place % readers == reader for place in range(number, number + -number % self.world_size)
-        ):
+        if not self.batches_per_step and self._needs_filler(number, reader, readers):
             filler = Filler(reversed(last_group))
             filler.stream_digest = digest
             yield filler
@@ -147,14 +157,28 @@ class Stream(IterableDataset[Any]):
         own = range(start, end, self.batch)[reader::readers]
         ranges = (range(first, min(first + self.batch, end)) for first in own)
         for position, samples in zip(own, self.dataset.read_ranges(epoch, ranges), strict=True):
-            if get_worker_info() is not None:  # make the collator's random numbers independent of the worker
-                seed_all(hash((self.seed, epoch, position)) % 2**32)
+            self._seed_worker(epoch, position)
             yield from map(Numbered, samples)
-        number = -(-(end - start) // self.batch)
-        if any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
+        micro_batches = math.ceil((end - start) / self.batch)
+        if self._needs_filler(micro_batches, reader, readers):
             first_range = range(start, min(start + self.batch, end))
             for samples in self.dataset.read_ranges(epoch, [first_range]):
                 yield Filler(sample for _, sample in samples)
+
+    def _seed_worker(self, epoch: int, position: int) -> None:
+        """Make the random numbers of the collator independent of the worker that reads a micro-batch."""
+        if get_worker_info() is not None:
+            seed_all(hash((self.seed, epoch, position)) % 2**32)
+
+    def _needs_filler(self, micro_batches: int, reader: int, readers: int) -> bool:
+        """Whether this reader yields a filler, because its process has no share of the epoch's last micro-step.
+
+        With 5 micro-batches on 3 processes, processes 0 and 1 have two of them, and process 2 has one. The filler takes
+        the place of a sixth micro-batch, so the reader yields it whose turn that would be.
+        """
+        missing = -micro_batches % self.world_size
+        places = range(micro_batches, micro_batches + missing)
+        return any(place % readers == reader for place in places)
 
 
 def check_drop_last(split: str, dataset: Any, shuffle: bool) -> None:

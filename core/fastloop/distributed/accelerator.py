@@ -20,15 +20,12 @@ from fastloop.settings import Settings
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from fastloop.plugins.manager import PluginSet
-
-
 PRECISIONS = ("no", "bf16", "fp16")
 """Accelerate's mixed precisions that keep the model's parameters. Its fp8 replaces them after the optimizer was
 built."""
 
 
-def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings) -> tuple[Accelerator, Processes]:
+def build_accelerator(recipe: Recipe, settings: Settings) -> tuple[Accelerator, Processes]:
     """Build the run's ``Accelerator``, and connect its processes.
 
     Raises:
@@ -36,7 +33,6 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
         UsageError: The variables of the launcher do not describe one group of processes.
     """
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
 
     if settings.mixed_precision not in PRECISIONS:
         raise PluginError(
@@ -47,28 +43,13 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             remedy="For another precision, convert layers in before_prepare.",
         )
     check_variables(trains=recipe.inference is None)
-    processes = world_size() if recipe.inference is None else 1
-    check_groups(recipe, settings, processes)
+    check_groups(recipe, settings, world_size() if recipe.inference is None else 1)
     device = this_machine(recipe.train.device).device
-    if AcceleratorState._shared_state:  # of an earlier run of this process
-        other_device = world_size() == 1 and PartialState().device.type != device
-        if other_device or AcceleratorState().mixed_precision != settings.mixed_precision:
-            AcceleratorState._reset_state(reset_partial_state=other_device)
-    connection: dict[str, Any] = {}
-    if settings.init_handler is not None:
-        connection |= settings.init_handler.to_kwargs()
+    _forget_earlier_run(device, settings.mixed_precision)
     timeout = None
     if settings.process_timeout is not None:
         timeout = timedelta(seconds=settings.process_timeout)
-        connection["timeout"] = timeout
-    connects = world_size() > 1
-    is_connected = connects and torch.distributed.is_initialized()
-    if connects:
-        connection |= store_arguments()
-    # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
-    PartialState(cpu=device == "cpu", **connection)
-    if connects:
-        group_at_exit.begin(is_made=not is_connected)
+    _connect(device, settings, timeout)
     handlers = []
     for handler in (settings.ddp_handler, settings.scaler_handler, settings.init_handler):
         if handler is not None:
@@ -86,6 +67,41 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
     # transformers' TrainingArguments clears the state that all share
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)
     return accelerator, Processes(accelerator, timeout)
+
+
+def _forget_earlier_run(device: str, mixed_precision: str) -> None:
+    """Reset the state that Accelerate keeps of an earlier run of this process, if this run has another device or
+    precision."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    if not AcceleratorState._shared_state:  # there was none
+        return
+    other_device = world_size() == 1 and PartialState().device.type != device
+    if other_device or AcceleratorState().mixed_precision != mixed_precision:
+        AcceleratorState._reset_state(reset_partial_state=other_device)
+
+
+def _connect(device: str, settings: Settings, timeout: timedelta | None) -> None:
+    """Let Accelerate connect the processes of the run.
+
+    Args:
+        timeout: How long a process waits for another; None: torch's default.
+    """
+    from accelerate.state import PartialState
+
+    connection: dict[str, Any] = {}
+    if settings.init_handler is not None:
+        connection |= settings.init_handler.to_kwargs()
+    if timeout is not None:
+        connection["timeout"] = timeout
+    connects = world_size() > 1
+    is_connected = connects and torch.distributed.is_initialized()
+    if connects:
+        connection |= store_arguments()
+    # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
+    PartialState(cpu=device == "cpu", **connection)
+    if connects:
+        group_at_exit.begin(is_made=not is_connected)
 
 
 def restore_shared_state(accelerator: Accelerator) -> None:

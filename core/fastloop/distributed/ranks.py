@@ -18,6 +18,8 @@ SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
 """Variable of Slurm's srun with the number of processes that it started side by side. torch does not read it."""
 LOOPBACK = "127.0.0.1"
 """The address on which the processes of one machine meet. No other machine reaches it."""
+SET_ALL = "Start the processes with --nproc N or torchrun, which set all variables, or unset them for one process."
+"""The remedy for variables that do not fit."""
 
 
 def _from_environment(*names: str) -> int | None:
@@ -64,38 +66,18 @@ def check_variables(trains: bool) -> None:
     Raises:
         UsageError: A variable is missing, or is wrong.
     """
-    remedy = "Start the processes with --nproc N or torchrun, which set all variables, or unset them for one process."
-    for name in (*WORLD_SIZES, *RANKS, "MASTER_PORT"):
-        value = os.environ.get(name, "")
-        if value and not value.isdecimal():
-            raise UsageError(
-                f"the environment variable {name} is {value!r}, expected a whole number.",
-                code="wrong-environment",
-                remedy=remedy,
-            )
+    _check_numbers()
     sizes = [name for name in WORLD_SIZES if os.environ.get(name)]
     ranks = [name for name in RANKS if os.environ.get(name)]
-    processes = world_size()
-    if processes > 1:
-        missing = [] if ranks else ["RANK"]
-        # Accelerate has a default port for MPI
-        needed = ("MASTER_ADDR", "MASTER_PORT") if sizes[0] == "WORLD_SIZE" else ("MASTER_ADDR",)
-        missing += [name for name in needed if not os.environ.get(name)]
-        if missing:
-            are = "is" if len(missing) == 1 else "are"
-            raise UsageError(
-                f"the environment variable {sizes[0]} is {processes}, and {' and '.join(missing)} {are} not set. Each "
-                "of several processes needs this.",
-                code="wrong-environment",
-                remedy=remedy,
-            )
-    if rank() >= processes:
-        size = f"{sizes[0]} is {processes}" if sizes else "WORLD_SIZE is not set"
+    if world_size() > 1:
+        _check_complete(sizes[0], has_rank=bool(ranks))
+    if rank() >= world_size():
+        size = f"{sizes[0]} is {world_size()}" if sizes else "WORLD_SIZE is not set"
         raise UsageError(
             f"the environment variable {ranks[0]} is {rank()}, and {size}. Expected a rank below the number of "
             "processes.",
             code="wrong-environment",
-            remedy=remedy,
+            remedy=SET_ALL,
         )
     tasks = _from_environment(SLURM_TASKS) or 1
     if trains and tasks > 1 and not sizes:
@@ -108,4 +90,44 @@ def check_variables(trains: bool) -> None:
                 "$SLURM_NODEID --master HOST:PORT`. Or set WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. "
                 f"For separate runs, unset {SLURM_TASKS}."
             ),
+        )
+
+
+def _check_numbers() -> None:
+    """Check that the variables of a launcher that hold a number do so.
+
+    Raises:
+        UsageError: One holds another text.
+    """
+    for name in (*WORLD_SIZES, *RANKS, "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if value and not value.isdecimal():
+            raise UsageError(
+                f"the environment variable {name} is {value!r}, expected a whole number.",
+                code="wrong-environment",
+                remedy=SET_ALL,
+            )
+
+
+def _check_complete(size_name: str, has_rank: bool) -> None:
+    """Check that one of several processes has all variables that it needs.
+
+    Args:
+        size_name: The variable with the number of processes.
+        has_rank: Whether the environment has a variable with the index of this process.
+
+    Raises:
+        UsageError: Some are not set.
+    """
+    missing = [] if has_rank else ["RANK"]
+    # Accelerate has a default port for MPI
+    needed = ("MASTER_ADDR", "MASTER_PORT") if size_name == "WORLD_SIZE" else ("MASTER_ADDR",)
+    missing += [name for name in needed if not os.environ.get(name)]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise UsageError(
+            f"the environment variable {size_name} is {world_size()}, and {' and '.join(missing)} {are} not set. Each "
+            "of several processes needs this.",
+            code="wrong-environment",
+            remedy=SET_ALL,
         )

@@ -58,12 +58,13 @@ class ModelCard:
             head.append(f"base_model: {json.dumps(self.base)}")
         form = "adapter" if library == "peft" else "safetensors"
         lines = [*head, MARK, "---", f"# {self.title}", "", f"Exported by fastloop {__version__} as {form}.", ""]
-        facts = {"Base model": self.base or "none: trained from scratch", "Task": self.task}
         if self.task is not None:
-            lines += [*(f"- {name}: {value}" for name, value in facts.items()), ""]
+            lines += [f"- Base model: {self.base or 'none: trained from scratch'}", f"- Task: {self.task}", ""]
         lines += ["```python", *code, "```", ""]
         if self.labels:
-            lines += ["| id | label |", "|---:|---|", *(f"| {id} | {label} |" for id, label in self.labels.items()), ""]
+            lines += ["| id | label |", "|---:|---|"]
+            lines += [f"| {id} | {label} |" for id, label in self.labels.items()]
+            lines.append("")
         return "\n".join(lines)
 
     def _code(self, folder: Path) -> tuple[str, list[str]]:
@@ -91,11 +92,10 @@ class ModelCard:
         auto = find_auto_class(self.architecture or next(iter(config.get("architectures") or ["AutoModel"])))
         names = [auto]
         lines = [place, f"model = {auto}.from_pretrained(folder)"]
-        if (folder / "tokenizer_config.json").is_file():
+        tokenizer = tokenizer_code(folder, auto)
+        if tokenizer:
             names.append("AutoTokenizer")
-            lines.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
-            if auto == "AutoModelForCausalLM" and has_chat_template(folder):
-                lines += CHAT.splitlines()
+            lines += tokenizer
         elif (folder / "preprocessor_config.json").is_file():
             names.append("AutoImageProcessor")
             lines.append("processor = AutoImageProcessor.from_pretrained(folder)")
@@ -123,12 +123,25 @@ class ModelCard:
             options = f", num_labels={len(self.labels)}"
         lines.append(f"base = {auto}.from_pretrained({json.dumps(str(base))}{options})")
         lines.append("model = PeftModel.from_pretrained(base, folder)")
-        if (folder / "tokenizer_config.json").is_file():
+        tokenizer = tokenizer_code(folder, auto)
+        if tokenizer:
             names.append("AutoTokenizer")
-            lines.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
-            if auto == "AutoModelForCausalLM" and has_chat_template(folder):
-                lines += CHAT.splitlines()
+            lines += tokenizer
         return ["from peft import PeftModel", f"from transformers import {', '.join(sorted(names))}", "", *lines]
+
+
+def tokenizer_code(folder: Path, auto: str) -> list[str]:
+    """The code that loads an exported tokenizer, and talks to a chat model; empty: the folder has no tokenizer.
+
+    Args:
+        auto: The Auto class of the model.
+    """
+    if not (folder / "tokenizer_config.json").is_file():
+        return []
+    lines = ["tokenizer = AutoTokenizer.from_pretrained(folder)"]
+    if auto == "AutoModelForCausalLM" and has_chat_template(folder):
+        lines += CHAT.splitlines()
+    return lines
 
 
 def find_auto_class(architecture: str) -> str:
@@ -144,9 +157,9 @@ def find_auto_class(architecture: str) -> str:
 
 def has_chat_template(folder: Path) -> bool:
     """Whether an exported tokenizer renders conversations."""
-    return (folder / "chat_template.jinja").is_file() or bool(
-        read_json_object(folder / "tokenizer_config.json").get("chat_template")
-    )
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    return bool(read_json_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def is_own(readme: Path) -> bool:

@@ -163,9 +163,8 @@ def check_class(cls: Any, label: str) -> type[Plugin]:
     Raises:
         PluginError: It is not.
     """
-    from fastloop.plugins.declared_options import (
-        check_declared,  # only here: the list of commands reads entry points alone
-    )
+    # only here: the list of commands reads entry points alone
+    from fastloop.plugins.declared_options import check_declared
     from fastloop.plugins.plugin import Plugin
 
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):

@@ -45,7 +45,6 @@ PACKAGES = tuple(OwnPackage(**entry) for entry in json.loads(Path(__file__).with
 OWN_DISTRIBUTIONS = frozenset({DISTRIBUTION, *(package.distribution for package in PACKAGES)})
 """Names of all distributions of the project. ``auto`` asks their plugins."""
 
-
 PLUGINS = {plugin: package for package in PACKAGES for plugin in package.plugins}
 """Plugin -> the package that has it."""
 

@@ -159,8 +159,7 @@ class Plugin:
     The first sentence of the class's docstring describes the plugin in `fastloop plan`.
 
     A plugin may declare hooks for other plugins to implement, in a class or module of functions marked with
-    ``fastloop.hookspec``. These
-    hooks exist only in runs with that plugin, and the plugin itself calls them::
+    ``fastloop.hookspec``. These hooks exist only in runs with that plugin, and the plugin itself calls them::
 
         class Hooks:
             @hookspec
@@ -215,13 +214,12 @@ class Plugin:
     description: ClassVar[str] = ""
     """The first sentence of the class's docstring."""
     read_only: ClassVar[bool] = False
-    """Whether a run without it computes the same numbers. It must not wrap hooks, implement
-    hooks that change a run, or call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that
-    a failure on one process does not block the others. Users can set ``on_error: disable`` to disable it when it
-    fails."""
+    """Whether a run without it computes the same numbers. It must not wrap hooks, implement hooks that change a run, or
+    call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that a failure on one process
+    does not block the others. Users can set ``on_error: disable`` to disable it when it fails."""
     publishes: ClassVar[bool] = False
-    """Whether the plugin sends results to a server or elsewhere. Commands that discard the run
-    folder, such as `bench` and `train --fast-dev-run`, leave it out."""
+    """Whether the plugin sends results to a server or elsewhere. Commands that discard the run folder, such as `bench`
+    and `train --fast-dev-run`, leave it out."""
     waits_for_scalars: ClassVar[bool] = False
     """Whether ``log_scalars`` must be called in the step of its log point on an accelerator, too, where the host then
     waits for the device. For a plugin that stops or saves a run by the values."""
@@ -347,8 +345,7 @@ class Plugin:
         return {}
 
     def build_selected(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> Run:
-        """Build a run with the selected plugins, or without some of them. Every process calls
-        it.
+        """Build a run with the selected plugins, or without some of them. Every process calls it.
 
         ``build`` builds a ``Run(recipe, plugins)``. If that fails, it tears the run down and raises the error of the
         recipe or plugin."""

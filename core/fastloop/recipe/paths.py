@@ -92,11 +92,21 @@ def find_recipe(name: str) -> Path:
 def anchored(value: Any, home: Path) -> Any:
     """The same value for a recipe in another folder: paths that exist only relative to ``home`` become absolute."""
     if isinstance(value, Mapping):
-        return {anchored(key, home) if ".py:" in str(key) else key: anchored(item, home) for key, item in value.items()}
+        items = {}
+        for key, item in value.items():
+            is_reference = ".py:" in str(key)  # a plugin of a file, with its class
+            items[anchored(key, home) if is_reference else key] = anchored(item, home)
+        return items
     if isinstance(value, list):
         return [anchored(item, home) for item in value]
     if not isinstance(value, str):
         return value
-    path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    path = value
+    name = ""
+    if ".py:" in value:  # file.py:name
+        path, _, name = value.rpartition(":")
+        name = f":{name}"
     beside = home / path
-    return f"{beside.resolve()}{colon}{name}" if path and not Path(path).exists() and beside.exists() else value
+    if not path or Path(path).exists() or not beside.exists():
+        return value
+    return f"{beside.resolve()}{name}"

@@ -68,8 +68,11 @@ def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
             f"not valid Python: {error.msg}.", code="invalid-python", place=f"{where}: {path}, line {error.lineno}"
         ) from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    names = {name: read_literals(node).get("name") for name, node in classes.items() if node.bases}
-    plugins = {cls: name for cls, name in names.items() if isinstance(name, str) and name}
+    plugins: dict[str, str] = {}  # class -> name of the plugin
+    for class_name, node in classes.items():
+        name = read_literals(node).get("name")
+        if node.bases and isinstance(name, str) and name:
+            plugins[class_name] = name
     if cls and cls not in plugins:
         what = "has no literal `name`, or no base class" if cls in classes else "is not a class of the file"
         raise RecipeError(f"{cls} {what}.", code="not-a-plugin", place=where, remedy=did_you_mean(cls, plugins))

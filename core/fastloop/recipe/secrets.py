@@ -33,6 +33,8 @@ _SECRET = re.compile(
     r")(_?(v?[0-9]+|base|base64|config|json|new|old|text|value))*"
 )
 """Names of secrets, in lower case with ``_`` between words."""
+_WORD_ENDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
+"""Where a word of a name ends: before a capital letter, and at signs between words."""
 _PASSWORD = re.compile(r"://[^\s/:@]*:([^\s/\"',]+)@")
 _URL_USER = re.compile(r"(?<=://)[^\s/:@]*:[^\s/\"',]+(?=@)|(?<=https://)[^\s/@\"',]+(?=@)")
 _remembered: set[str] = set()
@@ -41,11 +43,8 @@ _remembered: set[str] = set()
 @functools.cache
 def is_secret(key: Any) -> bool:
     """Whether the name of a recipe's key suggests a secret."""
-    return bool(
-        _SECRET.fullmatch(
-            re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+", "_", str(key)).lower()
-        )
-    )
+    words = _WORD_ENDS.sub("_", str(key)).lower()  # hfAccessToken -> hf_access_token
+    return _SECRET.fullmatch(words) is not None
 
 
 def _is_secret_variable(name: str) -> bool:

@@ -32,6 +32,7 @@ from types import ModuleType
 
 
 def _module(name: str) -> ModuleType | None:
+    """A module of the standard library; None: this platform lacks it."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -41,7 +42,9 @@ def _module(name: str) -> ModuleType | None:
 PR_SET_PDEATHSIG = 1
 """The operation of Linux's prctl(2) that sets the signal which a process gets when its parent ends."""
 
-fcntl, resource, msvcrt = map(_module, ("fcntl", "resource", "msvcrt"))
+fcntl = _module("fcntl")
+resource = _module("resource")
+msvcrt = _module("msvcrt")
 
 KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)
 """The signal that ends a process at once."""

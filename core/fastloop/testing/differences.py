@@ -13,24 +13,27 @@ SHOWN = 5
 def few(values: Sequence[Any]) -> str:
     """The first items, and the number of further ones."""
     shown = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:SHOWN]]
-    return "; ".join([*shown, *([f"... ({len(values)} in all)"] if len(values) > SHOWN else [])])
+    if len(values) > SHOWN:
+        shown.append(f"... ({len(values)} in all)")
+    return "; ".join(shown)
 
 
 def unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Names of values that differ or that only one side has."""
-    return [
-        name
-        for name in ours | theirs  # type: ignore[operator]
-        if name not in ours
-        or name not in theirs
-        or type(ours[name]) is not type(theirs[name])
-        or not _equal(ours[name], theirs[name])
-    ]
+    names = []
+    for name in {**ours, **theirs}:
+        is_in_both = name in ours and name in theirs
+        if not is_in_both or not _equal(ours[name], theirs[name]):
+            names.append(name)
+    return names
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Whether two values have one type and are equal."""
     import torch
 
+    if type(a) is not type(b):
+        return False
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
@@ -40,7 +43,9 @@ def packed(state: Any) -> dict[str, Any]:
 
     tensors: dict[str, Any] = {}
     rest = pack(state, tensors, "state")
-    return tensors | (rest if isinstance(rest, dict) else {"state": rest})
+    if not isinstance(rest, dict):
+        rest = {"state": rest}
+    return tensors | rest
 
 
 def distance(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:

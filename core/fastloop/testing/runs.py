@@ -296,9 +296,14 @@ def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | N
     """
     watch = RunRecorder(of)
     recipe = recipe if isinstance(recipe, Recipe) else make_recipe(recipe)
-    resolved = resolve(recipe, objects=[plugin for plugin in objects if not isinstance(plugin, DisableDropout)])
-    first = [plugin for plugin in objects if isinstance(plugin, DisableDropout)]  # before plugins that look for dropout
-    with open_run(resolved, [*first, watch], resume) as run:
+    first: list[Plugin] = []  # before plugins that look for dropout
+    others: list[Plugin] = []
+    for plugin in objects:
+        if isinstance(plugin, DisableDropout):
+            first.append(plugin)
+        else:
+            others.append(plugin)
+    with open_run(resolve(recipe, objects=others), [*first, watch], resume) as run:
         summary = execute(run)
     return watch.result(run, summary)
 

@@ -34,7 +34,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str], list[str]]] = [
         [],
         ["mixed precision 'bf16'", "the recipe's is 'no'", "slot 'precision'"],
     ),
-    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, [], ["the compiler 'INDUCTOR'", "plugins compile"]),
+    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, [], ["the compiler 'INDUCTOR'", "list 'compile' here"]),
     ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, [], ["a parallelism_config", "tensor-parallel"]),
     ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, ["--without", "ddp"], ["a parallelism_config", "shard_within"]),
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, [], ["4 accumulation steps", "train.micro_batch_size"]),

@@ -76,8 +76,8 @@ READING = [
     Mutant(
         "rows of validation that train has are not reported",
         f"{PLUGINS}/text/repeats.py",
-        "(split > 0) & in_train",
-        "(split > 1) & in_train",
+        "(repeats.split > 0) & repeats.in_train",
+        "(repeats.split > 1) & repeats.in_train",
     ),
     Mutant(
         "classes keep the numbers of the data beside a head of the checkpoint",

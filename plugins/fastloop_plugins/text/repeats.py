@@ -114,6 +114,71 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData, held_out: bool) -> 
     return describe_repeats(samples, wording, held_out)
 
 
+@dataclass(frozen=True)
+class RepeatedSamples:
+    """The samples of all splits whose content another one has, too, in the order of the splits.
+
+    Attributes:
+        roles: The names of the splits, ``train`` first.
+        split: (samples,) int64, the number of the split of each sample: that of ``train`` is 0.
+        number: (samples,) int64, the number of each sample in its split.
+        marks: (samples,) a hash of the content of each.
+        is_first: (samples,) whether it is the first with its content.
+        is_new: (samples,) whether it is the first with its content and its label.
+        in_train: (samples,) whether ``train`` has its content.
+    """
+
+    roles: Sequence[str]
+    split: NDArray[np.int64]
+    number: NDArray[np.int64]
+    marks: Marks
+    is_first: NDArray[np.bool_]
+    is_new: NDArray[np.bool_]
+    in_train: NDArray[np.bool_]
+
+    def place(self, index: int) -> tuple[str, int]:
+        """The split of a sample, and its number there."""
+        return self.roles[int(self.split[index])], int(self.number[index])
+
+    def first_place(self, chosen: NDArray[np.bool_]) -> tuple[str, int]:
+        """``place`` of the first chosen sample."""
+        return self.place(int(chosen.argmax()))
+
+
+def compare_samples(splits: Mapping[str, ComparedSamples]) -> RepeatedSamples | None:
+    """Find the samples whose content another one of any split has, too; None: there are none."""
+    roles = sorted(splits, key=lambda role: role != "train")
+    every_mark = concatenate([splits[role].marks for role in roles])
+    rows = repeated_rows(every_mark)
+    if not rows.size:
+        return None
+    marks = every_mark[rows]
+    # with 3 samples of train and 2 of validation, ends are [0, 3, 5]: row 4 is number 1 of split 1
+    ends = np.cumsum([0, *(len(splits[role].marks) for role in roles)])
+    split = np.searchsorted(ends, rows, side="right") - 1
+    number = rows - ends[split]
+    labels: list[NDArray[Any]] = []
+    for index, role in enumerate(roles):
+        of_split = splits[role].labels
+        if of_split is not None:
+            labels.append(of_split[number[split == index]])
+    pairs = marks  # hashes of content and label
+    if labels:
+        _, codes = np.unique(np.concatenate(labels), axis=0, return_inverse=True)
+        pairs = marks + codes.ravel().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    places = np.arange(len(rows))
+    of_train = np.sort(marks[split == 0])
+    return RepeatedSamples(
+        roles=roles,
+        split=split,
+        number=number,
+        marks=marks,
+        is_first=_first_equal(marks) == places,
+        is_new=_first_equal(pairs) == places,
+        in_train=contains(of_train, marks) if len(of_train) else np.zeros(len(rows), bool),
+    )
+
+
 def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording, held_out: bool = False) -> list[Problem]:
     """Compare the samples of ``train`` with each other and with those of the other splits.
 
@@ -124,64 +189,75 @@ def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording, he
     Returns:
         Warnings, at most two: of samples that repeat, and of equal samples with different labels.
     """
-    roles = sorted(splits, key=lambda role: role != "train")
-    marks = concatenate([splits[role].marks for role in roles])
-    rows = repeated_rows(marks)
-    if not rows.size:
+    repeats = compare_samples(splits)
+    if repeats is None:
         return []
-    ends = np.cumsum([0, *(len(splits[role].marks) for role in roles)])
-    marks, split = marks[rows], np.searchsorted(ends, rows, side="right") - 1
-    labels = [splits[role].labels for role in roles]
-    own = [those[rows[split == number] - ends[number]] for number, those in enumerate(labels) if those is not None]
-    codes = np.unique(np.concatenate(own), axis=0, return_inverse=True)[1].ravel() if own else np.zeros(len(rows), int)
-    pairs = marks + codes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # a hash of content and label
-    is_first, is_new = (_first_equal(those) == np.arange(len(rows)) for those in (marks, pairs))
-    in_train = contains(np.sort(marks[split == 0]), marks) if (split == 0).any() else np.zeros(len(rows), bool)
-    repeated, shared = (split == 0) & ~is_new, (split > 0) & in_train
-    others = in_train & is_new & ~is_first
-
-    def place(index: int) -> tuple[str, int]:
-        number = int(split[index])
-        return roles[number], int(rows[index] - ends[number])
-
-    def show(chosen: NDArray[np.bool_]) -> str:
-        return wording.show(*place(int(chosen.argmax())))
-
-    found = []
-    problems = []
-    if count := int(repeated.sum()):
-        found.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train repeat an earlier one")
-    for number, role in enumerate(roles):
-        if count := int((shared & (split == number)).sum()):
-            found.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} are in train, too")
-    if found:
-        in_own_files = [number for number, role in enumerate(roles) if role != "validation" or not held_out]
-        too_high = f"Metrics of {wording.samples} that the model trains on are too high"
-        if not shared.any():
-            remedy = wording.remove
-        elif (shared & np.isin(split, in_own_files)).any():
-            remedy = f"{too_high}: remove these {wording.samples} from one of the splits"
-        else:
-            remedy = f"{too_high}. {wording.remove}"
-        text = f"{'; '.join(found)}, such as {show(shared if shared.any() else repeated)}."
-        problems.append(Problem(text, code="repeated-rows", place="data", remedy=f"{remedy}."))
-    if others.any() and wording.name_label is not None:
-        count, same = len(np.unique(marks[others])), np.flatnonzero(is_new & (marks == marks[others.argmax()]))
-        names = []
-        for role, row in map(place, same.tolist()):
-            own_labels = splits[role].labels
-            assert own_labels is not None  # equal samples have different labels, so there are some
-            names.append(wording.name_label(own_labels[row]))
-        where = f"such as {show(others)}: {' and '.join(names)}"
-        problems.append(
-            Problem(
-                f"{wording.contents} with more than one label: {count}, {where}.",
-                code="several-labels",
-                place="data",
-                remedy=f"Correct or remove these {wording.samples}.",
-            )
-        )
+    problems = _describe_equal(repeats, splits, wording, held_out)
+    if wording.name_label is not None:
+        problems += _describe_labels(repeats, splits, wording, wording.name_label)
     return problems
+
+
+def _describe_equal(
+    repeats: RepeatedSamples, splits: Mapping[str, ComparedSamples], wording: Wording, held_out: bool
+) -> list[Problem]:
+    """A warning of samples of train that repeat, and of other splits that train has; empty: there are none."""
+    repeated = (repeats.split == 0) & ~repeats.is_new
+    shared = (repeats.split > 0) & repeats.in_train
+    counts = []
+    count = int(repeated.sum())
+    if count:
+        counts.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train repeat an earlier one")
+    for number, role in enumerate(repeats.roles):
+        count = int((shared & (repeats.split == number)).sum())
+        if count:
+            counts.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} are in train, too")
+    if not counts:
+        return []
+    in_own_files = []
+    for number, role in enumerate(repeats.roles):
+        if role != "validation" or not held_out:
+            in_own_files.append(number)
+    too_high = f"Metrics of {wording.samples} that the model trains on are too high"
+    if not shared.any():
+        remedy = wording.remove
+    elif (shared & np.isin(repeats.split, in_own_files)).any():
+        remedy = f"{too_high}: remove these {wording.samples} from one of the splits"
+    else:
+        remedy = f"{too_high}. {wording.remove}"
+    example = wording.show(*repeats.first_place(shared if shared.any() else repeated))
+    text = f"{'; '.join(counts)}, such as {example}."
+    return [Problem(text, code="repeated-rows", place="data", remedy=f"{remedy}.")]
+
+
+def _describe_labels(
+    repeats: RepeatedSamples,
+    splits: Mapping[str, ComparedSamples],
+    wording: Wording,
+    name_label: Callable[[Any], str],
+) -> list[Problem]:
+    """A warning of samples that have another label than an equal one of train; empty: there are none."""
+    has_other_label = repeats.in_train & repeats.is_new & ~repeats.is_first
+    if not has_other_label.any():
+        return []
+    count = len(np.unique(repeats.marks[has_other_label]))
+    example = int(has_other_label.argmax())
+    equal = np.flatnonzero(repeats.is_new & (repeats.marks == repeats.marks[example]))  # one for each label
+    names = []
+    for index in equal.tolist():
+        role, number = repeats.place(index)
+        labels = splits[role].labels
+        assert labels is not None  # equal samples have different labels, so there are some
+        names.append(name_label(labels[number]))
+    shown = wording.show(*repeats.place(example))
+    return [
+        Problem(
+            f"{wording.contents} with more than one label: {count}, such as {shown}: {' and '.join(names)}.",
+            code="several-labels",
+            place="data",
+            remedy=f"Correct or remove these {wording.samples}.",
+        )
+    ]
 
 
 def _name(label: Any, classes: Sequence[str]) -> str:

@@ -197,7 +197,8 @@ def report(results: dict[str, Any]) -> str:
     for arm, name in ARMS.items():
         quality = "bf16" if arm == "bf16" else "int8"  # the number of compared rows changes no prediction
         accuracy = results["compared"]["accuracy"][quality]
-        low, high = min(spent[arm]), max(spent[arm])
+        low = min(spent[arm])
+        high = max(spent[arm])
         faster = "" if arm == "bf16" else show_ratio(ratio(spent["bf16"], spent[arm]))
         seconds = f"{statistics.median(spent[arm]):.1f} ({low:.1f} to {high:.1f})"
         commands.append([name, seconds, faster, f"{accuracy:.1%}"])

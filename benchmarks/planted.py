@@ -65,7 +65,8 @@ class Scaled(Net):
 
 class Numbers(Dataset):
     def __init__(self, width, sleep, rank):
-        self.width, self.sleep = width, sleep if rank is None or int(os.environ.get("RANK", 0)) == rank else 0.0
+        self.width = width
+        self.sleep = sleep if rank is None or int(os.environ.get("RANK", 0)) == rank else 0.0
 
     def __len__(self):
         return 4096

@@ -10,6 +10,7 @@ included; steps still take ``train.batch_size`` samples.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
     from fastloop import Run, Settings
+    from fastloop.data import Loader
     from fastloop.recipe import Recipe
     from fastloop.speedup_estimates import StepProfile
 
@@ -113,45 +115,56 @@ class LengthBucketing(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        where = f"{run.recipe.where}: plugins.length-bucketing"
-        limit = self.max_tokens
         loaders = {"train": run.train_loader}
-        if limit is not None:
+        if self.max_tokens is not None:
             loaders |= run.eval_loaders
         for split, loader in loaders.items():
-            dataset: Any = loader.dataset
-            if loader.sampler is None:
-                raise PluginError(
-                    f"{type(dataset).__name__} is iterable, with its own order.",
-                    code="iterable-dataset",
-                    place=f"{where}: {split}",
-                    remedy="Remove length-bucketing.",
-                )
-            lengths = self.lengths(dataset)
-            longest = int(lengths.argmax())
-            length = int(lengths[longest])
-            width = self.width(length)
-            if limit is not None and width > limit:
-                padded = f", padded to {width}" if width > length else ""
-                raise PluginError(
-                    f"sample {longest} of the {split} split has {length} tokens{padded}, and {limit} are allowed.",
-                    code="sequence-too-long",
-                    place=f"{where}.max_tokens",
-                    remedy=(
-                        f"Set it to {width} or more, or cut samples to "
-                        f"{limit // self.width(1) * self.width(1) or limit} (texts: data.max_length)."
-                    ),
-                )
+            self._check_split(split, loader, f"{run.recipe.where}: plugins.length-bucketing")
         lengths = self.lengths(run.datasets["train"])
         if lengths.min() == lengths.max():
             self.log.warning(
                 Problem(f"all samples have length {lengths[0]}: there is nothing to sort.", code="no-effect")
             )
             return
+        self._report_padding(run, lengths)
+
+    def _check_split(self, split: str, loader: Loader, where: str) -> None:
+        """Check that the samples of a split can be sorted, and that each fits into a batch.
+
+        Raises:
+            PluginError: The dataset is iterable, or a sample is longer than ``max_tokens``.
+        """
+        dataset: Any = loader.dataset
+        if loader.sampler is None:
+            raise PluginError(
+                f"{type(dataset).__name__} is iterable, with its own order.",
+                code="iterable-dataset",
+                place=f"{where}: {split}",
+                remedy="Remove length-bucketing.",
+            )
+        limit = self.max_tokens
+        if limit is None:
+            return
+        lengths = self.lengths(dataset)
+        longest = int(lengths.argmax())
+        length = int(lengths[longest])
+        width = self.width(length)
+        if width > limit:
+            padded = f", padded to {width}" if width > length else ""
+            unit = self.width(1)
+            shorter = limit // unit * unit or limit
+            raise PluginError(
+                f"sample {longest} of the {split} split has {length} tokens{padded}, and {limit} are allowed.",
+                code="sequence-too-long",
+                place=f"{where}.max_tokens",
+                remedy=f"Set it to {width} or more, or cut samples to {shorter} (texts: data.max_length).",
+            )
+
+    def _report_padding(self, run: Run, lengths: NDArray[np.int64]) -> None:
+        """Log the share of padding with sorted samples and without, and the shapes of the micro-batches."""
         sampler: Any = run.train_loader.sampler
         size = sampler.size
         micro = run.loaders.micro_batch_size
-        steps = -(-size // sampler.batch_size)
         in_file_order = (list(range(first, min(first + micro, size))) for first in range(0, size, micro))
         before = self.padding(lengths, self.shapes(lengths, in_file_order))
         shapes = self.shapes(lengths, chain.from_iterable(step for _, step in sampler.steps()))
@@ -163,7 +176,7 @@ class LengthBucketing(Plugin):
             "%d shapes in %d micro-batches (%.1f a step), %d widths",
             len(shapes),
             micro_batches,
-            micro_batches / steps,
+            micro_batches / math.ceil(size / sampler.batch_size),
             len(widths),
         )
 

@@ -46,4 +46,7 @@ class Liger(Plugin):
         fused = type(model).__name__.endswith("ForCausalLM")  # the forward that comes with it is a language model's
         fused = fused and with_loss(model) is None  # else the forward of the task computes the loss
         _apply_liger_kernel_to_instance(model=patched, fused_linear_cross_entropy=fused)
-        self.log.info("kernels for %s%s", kind, ", the head and its loss in one" * fused)
+        if fused:
+            self.log.info("kernels for %s, the head and its loss in one", kind)
+        else:
+            self.log.info("kernels for %s", kind)

@@ -35,7 +35,9 @@ class Arrow(File):
         super().__init__(path, how, columns, skip_unreadable)
         source = open_binary(path)
         self.source = source if isinstance(source, pyarrow.NativeFile) else pyarrow.PythonFile(source, mode="r")
-        self.size, self.count, self.checksum = size_of(self.source), 0, 0
+        self.size = size_of(self.source)
+        self.count = 0
+        self.checksum = 0
         self.is_stream = self.source.read(len(MAGIC)) != MAGIC
         if self.is_stream:
             self.source.seek(0)
@@ -62,17 +64,24 @@ class Arrow(File):
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Other iterators may move the file's position in between."""
-        there, end, total = [name for name in columns if name in self.names], start or self.first, 0
+        there = [name for name in columns if name in self.names]
         if not start:
             self.count = self.checksum = 0
-        while (found := self._batch(end, counts=not start)) is not None:
-            (batch, after), place = found, end
-            end, total = after, total + batch.nbytes
+        place = start or self.first
+        total = 0
+        while True:
+            read = self._batch(place, counts=not start)
+            if read is None:
+                return
+            batch, end = read
+            total += batch.nbytes
             check_total(self.path, self.size, total, self.how)
-            for row in range(skip, batch.num_rows, size if there else batch.num_rows or 1):
-                part = batch.slice(row, size if there else None)
+            step = size if there else max(batch.num_rows, 1)  # without columns, only the number of rows counts
+            for row in range(skip, batch.num_rows, step):
+                part = batch.slice(row, step)
                 yield Block(place, part.num_rows, {name: part.column(name) for name in there})
             skip = max(skip - batch.num_rows, 0)
+            place = end
 
     def _batch(self, offset: int, counts: bool) -> tuple[pyarrow.RecordBatch, int] | None:
         """The record batch at an offset, and the offset after it; None at the end.
@@ -90,7 +99,8 @@ class Arrow(File):
         batch = ipc.read_record_batch(message, self.schema)
         batch.validate(full=True)  # offsets of a damaged file may lie outside its buffers
         if counts:
-            self.count, self.checksum = self.count + batch.num_rows, zlib.crc32(message.body, self.checksum)
+            self.count = self.count + batch.num_rows
+            self.checksum = zlib.crc32(message.body, self.checksum)
         return batch, end
 
     def _check_end(self, offset: int) -> None:

@@ -109,7 +109,8 @@ class Column(Sequence[Any]):
     """
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
-        self.blocks, self.starts = list[tuple[Store, Any]](), array("q", [0])
+        self.blocks = list[tuple[Store, Any]]()
+        self.starts = array("q", [0])
         self.ids: NDArray[np.int64] | None = None  # the rows of ``at``
         self.last: tuple[int, list[Any]] = (-1, [])
         iterator = iter(values)
@@ -125,7 +126,9 @@ class Column(Sequence[Any]):
     def at(self, ids: NDArray[np.int64]) -> Column:
         """The rows at these places of the blocks, as a view."""
         column = Column()
-        column.blocks, column.starts, column.ids = self.blocks, self.starts, ids
+        column.blocks = self.blocks
+        column.starts = self.starts
+        column.ids = ids
         return column
 
     def __len__(self) -> int:
@@ -193,7 +196,8 @@ class Rest(Sequence[Any]):
     """Rows from a number on. The rows themselves are not copied."""
 
     def __init__(self, rows: Sequence[Any], start: int) -> None:
-        self.rows, self.start = rows, start
+        self.rows = rows
+        self.start = start
 
     def __len__(self) -> int:
         return max(len(self.rows) - self.start, 0)

@@ -64,7 +64,8 @@ class Conll(LineFormat):
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Tags are only read if their column is among ``columns``."""
-        comments, tagged = list[int](), self.keys.get("tags") in columns
+        comments = list[int]()
+        tagged = self.keys.get("tags") in columns
 
         def read(sentence: Sentence) -> Sentence:
             if sentence.problem is not None:
@@ -88,14 +89,17 @@ class Conll(LineFormat):
             comments: Receives the numbers of the lines before a sentence that are comments.
         """
         sentence, position, (first, example) = Sentence(), start, self._first_word
-        width, tabbed = len(_cells(example)), "\t" in example
+        width = len(_cells(example))
+        tabbed = "\t" in example
         lines = self.begin(start)
         for line in chain(lines, [""]):
-            number, cells = lines.number, _cells(line)
+            number = lines.number
+            cells = _cells(line)
             if not any(cells) or cells[0] == DOCUMENT:
                 if sentence.line:
                     yield position, sentence
-                sentence, position = Sentence(), lines.offset
+                sentence = Sentence()
+                position = lines.offset
                 continue
             if not sentence.line and HASH.match(line):
                 keyed = "\t" not in line and KEYED.match(line)
@@ -103,15 +107,18 @@ class Conll(LineFormat):
                     comments.append(number)
                     continue
             sentence.line = sentence.line or number
-            if sentence.problem is None and (problem := self._add(sentence, cells, width, tagged, first)):
-                sentence.problem = BadRow(problem, f"line {number}")
+            if sentence.problem is None:
+                problem = self._add(sentence, cells, width, tagged, first)
+                if problem:
+                    sentence.problem = BadRow(problem, f"line {number}")
 
     @cached_property
     def _first_word(self) -> tuple[int, str]:
         """Number and text of the first line that certainly holds a word; 0 if there is none."""
         lines = self.text.lines()
         for line in lines:
-            if any(cells := _cells(line)) and cells[0] != DOCUMENT and not HASH.match(line):
+            cells = _cells(line)
+            if any(cells) and cells[0] != DOCUMENT and not HASH.match(line):
                 return lines.number, line
         return 0, ""
 

@@ -59,7 +59,8 @@ class ContentHashes:
         hashes = []
         has_new = False
         for path in paths:
-            name, state = str(path.resolve()), state_of(path)
+            name = str(path.resolve())
+            state = state_of(path)
             known = self.known.get(name)
             if known is not None and known[0] == state:
                 hashes.append(known[1])

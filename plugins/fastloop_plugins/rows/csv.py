@@ -48,7 +48,9 @@ class Joined:
     """
 
     def __init__(self, delimiter: str) -> None:
-        self.delimiter, self.count, self.known = delimiter, 0, set[str]()
+        self.delimiter = delimiter
+        self.count = 0
+        self.known = set[str]()
         self.candidates: list[tuple[int, int, list[str]]] = []
 
     def add(self, first: int, last: int, lines: Sequence[str], width: int, label: int | None) -> None:
@@ -89,7 +91,9 @@ class Delimited(LineFormat):
         self.labels = [name for name, kind in kinds.items() if kind == "label"]
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []
-        self.headings, self.ends = set[str](), (0, 0)  # to detect a repeated header: its names, and two wanted columns
+        # to detect a repeated header: its names, and two wanted columns
+        self.headings = set[str]()
+        self.ends = (0, 0)
         if how.columns is not None:
             self._start(how.columns, 0)
 
@@ -213,24 +217,29 @@ class Delimited(LineFormat):
                 lines.append(line)
                 yield line
 
-        reader, first, line_end, count = self._reader(kept(), self.delimiter), 1, "", 0
+        reader = self._reader(kept(), self.delimiter)
+        first = 1  # the line in which the record begins
+        line_end = ""
+        count = 0
         begun = bool(self.header) and (start > 0 or self.how.columns is not None)
         label = self.header.index(self.labels[0]) if begun and self.labels else None
-        names, width, ends = self.headings, len(self.header), self.ends
+        names = self.headings
+        width = len(self.header)
+        ends = self.ends
         try:
             for row in reader:
                 tail = lines[-1][-2:]
-                if (
-                    (end := tail if tail == "\r\n" else tail[-1:]) != line_end
-                    and end in LINE_ENDS
-                    and (row or line_end != "\r")
-                ):
+                end = tail if tail == "\r\n" else tail[-1:]
+                if end != line_end and end in LINE_ENDS and (row or line_end != "\r"):
                     if line_end:
                         raise self._other_line_end(reader.line_num, end, line_end)
                     line_end = end
                 if row and not begun:
                     self._start(row, first)
-                    begun, names, width, ends = True, self.headings, len(row), self.ends
+                    begun = True
+                    names = self.headings
+                    width = len(row)
+                    ends = self.ends
                     label = row.index(self.labels[0]) if self.labels else None
                 elif row and len(row) != width:
                     if not self.skip_unreadable:
@@ -271,7 +280,8 @@ class Delimited(LineFormat):
             if name not in self.names:
                 raise missing_column(self.path, key, name, header, self._remedy())
         positions = [header.index(name) for name in self.wanted]
-        self.header, self.ends = header, (positions[0], positions[-1])
+        self.header = header
+        self.ends = (positions[0], positions[-1])
         self.headings = {spelling for name in header if name for spelling in spellings(name)}
 
     def _is_header(self, row: list[str]) -> bool:

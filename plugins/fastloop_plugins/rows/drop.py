@@ -125,7 +125,8 @@ class Drop:
         if not self.conditions:
             yield from file.blocks(names, start, size, skip)
             return
-        wanted, before = list(dict.fromkeys([*names, *self.columns()])), 0
+        wanted = list(dict.fromkeys([*names, *self.columns()]))
+        before = 0
         counts = [0] * len(self.conditions) if counts is None else counts
         try:
             for block in file.blocks(wanted, start, size or BLOCK):

@@ -186,7 +186,8 @@ class FileLayout:
             table = Table(path, columns, there, unreadable=file.unreadable, untyped=file.untyped, notes=file.notes)
             numbers = lines.finish()
             if len(numbers):
-                table.unit, table.numbers = "line", numbers
+                table.unit = "line"
+                table.numbers = numbers
         return table
 
     def rows(self, path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:

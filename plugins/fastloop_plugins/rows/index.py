@@ -131,7 +131,8 @@ class Index:
         if line is not None:
             return f"{self.paths[self.file[group]]}, line {line}"
         before = int(self.firsts[np.searchsorted(self.file, self.file[group])])
-        return f"{self.paths[self.file[group]]}, row {row - before + 1}" + " of those kept" * any(self.dropped)
+        kept = " of those kept" if any(self.dropped) else ""
+        return f"{self.paths[self.file[group]]}, row {row - before + 1}{kept}"
 
     def _find_line(self, group: int, offset: int) -> int | None:
         """The line of a row of a row group, which may be one that cannot be read. None: it is not known."""
@@ -141,7 +142,9 @@ class Index:
         if offset == 0:
             return line
         layout = self.layout.of_file(int(self.file[group]))
-        first, seen = 0, 0  # the line of the first row, counted from the start of the group; rows that are read
+        # the line of the first row, counted from the start of the group; rows that are read
+        first = 0
+        seen = 0
         try:
             with layout.open(self.paths[self.file[group]]) as file:
                 for block in layout.drop.blocks(file, (), int(self.key[group]), ROWS_AT_ONCE):
@@ -256,7 +259,8 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
     dropped = [0] * len(layout.drop.conditions)
     total = 0
     for number, path in enumerate(paths):
-        start, part = total, layout.of_file(number)
+        start = total
+        part = layout.of_file(number)
         counted = part.own_names([] if label is None else [label])
         with explain_reading(path, layout.how), part.open(path) as file:
             if file.not_streamed:
@@ -325,7 +329,10 @@ class Reader:
     """
 
     def __init__(self, index: Index, layout: FileLayout, columns: Sequence[str]) -> None:
-        self.index, self.layout, self.columns, self.rows_read = index, layout, list(columns), 0
+        self.index = index
+        self.layout = layout
+        self.columns = list(columns)
+        self.rows_read = 0
         self.open: OrderedDict[int, File] = OrderedDict()
 
     def read(self, group: int, skip: int) -> Iterator[Row]:
@@ -334,17 +341,22 @@ class Reader:
         Raises:
             DataError: The file was changed, or cannot be read.
         """
-        number, key = int(self.index.file[group]), int(self.index.key[group])
-        path, rows, count = self.index.paths[number], int(self.index.rows[group]), skip
+        number = int(self.index.file[group])
+        key = int(self.index.key[group])
+        path = self.index.paths[number]
+        rows = int(self.index.rows[group])
+        count = skip
         self.rows_read += skip
         try:
-            file, layout = self._file(number), self.layout.of_file(number)
+            file = self._file(number)
+            layout = self.layout.of_file(number)
             columns = layout.own_names(self.columns)
             for block in layout.drop.blocks(file, columns, key, ROWS_AT_ONCE, skip):
                 if file.has_groups and block.start != key:
                     break
                 for values in islice(block.tuples(columns), rows - count):
-                    self.rows_read, count = self.rows_read + 1, count + 1
+                    self.rows_read = self.rows_read + 1
+                    count = count + 1
                     yield values
                 if count == rows:
                     return

@@ -55,7 +55,11 @@ class Expanded(io.RawIOBase):
     """
 
     def __init__(self, stream: Any, path: str, size: int, how: Read) -> None:
-        self.stream, self.path, self.size, self.how, self.total = stream, path, size, how, 0
+        self.stream = stream
+        self.path = path
+        self.size = size
+        self.how = how
+        self.total = 0
 
     def readable(self) -> bool:
         return True

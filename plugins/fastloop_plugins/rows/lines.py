@@ -70,7 +70,9 @@ class LineFile:
     """
 
     def __init__(self, path: str, how: Read) -> None:
-        self.path, self.how, self.raw = path, how, open_binary(path)
+        self.path = path
+        self.how = how
+        self.raw = open_binary(path)
         self.size = size_of(self.raw)
         self.codec = codec_of(path, how, self.raw.read(4))
         self.is_whole = self.codec is not None
@@ -251,7 +253,8 @@ class LineFormat(File):
 
     def items(self, start: int) -> Iterator[tuple[int, tuple[Any, int]]]:
         """Yield the position of each row, its line, and the number of the line."""
-        lines, position = self.begin(start), start
+        lines = self.begin(start)
+        position = start
         for line in lines:
             if not line.isspace():
                 yield position, (line, lines.number)

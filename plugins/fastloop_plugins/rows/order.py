@@ -61,7 +61,10 @@ class Order:
         buffer: int,
         batch_size: int,
     ) -> None:
-        self.groups, self.seed, self.shuffles, self.lanes = groups, seed, buffer > 0, lanes if buffer else 1
+        self.groups = groups
+        self.seed = seed
+        self.shuffles = buffer > 0
+        self.lanes = lanes if buffer else 1
         self.rows = [int(rows.sum()) for rows in groups]
         self.size = sum(self.rows)
         self.block = max(1, batch_size * WORKERS // self.lanes)
@@ -77,7 +80,8 @@ class Order:
         if self.counts is not None:
             lane, index = self._lane(epoch * self.size + position)
             source, index = self._source(lane, index)
-            first, last = (self.rows[source] * part // self.lanes for part in (lane, lane + 1))
+            first = self.rows[source] * lane // self.lanes
+            last = self.rows[source] * (lane + 1) // self.lanes
             turn, index = divmod(index, last - first)
             return self._place(lane, source, turn, first, last - first, index)
         per_lane = self.rounds * self.block
@@ -88,19 +92,27 @@ class Order:
         return self._place(self.lanes, 0, epoch, first, self.size - first, position - first)
 
     def _lane(self, position: int) -> tuple[int, int]:
-        """The lane of a position, and the position in it."""
+        """The lane of a position, and the position in it.
+
+        With blocks of 2 positions and 3 lanes, positions 0 to 7 are in the lanes [0 0 1 1 2 2 0 0], at the places
+        [0 1 0 1 0 1 2 3].
+        """
         block, rest = divmod(position, self.block)
         return block % self.lanes, block // self.lanes * self.block + rest
 
     def _source(self, lane: int, index: int) -> tuple[int, int]:
         """The source of a lane's sample, and its index among the lane's samples of that source."""
         cycle, rest = divmod(index, CYCLE)
+        assert self.counts is not None
         pattern, before = self.pattern(lane)
         source = int(pattern[rest])
-        return source, cycle * int(self.counts[source]) + int(before[rest])  # type: ignore[index]
+        return source, cycle * int(self.counts[source]) + int(before[rest])
 
     def _pattern(self, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source of each sample of a cycle, and the number of earlier samples of the same source."""
+        """The source of each sample of a cycle, and the number of earlier samples of the same source.
+
+        For the pattern [1 0 1 1], these numbers are [0 0 1 2].
+        """
         pattern = np.random.default_rng([self.seed, lane]).permutation(
             np.repeat(np.arange(len(self.groups)), np.array(self.counts))
         )
@@ -111,12 +123,16 @@ class Order:
         return pattern, before
 
     def _place(self, lane: int, source: int, turn: int, first: int, length: int, index: int) -> Place:
+        """The place of sample ``index`` among ``length`` slots that begin with slot ``first``.
+
+        Windows of 4 slots divide 10 slots into [0 1 2 3 | 4 5 6 7 | 8 9]. Sample 6 is the third one of window 1, which
+        has the slots 4 to 7 in an order of its own.
+        """
         number, index = divmod(index, self.window)
         start = number * self.window
-        count = min(self.window, length - start)
-        return Place(
-            lane, source, turn, first + start, count, int(self.permutation(lane, source, turn, number, count)[index])
-        )
+        size = min(self.window, length - start)
+        offset = int(self.permutation(lane, source, turn, number, size)[index])
+        return Place(lane, source, turn, first + start, size, offset)
 
     def _permutation(self, lane: int, source: int, turn: int, number: int, count: int) -> NDArray[np.int64]:
         if not self.shuffles:
@@ -132,8 +148,14 @@ class Order:
 
 
 def _counts(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Samples of each source in a cycle, by largest remainders."""
+    """Samples of each source in a cycle, by largest remainders.
+
+    The weights [1, 2] have the shares [333.3, 666.7] of 1000 samples. Rounded down, [333, 666], one sample is missing:
+    the source with the largest remainder gets it, [333, 667].
+    """
     shares = np.array(weights, float) / sum(weights) * CYCLE
     counts = np.floor(shares).astype(np.int64)
-    counts[np.argsort(counts - shares, kind="stable")[: CYCLE - counts.sum()]] += 1
+    missing = CYCLE - counts.sum()
+    by_remainder = np.argsort(counts - shares, kind="stable")  # the largest one first
+    counts[by_remainder[:missing]] += 1
     return counts

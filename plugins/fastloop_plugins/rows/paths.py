@@ -36,15 +36,10 @@ def find_files(
         refuse_url(item, where, "the file", can_stream=split == "train")
         path = recipe.find(item)
         if re.search(r"[*?\[]", item) and not path.exists():
-            roots = [Path(), *([recipe.source.parent] if recipe.source else [])]
-            absolute = Path(item).expanduser().is_absolute()
-            pattern = str(Path(item).expanduser().relative_to("/")) if absolute else item
-            found = next(
-                (hits for root in ([Path("/")] if absolute else roots) if (hits := sorted(root.glob(pattern)))), []
-            )
-            if not found:
+            matches = _find_matches(recipe, item)
+            if not matches:
                 raise RecipeError(f"no file matches {item}.", code="file-missing", place=where)
-            paths += found
+            paths += matches
         elif path.is_dir():
             more = _patterns(path, item, split, formats) if split != "predict" else ""
             if (path / "dataset_dict.json").is_file():
@@ -70,6 +65,17 @@ def find_files(
                 place=f"{where}: {path}",
             )
     return paths
+
+
+def _find_matches(recipe: Recipe, pattern: str) -> list[Path]:
+    """The files that match a pattern: in the current folder, or else beside the recipe."""
+    expanded = Path(pattern).expanduser()
+    if expanded.is_absolute():
+        return sorted(Path("/").glob(str(expanded.relative_to("/"))))
+    matches = sorted(Path().glob(pattern))
+    if not matches and recipe.source is not None:
+        matches = sorted(recipe.source.parent.glob(pattern))
+    return matches
 
 
 def refuse_repeated(paths: Sequence[Path], where: str) -> None:

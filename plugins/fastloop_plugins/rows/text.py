@@ -85,7 +85,9 @@ class Text(LineFormat):
                 gap += bool(count or found)
             if found and (not paragraphs or not text.strip()):
                 yield 2 + 2 * first + paragraphs, ("\n".join(found), first_line)
-                found, size, count = [], 0, count + 1
+                found = []
+                size = 0
+                count = count + 1
             before = lines.offset
         if found:
             yield 2 + 2 * first + paragraphs, ("\n".join(found), first_line)

@@ -174,7 +174,7 @@ class Configuration:
         if sharded and "compile" in names:
             logger.warning(
                 Problem(
-                    ("stage 3 gathers weights module by module, and each breaks the graph: compile gains little."),
+                    "stage 3 gathers weights module by module, and each breaks the graph: compile gains little.",
                     code="no-speedup",
                     place="deepspeed",
                 )

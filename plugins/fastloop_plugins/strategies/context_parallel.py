@@ -147,7 +147,8 @@ def divide_forward(model: Any, slices: SequenceSlices) -> None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         else:
             slices.documents = find_documents(pad(position_ids, (0, missing)))
-        ids, positions = (slices.take(pad(part, (0, missing))) for part in (input_ids, position_ids))
+        ids = slices.take(pad(input_ids, (0, missing)))
+        positions = slices.take(pad(position_ids, (0, missing)))
         own = slices.take(pad(targets, (0, missing), value=IGNORED))
         count = (own != IGNORED).sum()
         whole = (targets != IGNORED).sum()

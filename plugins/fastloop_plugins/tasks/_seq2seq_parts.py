@@ -143,7 +143,7 @@ def warn_about_targets(datasets: Mapping[str, PairSequences], tokenizer: Any, ma
     if parts:
         logger.warning(
             Problem(
-                (f"{'; '.join(parts)}. No generated text can equal such a target: exact_match counts it as wrong."),
+                f"{'; '.join(parts)}. No generated text can equal such a target: exact_match counts it as wrong.",
                 code="unwritable-targets",
                 place="data",
             )

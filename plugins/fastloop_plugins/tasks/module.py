@@ -169,10 +169,11 @@ class Module(Plugin):
                     place=f"{self.file}: data.module",
                     remedy=did_you_mean(split, splits),
                 )
+        loss = self.found.get("plugins.module.loss")
         if self.uses_classes:
             train = datasets.get("train")
             self.criterion.set_weights(lambda: targets_of(train, self.criterion.where), dataset=train)
-        elif (loss := self.found.get("plugins.module.loss")) is not None:
+        elif loss is not None:
             self.criterion = with_arguments(loss, self.loss or "", f"{self.file}: plugins.module.loss")
         return datasets
 
@@ -188,7 +189,8 @@ class Module(Plugin):
 
         remedy = "Let the dataset pad them, or name a collator: plugins.module.collate=FILE.py:NAME."
         collate = self.found.get("plugins.module.collate") or DefaultCollator(None, remedy)
-        self.counters.append(counter := TargetCounter(collate, self.criterion))
+        counter = TargetCounter(collate, self.criterion)
+        self.counters.append(counter)
         return counter
 
     @hookimpl

@@ -57,7 +57,9 @@ class Sequences:
         labels: NDArray[Any] | None = None,
         typed: bool = False,
     ) -> None:
-        self.ids, self.labels, self.typed = ids, labels, typed
+        self.ids = ids
+        self.labels = labels
+        self.typed = typed
         self.lengths: NDArray[np.int64] = lengths
         if typed:
             self.lengths = np.floor_divide(lengths, 2, out=zeros(len(lengths), np.int64))
@@ -86,7 +88,8 @@ class Sequences:
         return digest.hexdigest()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        end, length = self.ends[index], self.lengths[index]
+        end = self.ends[index]
+        length = self.lengths[index]
         sample: dict[str, Any] = {"input_ids": self.ids[end - length : end]}
         if self.typed:
             sample = {
@@ -192,7 +195,8 @@ class ColumnSequences(Sequences):
         labels: NDArray[Any] | None = None,
     ) -> None:
         super().__init__(ids, lengths, labels)
-        self.names, count = tuple(names), len(names)
+        self.names = tuple(names)
+        count = len(names)
         self.borders: NDArray[np.int64] = zeros((len(lengths), count + 1), np.int64)
         self.lengths = np.subtract(lengths, count, out=zeros(len(lengths), np.int64))
         cut = np.zeros(count, np.int64)

@@ -117,7 +117,8 @@ class WithPlaces:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Batch], column: str = "targets") -> None:
-        self.collate, self.column = collate, column
+        self.collate = collate
+        self.column = column
 
     @property
     def deterministic(self) -> bool:

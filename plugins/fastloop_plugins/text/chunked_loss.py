@@ -52,7 +52,8 @@ class ChunkedHead:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunking: Chunking, needed: list[bool]
     ) -> None:
-        self.hidden, self.chunking = hidden, chunking
+        self.hidden = hidden
+        self.chunking = chunking
         self.weight = weight.to(chunking.dtype)
         self.bias = None if bias is None else bias.to(chunking.dtype)
         self.hidden_gradient = torch.zeros_like(hidden) if needed[0] else None
@@ -176,7 +177,9 @@ class ChunkedTokenLosses(torch.autograd.Function):
         norms = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         losses = torch.zeros_like(norms)
         for chunk in head.chunks():
-            logits, known, tokens = head.logits(chunk), targets[chunk] != IGNORED, targets[chunk].clamp(min=0)
+            logits = head.logits(chunk)
+            known = targets[chunk] != IGNORED
+            tokens = targets[chunk].clamp(min=0)
             norms[chunk] = norm = logits.logsumexp(1)
             losses[chunk] = torch.where(known, norm - logits.gather(1, tokens[:, None])[:, 0], 0)
         ctx.save_for_backward(hidden, weight, bias, targets, norms)
@@ -191,7 +194,8 @@ class ChunkedTokenLosses(torch.autograd.Function):
             head = ChunkedHead(hidden, weight, bias, ctx.chunking, ctx.needs_input_grad[:3])
             for chunk in head.chunks():
                 own = torch.where(targets[chunk] != IGNORED, scale[chunk], 0)
-                norm, tokens = norms[chunk][:, None], targets[chunk].clamp(min=0)
+                norm = norms[chunk][:, None]
+                tokens = targets[chunk].clamp(min=0)
                 head.add_gradients(chunk, head.logits(chunk).sub_(norm).exp_(), tokens, own)
         return *head.gradients(), None, None
 
@@ -215,8 +219,10 @@ def chunked_loss(head: Any, hidden: Tensor, targets: Tensor, vocabulary: int | N
         vocabulary: Tokens of the vocabulary; None: one for each row of the head.
         chunk: Tokens of a chunk.
     """
-    device, dtype = hidden.device.type, computing_dtype(hidden)
-    states, tokens = hidden.flatten(0, -2), targets.flatten()
+    device = hidden.device.type
+    dtype = computing_dtype(hidden)
+    states = hidden.flatten(0, -2)
+    tokens = targets.flatten()
     if device == "cuda" and vocabulary is None and dtype != torch.float16 and HAS_LIGER:
         fused: Tensor = _liger_loss(head, states, tokens)
         return fused

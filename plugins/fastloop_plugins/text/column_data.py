@@ -82,7 +82,8 @@ class ColumnData(TextData):
         return dict(self.places)
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
-        key, found = self.places[name], list[str]()
+        key = self.places[name]
+        found = list[str]()
         if key in self.task.conversations:
             read = self.task.read_conversation
         elif key in self.task.values:
@@ -101,7 +102,8 @@ class ColumnData(TextData):
         if self.stream is None:
             return datasets
         labels = self.stream.label_table(datasets) if self.labels else {}
-        task, arguments = self.task, self.task.encoding_arguments()
+        task = self.task
+        arguments = self.task.encoding_arguments()
         encode = StreamedRows(self, model.tokenizer, task.encode, task.build_dataset, arguments, labels)
         return self.stream.datasets(run, datasets, encode)
 

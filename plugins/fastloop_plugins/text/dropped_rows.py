@@ -71,7 +71,8 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
             )
             data.messages.append(line)
         total += counts
-    if data.inference is None and (unknown := unwanted - total.keys()):
+    unknown = unwanted - total.keys()
+    if data.inference is None and unknown:
         name = min(unknown)
         remedy = " Rows without a label have the key ''." if name.strip().lower() in MISSING else ""
         raise RecipeError(
@@ -80,7 +81,8 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
 
 
 def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Table]:
-    counts, kept = [0] * len(data.drop.conditions), list[Table]()
+    counts = [0] * len(data.drop.conditions)
+    kept = list[Table]()
     for part in parts:
         columns = {name: part.column(key, name) for name, key in data.drop.columns().items()}
         is_kept = zeros(len(part), np.bool_)
@@ -108,7 +110,8 @@ def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -
 
 def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
     """The parts of train without the rows whose texts an earlier one has. Adds their number to ``data.messages``."""
-    texts, labels = GrowingArray(np.uint64), GrowingArray(np.uint64)
+    texts = GrowingArray(np.uint64)
+    labels = GrowingArray(np.uint64)
     classes = {map_key(label): name for label, name in (data.options.label_map or {}).items()}
 
     def named(label: Any) -> Any:

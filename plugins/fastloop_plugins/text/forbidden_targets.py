@@ -191,7 +191,8 @@ def warn_about_forbidden(
     """
     by_split = {split: forbidden(config, checked) for split, checked in targets.items()}
     for name, rule in RULES.items():
-        shares, example = [], ""
+        shares = []
+        example = ""
         for split, checked in targets.items():
             impossible = by_split[split].get(name)
             if not impossible:

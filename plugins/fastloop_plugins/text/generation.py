@@ -117,7 +117,8 @@ def check_generation(
     Raises:
         RecipeError: A setting is unknown, has the wrong type or no effect, or the task has an option for it.
     """
-    given, where = given or {}, f"{recipe}: {task}.generation"
+    given = given or {}
+    where = f"{recipe}: {task}.generation"
     for name in given:
         if name in own:
             raise RecipeError(

@@ -34,7 +34,9 @@ class KnownTokens:
     """
 
     def __init__(self, entries: Sequence[Path]) -> None:
-        hashes, lengths, self._ids = [], [], []
+        hashes = []
+        lengths = []
+        self._ids = []
         cut = GrowingArray(np.int64)
         self._firsts = [0]  # the first row of each entry, over all of them
         for entry in entries:

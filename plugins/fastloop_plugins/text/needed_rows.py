@@ -100,8 +100,11 @@ class NeededSamples:
     def __init__(
         self, split: Split, needed: NeededRows, samples: Sequences, build: Callable[[Split], Sequences]
     ) -> None:
-        self.encoded, self.labels = samples, split.labels
-        self._split, self._needed, self._build = split, needed, build
+        self.encoded = samples
+        self.labels = split.labels
+        self._split = split
+        self._needed = needed
+        self._build = build
         self._all: Sequences | None = None
         self._places: NDArray[np.int32] = zeros(needed.total, np.int32)  # in ``encoded``; -1: not there
         self._places[:] = -1

@@ -31,7 +31,8 @@ def column_samples(data: TextData, model: TextModel, split: Split, dataset: Any)
         dataset: The samples of ``split``.
     """
     for index, row in enumerate(split.texts):
-        sample, parts = dataset[index], _text_parts(row, [*data.text_columns()])
+        sample = dataset[index]
+        parts = _text_parts(row, [*data.text_columns()])
         if split.labels is not None:
             parts.append(("label", _name_label(data, split.labels[index])))
         for name, ids in sample.items():

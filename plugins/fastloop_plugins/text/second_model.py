@@ -28,7 +28,8 @@ class SecondModel:
     """
 
     def __init__(self, recipe: Recipe, options: Mapping[str, Any], auto_class: str, key: str) -> None:
-        self._auto_class, classify = auto_class, not auto_class.endswith("ForCausalLM")
+        self._auto_class = auto_class
+        classify = not auto_class.endswith("ForCausalLM")
         alone = replace(recipe, model=dict(options), inference=None, plugins={})  # `lora` trains no adapter of it
         self._model = TextModel(alone, classify, key)
         self.config: Any = None
@@ -41,7 +42,8 @@ class SecondModel:
             RecipeError: One of them is missing or invalid, or the model cannot take ``max_length`` tokens.
         """
         self._model.load_tokenizer(max_length)
-        self.config, self.tokenizer = self._model.config, self._model.tokenizer
+        self.config = self._model.config
+        self.tokenizer = self._model.tokenizer
 
     def build(self) -> tuple[Any, set[str]]:
         """The model in float32 on the CPU, and the names of its weights that the checkpoint does not have. Call it

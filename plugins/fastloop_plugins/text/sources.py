@@ -36,14 +36,17 @@ class Source:
     )
 
     def __post_init__(self) -> None:
-        self.where, self.paths, self.shards = "", list[Path](), list[str]()
+        self.where = ""  # its key in the recipe
+        self.paths: list[Path] = []
+        self.shards: list[str] = []  # for a stream, instead of ``paths``
 
     def find_shards(self, data: TextData) -> list[str]:
         """Its files, for a stream."""
         from fastloop_plugins.rows.index import find_shards
 
-        found = find_shards(data.recipe, self.files, f"{self.where}.files", data.formats)
-        self.shards = [path for paths in found for path in paths]
+        self.shards = []
+        for paths in find_shards(data.recipe, self.files, f"{self.where}.files", data.formats):
+            self.shards += paths
         return self.shards
 
     def names(self, data: TextData) -> dict[str, tuple[str, str]]:
@@ -64,13 +67,15 @@ class Source:
 
     def read(self, number: int, data: TextData) -> list[Table]:
         """Its files, with the columns named as ``data.text`` and ``data.label`` name them."""
-        key, columns = self.where.rpartition("data.")[2], self.names(data)
-        layout, found = replace(data.layout(), columns=dict(columns.values())), []
+        key = self.where.rpartition("data.")[2]
+        columns = self.names(data)
+        layout = replace(data.layout(), columns=dict(columns.values()))
+        parts = []
         for path in self.paths:
             part = layout.read(str(path))
             values = {name: part.column(option, column) for name, (column, option) in columns.items()}
-            found.append(replace(part, where=f"{path} (data.{key})", columns=values, names=None, source=number))
-        return found
+            parts.append(replace(part, where=f"{path} (data.{key})", columns=values, names=None, source=number))
+        return parts
 
 
 def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
@@ -79,7 +84,8 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
     Raises:
         RecipeError: An entry is invalid, or only some have a weight.
     """
-    found, where = [], f"{data.where}.sources"
+    where = f"{data.where}.sources"
+    sources: list[Source] = []
     others = ("target", "messages", "prompt", "words", "tags")
     if data.text_key != "text" or data.several or any(data.recipe.data.get(key) is not None for key in others):
         raise RecipeError(
@@ -100,16 +106,23 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
             )
         if "train" in needed and not data.options.streaming:
             source.paths = find_files(data.recipe, source.files, "train", f"{source.where}.files", data.formats)
-        found.append(source)
-    weightless = [source.where for source in found if source.weight is None]
-    if not found or len(weightless) not in (0, len(found)):
+        sources.append(source)
+    if not sources:
         raise RecipeError(
-            f"{weightless[0]}.weight: missing. Give each source a weight, or none."
-            if found
-            else f"{where}: found an empty list, expected sources such as {{files: a.csv, text: review}}.",
             code="missing-value",
+            place=where,
+            found="an empty list",
+            expected="sources such as {files: a.csv, text: review}",
         )
-    return found
+    weightless = [source.where for source in sources if source.weight is None]
+    if weightless and len(weightless) < len(sources):
+        raise RecipeError(
+            "missing.",
+            code="missing-value",
+            place=f"{weightless[0]}.weight",
+            remedy="Give each source a weight, or none.",
+        )
+    return sources
 
 
 def number_sources(parts: Sequence[Table]) -> NDArray[np.int64]:
@@ -124,13 +137,19 @@ def number_sources(parts: Sequence[Table]) -> NDArray[np.int64]:
 
 def mix_sources(rows: Rows, data: TextData) -> Rows:
     """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. The draw of
-    rows that an epoch repeats or leaves out is random and fixed. Adds the numbers to ``data.messages``."""
+    rows that an epoch repeats or leaves out is random and fixed. Adds the numbers to ``data.messages``.
+
+    With 4 rows of weight 3 and 6 rows of weight 1, 7.5 of the 10 rows of an epoch are of the first source: it ends at
+    row 8, so each of its rows comes twice. The second source has the other 2, which are drawn of its 6 rows.
+    """
     assert rows.sources is not None
     ids_by_source = [flatnonzero(rows.sources == number) for number in range(len(data.sources))]
     pairs = list(zip(data.sources, ids_by_source, strict=True))
     weights = [len(ids) if source.weight is None else source.weight for source, ids in pairs]
     chosen: list[NDArray[np.int64]] = []
-    lines, before, end = list[str](), 0, 0.0
+    lines: list[str] = []
+    before = 0  # rows of the sources before
+    end = 0.0  # those and the rows of this source, before it is rounded
     for number, ((source, ids), weight) in enumerate(zip(pairs, weights, strict=True)):
         if not len(ids):
             raise RecipeError(

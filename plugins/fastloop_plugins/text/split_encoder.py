@@ -64,8 +64,14 @@ class SplitEncoder:
         folder: Path | None = None,
         is_narrow: bool = True,
     ) -> None:
-        self.name, self.rows, self.texts, self.encode_rows, self.sees_all = name, rows, texts, encode_rows, sees_all
-        self.family, self.folder, self.is_narrow = family, folder, is_narrow
+        self.name = name
+        self.rows = rows
+        self.texts = texts
+        self.encode_rows = encode_rows
+        self.sees_all = sees_all
+        self.family = family
+        self.folder = folder
+        self.is_narrow = is_narrow
         self.facts: dict[str, int] = {}
         self._is_cut = zeros(len(rows), np.bool_)
         self._content = ""

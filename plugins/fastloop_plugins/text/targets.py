@@ -145,7 +145,8 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     unknown = [code for code, names in enumerate(named) if not names <= set(classes)]
     for role, found in parts.items():
         for part, those in zip(found, codes[role], strict=True):
-            if (bad := np.flatnonzero(np.isin(those, unknown))).size:
+            bad = np.flatnonzero(np.isin(those, unknown))
+            if bad.size:
                 source = "training" if data.inference is None else f"the model {data.inference.model}"
                 raise RecipeError(
                     f"the class {min(named[those[bad[0]]] - set(classes))!r} is none of {source}. Its classes: "

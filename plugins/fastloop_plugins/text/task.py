@@ -62,7 +62,9 @@ class AutoClassModel(TextModel):
     def __init__(
         self, recipe: Recipe, auto_class: str, classify: bool = True, what: str = "model", examples: str = ""
     ) -> None:
-        self.auto_class, self.what, self.examples = auto_class, what, examples
+        self.auto_class = auto_class
+        self.what = what
+        self.examples = examples
         super().__init__(recipe, classify)
 
     def finish_tokenizer(self, texts: Iterable[Any], types: bool = False) -> None:
@@ -73,7 +75,8 @@ class AutoClassModel(TextModel):
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         known = getattr(modeling_auto, self.auto_class)._model_mapping._model_mapping  # model_type -> class
-        kind, key = config.get("model_type"), ("name" if self.options.config is None else "config")
+        kind = config.get("model_type")
+        key = "name" if self.options.config is None else "config"
         if kind in CONFIG_MAPPING and kind not in known and not config.get("auto_map"):
             remedy = f"Use one that it has, such as {self.examples}" if self.examples else "Use another architecture"
             raise RecipeError(
@@ -277,7 +280,8 @@ class TextTask(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         classify = not self.auto_class.endswith("ForCausalLM")  # else a trained tokenizer has an end token
-        self.data, self.text_model = ColumnData(recipe, self), AutoClassModel(recipe, self.auto_class, classify)
+        self.data = ColumnData(recipe, self)
+        self.text_model = AutoClassModel(recipe, self.auto_class, classify)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
@@ -385,13 +389,15 @@ class TextTask(Plugin):
             return
         import numpy as np
 
-        names, kind = self.text_model.class_names(), self.data.label_type
+        names = self.text_model.class_names()
+        kind = self.data.label_type
         if splits is not None and (kind != "number" or len(names) > 1):  # the output of a regression has any name
             names = self.data.classes
         self.order = self.text_model.order_labels(names)
         if self.text_model.problem_type is not None:
             self.text_model.problem_type = PROBLEM_TYPES[kind]
-        self.data.classes, ids = self.order.names, np.array(self.order.ids)
+        self.data.classes = self.order.names
+        ids = np.array(self.order.ids)
         for split in (splits or {}).values():
             is_reordered = not np.array_equal(ids, np.arange(len(ids)))
             if split.labels is not None and kind != "number" and is_reordered:
@@ -449,9 +455,11 @@ class TextTask(Plugin):
         model: nn.Module = self.text_model.build(getattr(transformers, self.auto_class), self.order)
         run.new_weights = frozenset(self.text_model.new)
         for name in self.unused_modules:
-            if (module := getattr(model, name, None)) is not None:
+            module = getattr(model, name, None)
+            if module is not None:
                 module.requires_grad_(False)
-        probe, collate = self._probe_samples(run), self.build_collator(run)
+        probe = self._probe_samples(run)
+        collate = self.build_collator(run)
 
         def make(*samples: dict[str, Any]) -> dict[str, Tensor]:
             inputs = collate([*(samples or probe)]).inputs

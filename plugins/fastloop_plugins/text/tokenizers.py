@@ -123,12 +123,14 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: Sequence[str], whe
         raise RecipeError(
             f"cannot be saved in {tempfile.gettempdir()}: {error}", code="file-not-writable", place=f"{where}.tokenizer"
         ) from None
-    for text in (text[:CHARACTERS] for text in texts[:CHECKED]):
-        expected, found = (made(text, verbose=False)["input_ids"] for made in (tokenizer, saved))
-        if expected != found:
+    for whole in texts[:CHECKED]:
+        text = whole[:CHARACTERS]
+        expected = tokenizer(text, verbose=False)["input_ids"]
+        actual = saved(text, verbose=False)["input_ids"]
+        if expected != actual:
             raise RecipeError(
                 f"transformers reads a saved tokenizer of {config.model_type} as {type(saved).__name__}, which "
-                f"encodes {text[:30]!r} as {len(found)} tokens. Training would use other ones ({len(expected)}), so "
+                f"encodes {text[:30]!r} as {len(actual)} tokens. Training would use other ones ({len(expected)}), so "
                 "the exported model would be useless.",
                 code="unsupported-tokenizer",
                 place=f"{where}.tokenizer",

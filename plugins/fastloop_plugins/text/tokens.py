@@ -193,7 +193,8 @@ class SplitReader:
     def _entries(self) -> tuple[Path | None, Path | None]:
         """The entries of the section in the cache: with all rows, and with those of ``Selection.needs``. None: a
         source of rows other than files, or a tokenizer to be trained, is not known before it is read."""
-        data, needs = self.data, self.selection.needs
+        data = self.data
+        needs = self.selection.needs
         if self.folder is None or self.model.trained is not None or not data.files or data.stream is not None:
             return None, None
         facts = ["data", str(ENCODING), __version__, self.tokenizer_hash, self.how, data.identity(self.folder)]
@@ -203,7 +204,9 @@ class SplitReader:
     @cached_property
     def encoders(self) -> dict[str, SplitEncoder]:
         """The encoder of each split. Reads the data, and trains a tokenizer that is to be trained."""
-        encoding, model, first = self.encoding, self.model, self.selection.first
+        encoding = self.encoding
+        model = self.model
+        first = self.selection.first
         splits = self.data.load()
         if model.trained is not None:
             texts = splits["train"].texts
@@ -234,7 +237,10 @@ class SplitReader:
 
     def _encode(self, encoder: SplitEncoder) -> tuple[Split, str]:
         """A split, and the name of the cache entry with its token ids."""
-        data, needs, name, rows = self.data, self.selection.needs, encoder.name, encoder.rows
+        data = self.data
+        needs = self.selection.needs
+        name = encoder.name
+        rows = encoder.rows
         ids = None if needs is None or data.stream is not None else needs.find(name, len(rows))
         needed = None
         if ids is None:
@@ -267,7 +273,8 @@ class SplitReader:
             ids: The token ids of the rows.
             rows: Rows that are tokenized.
         """
-        data, trained = self.data, self.model.trained
+        data = self.data
+        trained = self.model.trained
         cut = encoder.facts.get("cut")
         if cut:
             part = data.name_part(encoder.name)

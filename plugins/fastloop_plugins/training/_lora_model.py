@@ -41,7 +41,8 @@ def adapter_to_continue(lora: LoRAOptions, recipe: Recipe) -> Adapter | None:
     Raises:
         RecipeError: The option ``adapter`` names no adapter, or ``model.name`` names another one.
     """
-    name, where = recipe.model.get("name"), f"{recipe.where}: plugins.lora.adapter"
+    name = recipe.model.get("name")
+    where = f"{recipe.where}: plugins.lora.adapter"
     of_model = find_adapter(recipe, name, f"{recipe.where}: model.name") if isinstance(name, str) else None
     if lora.adapter is None:
         return of_model
@@ -111,9 +112,10 @@ def _check_layers(wanted: list[int] | int | None, wrapped: Any) -> None:
         return
     indices = set()
     for name in wrapped.base_model.targeted_module_names:
-        if (match := re.match(r".*?\.[^.]*\.(\d+)\.", name)) is not None:  # as peft finds it
+        match = re.match(r".*?\.[^.]*\.(\d+)\.", name)  # as peft finds it
+        if match is not None:
             indices.add(int(match[1]))
-    missing = {wanted} - indices if isinstance(wanted, int) else set(wanted) - indices
+    missing = ({wanted} if isinstance(wanted, int) else set(wanted)) - indices
     if missing:
         raise PluginError(
             f"found {', '.join(map(str, sorted(missing)))}, and the model has no such layer to adapt. Its layers with "
@@ -151,7 +153,8 @@ def continue_adapter(
     where = f"{run.recipe.where}: plugins.lora"
     settings = read_settings(adapter.folder, where)
     for name in FROM_ADAPTER.keys() & given:
-        ours, theirs = getattr(lora, name), getattr(settings, FROM_ADAPTER[name])
+        ours = getattr(lora, name)
+        theirs = getattr(settings, FROM_ADAPTER[name])
         if isinstance(theirs, set):
             theirs = sorted(theirs)
         if ours is not None and ours != theirs and not (isinstance(ours, list) and sorted(ours) == theirs):

@@ -61,7 +61,8 @@ def evaluate_tasks(
         ) from None
     from fastloop.runtime.hardware import this_machine
 
-    manager, started = find_tasks(tasks, folder), perf_counter()
+    manager = find_tasks(tasks, folder)
+    started = perf_counter()
     device = this_machine(train.device).device
     try:
         loaded = HFLM(

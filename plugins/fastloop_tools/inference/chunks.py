@@ -76,7 +76,8 @@ def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
     Raises:
         RecipeError: The task reads no files, the recipe's data has no such split, or the split is iterable.
     """
-    task, split = run.plugins.in_slot("task"), run.loaders.first
+    task = run.plugins.in_slot("task")
+    split = run.loaders.first
     if source is not None:
         raise RecipeError(
             f"the task {task!r} reads no files or texts to predict. Predict a split: --split test.",

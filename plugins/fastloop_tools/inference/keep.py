@@ -130,7 +130,8 @@ class KeepOption:
                 continue
             name, equals, source = entry.partition("=")
             if entry in names or not equals:  # a name may have an equals sign
-                name, source = entry, entry
+                name = entry
+                source = entry
             if source not in names:
                 suggestion = did_you_mean(source, names).partition(" Expected")[0]
                 raise UsageError(

@@ -78,7 +78,8 @@ def _load_file(model: nn.Module, file: Path) -> None:
     Raises:
         RuntimeError: A weight is missing, is not the model's, or has two values for two names.
     """
-    missing, own = load_tensors(model, file, strict=False)[0], model.state_dict()
+    missing = load_tensors(model, file, strict=False)[0]
+    own = model.state_dict()
     differs = {
         name
         for name, saved in load_file(file).items()

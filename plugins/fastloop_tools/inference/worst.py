@@ -69,7 +69,8 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
             output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             if not batch.samples:
                 continue  # this process only joins the others in the forward pass
-            predictions, targets = output.predictions, output.targets
+            predictions = output.predictions
+            targets = output.targets
             if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
                 continue
             if classifies(predictions, targets) and len(predictions) == len(batch.ids):

@@ -18,8 +18,10 @@ def code_files(recipe: Recipe) -> list[Path]:
         if isinstance(value, Mapping | list):
             for item in [*value, *value.values()] if isinstance(value, Mapping) else value:
                 yield from references(item)
-        elif isinstance(value, str) and (parts := split_file(value)) is not None and recipe.find(parts[0]).is_file():
-            yield recipe.find(parts[0]).resolve()
+        elif isinstance(value, str):
+            parts = split_file(value)
+            if parts is not None and recipe.find(parts[0]).is_file():
+                yield recipe.find(parts[0]).resolve()
 
     listed = {
         recipe.references.get(name, name): options for name, options in recipe.plugins.items() if options is not False

@@ -62,7 +62,8 @@ def profile(
         return
     startup.end_with_launcher()
     show_messages()
-    startup.start_again(resolved := startup.resolve_early(loaded))
+    resolved = startup.resolve_early(loaded)
+    startup.start_again(resolved)
     if look(resolved.recipe, folder, window, names(without)):
         fastest = f"{recipe.removesuffix('.yaml')}.fast.yaml"
         typer.echo(f"to measure these edits: {command_line('bench', given, {'--select': fastest})}")

@@ -70,7 +70,8 @@ class Series:
             self.start, self.first = added[0].tolist()
         values = added[:, 1]
         self.last = float(values[-1])
-        self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
+        self.least = min(self.least, float(values.min()))
+        self.most = max(self.most, float(values.max()))
         rows = np.concatenate([self._groups, np.insert(added, 2, 1, axis=1)])
         ends = rows[:, 2].cumsum()
         while ends[-1] > MOST * self._size:

@@ -138,7 +138,8 @@ def changes_when_read(dataset: Any) -> bool:
         return False
     with preserve_random_states():
         try:
-            first, second = tree_leaves(dataset[0]), tree_leaves(dataset[0])
+            first = tree_leaves(dataset[0])
+            second = tree_leaves(dataset[0])
         except Exception:  # an unreadable sample fails where it is trained on
             return False
     for one, other in zip(first, second, strict=False):

@@ -270,7 +270,11 @@ def widen(forward: Any, *args: Any, **kwargs: Any) -> Tensor:
 def use(model: nn.Module) -> int:
     """Replace the forward of each module that the kernels compute; returns how many there are. Hidden states between
     layers are bf16 then. The last layer's are float32, as the model's were."""
-    replaced = {module: found for module in model.modules() if (found := replacement(module)) is not None}
+    replaced = {}
+    for module in model.modules():
+        function = replacement(module)
+        if function is not None:
+            replaced[module] = function
     for module, function in replaced.items():
         module.forward = partial(function, module, module.forward)
     for layers in model.modules():

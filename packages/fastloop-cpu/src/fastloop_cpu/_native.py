@@ -44,9 +44,11 @@ class KernelUnavailable(Exception):
 
 def compiler() -> str | None:
     """The path of a C compiler: ``$CC``, gcc, cc or clang; None if there is none."""
-    return next(
-        (found for name in (os.environ.get("CC"), "gcc", "cc", "clang") if name and (found := shutil.which(name))), None
-    )
+    for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            return path
+    return None
 
 
 @cache

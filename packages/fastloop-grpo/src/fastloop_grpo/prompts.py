@@ -94,7 +94,9 @@ class Prompts(Sequences):
         kept = (sizes > 0) & (sizes <= max_length)
         self.left_out = np.flatnonzero(~kept)
         self.first = 0
-        self.starts, self.ends, self.lengths = starts[kept], self.ends[kept], sizes[kept]
+        self.starts = starts[kept]
+        self.ends = self.ends[kept]
+        self.lengths = sizes[kept]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = self.starts[index] + 1

@@ -148,7 +148,8 @@ class TransformersCallbacks(Plugin):
 
     @hookimpl(trylast=True)
     def after_step(self, loss: Tensor) -> None:
-        self.loss, self.steps = self.loss + loss, self.steps + 1
+        self.loss = self.loss + loss
+        self.steps = self.steps + 1
         self.events.fire("on_step_end")
 
     @hookimpl

@@ -147,40 +147,10 @@ class ClassLoss:
         if given is None:
             return
         if given == "balanced":
-            if labels is None:
-                logger.warning(
-                    Problem(
-                        ("this loss has no class weights: balanced counts the training split, which is not read here."),
-                        code="no-class-weights",
-                        place=self.where,
-                    )
-                )
-                return
-            counts = torch.bincount(torch.as_tensor(labels()), minlength=len(names or ()))
-            if not counts.all():
-                raise RecipeError(
-                    f"class {int(counts.argmin())} has no training sample.",
-                    code="empty-class",
-                    place=f"{self.where}: balanced",
-                    remedy="Give a list of weights.",
-                )
-            self.weights = (counts.sum() / (len(counts) * counts.double())).float()
+            self._balance(labels, names)
             return
         if isinstance(given, dict):
-            for name in {*given, *(names or ())}:
-                if name not in given or name not in (names or ()):
-                    hint = (
-                        f" The classes: {', '.join(names)}."
-                        if names
-                        else " The task has no names of classes: give a list."
-                    )
-                    raise RecipeError(
-                        f"{'no weight for' if name not in given else 'no class'} {name!r}.",
-                        code="unknown-label",
-                        place=self.where,
-                        remedy=hint,
-                    )
-            given = [given[name] for name in names or ()]
+            given = self._in_order(given, names or ())
         if (names is not None and len(given) != len(names)) or min(given, default=0.0) <= 0:
             raise RecipeError(
                 code="wrong-weights",
@@ -189,6 +159,49 @@ class ClassLoss:
                 expected=f"a weight above 0 for each of the {len(names or given)} classes",
             )
         self.weights = torch.tensor(given)
+
+    def _balance(self, labels: Callable[[], Any] | None, names: Sequence[str] | None) -> None:
+        """Compute the weights of ``balanced``. The arguments are those of ``set_weights``."""
+        import torch
+
+        if labels is None:
+            logger.warning(
+                Problem(
+                    "this loss has no class weights: balanced counts the training split, which is not read here.",
+                    code="no-class-weights",
+                    place=self.where,
+                )
+            )
+            return
+        counts = torch.bincount(torch.as_tensor(labels()), minlength=len(names or ()))
+        if not counts.all():
+            raise RecipeError(
+                f"class {int(counts.argmin())} has no training sample.",
+                code="empty-class",
+                place=f"{self.where}: balanced",
+                remedy="Give a list of weights.",
+            )
+        self.weights = (counts.sum() / (len(counts) * counts.double())).float()
+
+    def _in_order(self, by_name: Mapping[str, float], names: Sequence[str]) -> list[float]:
+        """The weights of a mapping in the order of the classes.
+
+        Raises:
+            RecipeError: A class has no weight, or a weight has no class.
+        """
+        for name in {*by_name, *names}:
+            if name in by_name and name in names:
+                continue
+            remedy = f" The classes: {', '.join(names)}."
+            if not names:
+                remedy = " The task has no names of classes: give a list."
+            raise RecipeError(
+                f"{'no class' if name in by_name else 'no weight for'} {name!r}.",
+                code="unknown-label",
+                place=self.where,
+                remedy=remedy,
+            )
+        return [by_name[name] for name in names]
 
     def weight_of(self, targets: Tensor) -> float:
         """The sum of the targets' weights, in float64. Negative targets are ignored, as in torch.

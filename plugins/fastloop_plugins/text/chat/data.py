@@ -340,7 +340,9 @@ class LanguageTextData(TextData):
         names = frozenset[str]().union(*map(names_in, self.templates()))
         if self.stream is not None and split == "train":
             split = f"{split}, its first {total} rows"
-        keys, roles, nulls = findings.keys, findings.roles, findings.nulls
+        keys = findings.keys
+        roles = findings.roles
+        nulls = findings.nulls
         without_loss = None if self.options.train_on == "all" else unknown_roles(split, roles, names)
         for warning in (unread_keys(split, keys, names), without_loss):
             if warning is not None:

@@ -53,7 +53,9 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     Raises:
         RecipeError: Names the key, and what to do.
     """
-    options, where, plugins = data.options, data.where, data.recipe.plugins
+    options = data.options
+    where = data.where
+    plugins = data.recipe.plugins
     if not options.streaming:
         for key in ("shuffle_buffer", "lanes", "mix"):
             if given.get(key) is not None:

@@ -46,8 +46,11 @@ class StreamedRows:
     ) -> None:
         from fastloop_plugins.text.streaming.dataset import LabelReader
 
-        self.data, self.tokenizer, self.arguments = data, tokenizer, arguments
-        self.encode, self.build = encode, build
+        self.data = data
+        self.tokenizer = tokenizer
+        self.arguments = arguments
+        self.encode = encode
+        self.build = build
         self.labels = LabelReader(data, table or {}) if data.labels else None
 
     def __call__(self, rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:

@@ -45,7 +45,8 @@ class Shards:
         """The names of the classes, if the features define them: the files then have their numbers."""
         import datasets
 
-        path, features = self.paths()[0], self.features
+        path = self.paths()[0]
+        features = self.features
         if features is None:
             with explain_reading(path, data.how), data.layout().open(path) as file:
                 features = {} if file.schema is None else datasets.Features.from_arrow_schema(file.schema)
@@ -64,9 +65,11 @@ def list_shards(data: TextData) -> Shards:
     """
     import datasets
 
-    name, where = data.options.name or "", f"{data.where}.name"
+    name = data.options.name or ""
+    where = f"{data.where}.name"
     folder = data.recipe.find(name)
-    local, options = folder.is_dir(), {"name": data.options.subset, "revision": data.options.revision}
+    local = folder.is_dir()
+    options = {"name": data.options.subset, "revision": data.options.revision}
     every = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
     if (folder / "dataset_dict.json").is_file():
         return _saved(folder, where)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -52,7 +54,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".csv":
         with path.open(encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file))
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def predict(cli: Any, run: Path, source: Path, out: str, *options: str) -> list[dict[str, Any]]:
@@ -107,6 +110,23 @@ def test_types_of_parquet_stay(run, cli):
     assert texts_of_values[0]["at"] == "2026-01-02T03:04:05+00:00"
     assert (texts_of_values[0]["day"], texts_of_values[0]["tags"]) == ("2026-01-02", ["a"])
     assert "type bytes" in refused(cli, run, path, "--keep", "raw")
+
+
+@pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
+def test_line_ends_in_cells_begin_no_row(run, cli, out):
+    notes = ["a\rb", "a\nb", "a\r\nb", "\r", "plain", 'say "so"', "\u2028\x85\x0b"]
+    path = write(Path("rows.jsonl"), [{"text": "a fine\rfilm", "note": note} for note in notes])
+    found = predict(cli, run, path, out, "--keep", "text,note")
+    assert [(row["text"], row["note"]) for row in found] == [("a fine\rfilm", note) for note in notes]
+
+
+@pytest.mark.parametrize("out", [["--out", "out.csv"], ["--out", "out.jsonl"], ["--out", "out.parquet"], []])
+def test_half_of_a_character_is_refused_with_its_column(run, cli, monkeypatch, out):
+    path = write(Path("rows.jsonl"), [{"text": "a film", "note": "so \ud83d"}])
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    message = refused(cli, run, path, "--keep", "note", *out)
+    assert_problem(message, "wrong-encoding --keep 'note' UTF-16")
 
 
 def test_a_row_without_the_key_has_null(run, cli):

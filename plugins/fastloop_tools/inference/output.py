@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -110,6 +110,13 @@ class PredictionOutput:
             UsageError: The format cannot hold these columns.
         """
         table = {name: as_array(values) for name, values in columns.items()}
+        try:
+            self._write(table, last, types or {})
+        except UnicodeEncodeError as error:
+            raise half_character(table) or error from None
+
+    def _write(self, table: Columns, last: bool, types: Mapping[str, Any]) -> None:
+        """Write the next chunk. See ``add``."""
         if self.path is None:
             sys.stdout.writelines(json_lines(table))
             sys.stdout.flush()
@@ -120,7 +127,7 @@ class PredictionOutput:
         part = self.folder / f"{len(self.parts):08}{suffix}"
         unfinished = self.folder / "unfinished"
         with files.naming(self.path):
-            PREDICTION_FORMATS[self.path.suffix].write(PredictedRows(table, types or {}, list(self.parts)), unfinished)
+            PREDICTION_FORMATS[self.path.suffix].write(PredictedRows(table, types, list(self.parts)), unfinished)
             unfinished.replace(part)
         self.parts.append(part)
 
@@ -191,6 +198,25 @@ def json_value(value: Any) -> str:
     )
 
 
+def half_character(columns: Columns) -> UsageError | None:
+    """The error for a value that no file in UTF-8 can hold: a JSON file may have half of a UTF-16 pair, as in
+    ``"\\ud83d"``. None: there is no such value."""
+    for name, values in columns.items():
+        if not isinstance(values, list):
+            continue
+        for value in values:
+            try:
+                json.dumps(value, ensure_ascii=False, default=str).encode()
+            except UnicodeEncodeError:
+                return UsageError(
+                    f"the column {name!r} holds half of a UTF-16 pair, which is no text: {value!r:.60}.",
+                    code="wrong-encoding",
+                    place="--keep",
+                    remedy="Correct it, or leave out the column.",
+                )
+    return None
+
+
 def json_lines(columns: Columns) -> Iterator[str]:
     """One JSON object for each row."""
     return (json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows(columns))
@@ -206,14 +232,25 @@ def cell(value: Any) -> Any:
 
 
 def csv_lines(columns: Columns, header: bool) -> Iterator[str]:
-    """Rows of cells; values that are lists or mappings are written as JSON."""
+    """Lines of cells, which end with LF; values that are lists or mappings are written as JSON.
+
+    The module csv only puts quotes around the line ends of its own ``lineterminator``. With LF alone, readers would
+    begin a row at each CR in a cell.
+    """
+    ending = "\r\n"
     line = io.StringIO(newline="")
-    writer = csv.writer(line, lineterminator="\n")
+    writer = csv.writer(line, lineterminator=ending)
+
+    def written(cells: Iterable[Any]) -> str:
+        line.seek(0)
+        line.truncate()
+        writer.writerow(cells)
+        return line.getvalue().removesuffix(ending) + "\n"
+
     if header:
-        writer.writerow(columns)
+        yield written(columns)
     for row in rows(columns):
-        writer.writerow(map(cell, row.values()))
-    yield line.getvalue()
+        yield written(map(cell, row.values()))
 
 
 def write_csv(part: PredictedRows, path: Path) -> None:

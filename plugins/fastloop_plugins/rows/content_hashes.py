@@ -87,6 +87,8 @@ def _read(path: Path) -> dict[str, tuple[FileState, str]]:
 
 
 def _write(path: Path, known: dict[str, tuple[FileState, str]]) -> None:
-    """Write a side file. If several processes write it, the last one wins: the others hash their files again."""
+    """Write a side file. If several processes write it, the last one wins: the others hash their files again. A user
+    may remove its folder at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     entries = {name: [astuple(state), digest] for name, (state, digest) in known.items()}
     write(path, json.dumps(entries), durable=False, hidden=True)

@@ -82,3 +82,13 @@ def test_without_a_folder_every_file_is_read(reads):
     for _ in range(2):
         ContentHashes(None).of([Path("a")])
     assert reads == ["a", "a"]
+
+
+def test_a_folder_that_a_user_removes_meanwhile_is_made_again():
+    Path("a").write_text("one")
+    folder = Path("cache")
+    folder.mkdir()
+    known = ContentHashes(folder)
+    folder.rmdir()
+    known.of([Path("a")])
+    assert (folder / SIDE_FILE).is_file()

@@ -145,6 +145,23 @@ def join_columns(texts: Sequence[Text], model: TextModel) -> Sequence[Text]:
     return Column(f" {separator} ".join(row) for row in texts)
 
 
+def kept_part(text: str, size: int, side: str) -> str:
+    """The first words of a text, up to ``size`` characters; all of it if it is shorter or has no spaces.
+
+    Args:
+        side: The side on which the tokenizer truncates, ``right`` or ``left``. With ``left``, the result has the last
+            words, with the space before them.
+    """
+    if len(text) <= size:
+        return text
+    if side == "left":
+        starts = [text.find(" ", len(text) - size), text.find("\n", len(text) - size)]
+        start = min((start for start in starts if start >= 0), default=0)
+        return text[start:]
+    end = max(text.rfind(" ", 0, size), text.rfind("\n", 0, size))
+    return text[:end] if end > 0 else text
+
+
 def encode_pairs(
     tokenizer: Any, pairs: Iterable[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]
 ) -> Iterator[tuple[list[int], bool]]:
@@ -158,10 +175,10 @@ def encode_pairs(
         size: Characters of a text to read, if these have ``most`` tokens.
     """
     from fastloop_plugins.text.encoding_processes import portions
-    from fastloop_plugins.text.tokens import beginning, shortened
+    from fastloop_plugins.text.tokens import shortened
 
     def start(text: str) -> str:
-        part = beginning(text, size) if most else text
+        part = kept_part(text, size, tokenizer.truncation_side) if most else text
         enough = (
             len(part) == len(text) or len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) >= most
         )

@@ -30,6 +30,7 @@ from fastloop_plugins.text.columns import (
     each_text,
     encode_pairs,
     join_columns,
+    kept_part,
     return_token_types,
     token_types,
 )  # fmt: skip
@@ -55,7 +56,7 @@ Encoder = Callable[[Any, Any, dict[str, Any]], Iterator[list[int]]]
 CHARACTERS = 50
 """Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a
 minute."""
-ENCODING = 6
+ENCODING = 7
 """Increase it when the same texts and arguments give other rows or facts, so that cached ones are not used."""
 
 
@@ -339,7 +340,10 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
         return
     for full in portions(rows):
         has_long = most > 0 and max(map(len, full)) > CHARACTERS * most
-        read = [beginning(text, CHARACTERS * most) for text in full] if has_long else full
+        read = full
+        if has_long:
+            side = getattr(tokenizer, "truncation_side", "right")
+            read = [kept_part(text, CHARACTERS * most, side) for text in full]
         rows_of_ids, encodings = encode_batch(tokenizer, read, arguments)
         cuts = shortened(tokenizer, [read], rows_of_ids, encodings, most, arguments)
         if not has_long:
@@ -401,14 +405,6 @@ def shortened(
         longer = tokenizer(*texts, return_attention_mask=False, **{**arguments, "max_length": most + 1})["input_ids"]
         cut = {row for row, tokens in zip(full, longer, strict=True) if len(tokens) > most}
     return [row in cut for row in range(len(ids))]
-
-
-def beginning(text: str, size: int) -> str:
-    """The first words of a text, up to ``size`` characters; all of it if it is shorter or has no spaces."""
-    if len(text) <= size:
-        return text
-    end = max(text.rfind(" ", 0, size), text.rfind("\n", 0, size))
-    return text[:end] if end > 0 else text
 
 
 def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[str, str]) -> None:

@@ -79,11 +79,12 @@ def test_the_longer_text_is_truncated_first_and_types_mark_the_second():
     assert all(sum(types) > 1 for types in expected["token_type_ids"])
 
 
-def test_a_huge_text_of_a_pair_gives_the_tokens_of_the_whole_text():
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_huge_text_of_a_pair_gives_the_tokens_of_the_whole_text(side):
     short, odd = "a film", "x" * 3000 + " film"
     pairs = [
         (short, "film number " * 5000),
-        ("a film " * 5000, "is good " * 3),
+        ("a film " * 5000 + "is bad", "is good " * 3),
         (odd, short),
         (f"{odd} {odd} " * 3, "is bad " * 4000),
     ]
@@ -91,6 +92,7 @@ def test_a_huge_text_of_a_pair_gives_the_tokens_of_the_whole_text():
         {"premise": one, "hypothesis": other, "label": f"{index % 2}"} for index, (one, other) in enumerate(pairs)
     ]
     folder = pretrained(TASK, BERT, DATA)
+    AutoTokenizer.from_pretrained(folder, truncation_side=side).save_pretrained(folder)
     write_csv(Path("train.csv"), content)
     run = make_run(TASK, {"name": folder}, DATA | {"files": {"train": "train.csv"}, "validation_fraction": 0})
     expected = AutoTokenizer.from_pretrained(folder)(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Problem, RecipeError
 from fastloop_plugins.models.checks import agree
@@ -55,16 +55,21 @@ class PaddingSide:
     Attributes:
         left: Whether it is the left one.
         change: How much padding changes logits even there, as a share of the largest logit; 0: it does not.
+        replaces_left: Whether it is the right one, and the tokenizer pads on the left, where padding changes logits.
     """
 
     left: bool
     change: float
+    replaces_left: bool = False
 
 
 def check_padding(
     run: Run, model: nn.Module, text_model: TextModel, width: Width, make: Callable[[], Mapping[str, Tensor]]
 ) -> None:
     """Set the side of padding that changes no logit; the right one if both do or none does. Every process must call it.
+
+    The exported tokenizer pads on the same side, unless its own one changes no logit either: a pipeline of transformers
+    pads the texts of its batches there.
 
     Args:
         width: The width of the task's batches, whose ``left`` is set.
@@ -76,16 +81,23 @@ def check_padding(
             length or predicts several texts at once.
     """
 
+    tokenizer = text_model.tokenizer
+
     def find() -> PaddingSide:
         width.left = False
         inputs = make()
         on_the_right = padding_change(model, inputs)
-        if on_the_right == 0:
+        can_be_left = "labels" not in inputs
+        if on_the_right > 0 and not can_be_left:
+            return PaddingSide(left=False, change=on_the_right)
+        if on_the_right == 0 and tokenizer.padding_side == "right":
             return PaddingSide(left=False, change=0.0)
-        if "labels" not in inputs:
-            width.left = True
-            if padding_change(model, make()) == 0:
-                return PaddingSide(left=True, change=0.0)
+        width.left = True
+        on_the_left = padding_change(model, make())
+        if on_the_right == 0:
+            return PaddingSide(left=False, change=0.0, replaces_left=on_the_left > 0)
+        if on_the_left == 0:
+            return PaddingSide(left=True, change=0.0)
         return PaddingSide(left=False, change=on_the_right)
 
     side = agree(run, model, text_model.where, find)
@@ -93,11 +105,22 @@ def check_padding(
         side = PaddingSide(left=False, change=0.0)
     width.left = side.left
     if side.left:
-        text_model.tokenizer.padding_side = "left"  # for users of the exported model
-        text_model.tokenizer.init_kwargs["padding_side"] = "left"  # all that save_pretrained writes
+        set_padding_side(tokenizer, "left")
         logger.info("%s needs texts that are padded on the left", type(model).__name__)
+    if side.replaces_left:
+        set_padding_side(tokenizer, "right")
+        logger.info(
+            "%s needs texts that are padded on the right: the exported tokenizer pads there, and no longer on the left",
+            type(model).__name__,
+        )
     if not width.always:
         report_padding(run, model, side.change)
+
+
+def set_padding_side(tokenizer: Any, side: Literal["left", "right"]) -> None:
+    """Let a tokenizer pad on a side, for users of the exported model."""
+    tokenizer.padding_side = side
+    tokenizer.init_kwargs["padding_side"] = side  # all that save_pretrained writes
 
 
 def report_padding(run: Run, model: nn.Module, change: float) -> None:

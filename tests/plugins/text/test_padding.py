@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import save_checkpoint, write_rows
+from checkpoint_helpers import save_checkpoint, text_run, write_rows
 from text_helpers import make_run, rows
 from training_runs import execute
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from fastloop import Plugin, RecipeError
 from fastloop.lifecycle import build
@@ -174,6 +174,33 @@ def test_micro_batches_of_xlnet_make_the_same_step():
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=1e-4)
     assert AutoTokenizer.from_pretrained("run/model").padding_side == "left"
+
+
+LEFT = {
+    "bert": (IGNORING["bert"], "right"),
+    "gpt2": (IGNORING["gpt2"], "right"),
+    "llama": ({"model_type": "llama", **HEADS, "num_key_value_heads": 1}, "left"),
+}
+"""Models whose tokenizer pads on the left, and where its export pads: BERT and GPT-2 number the positions of padding,
+and the rotary positions of Llama are relative."""
+
+
+@pytest.mark.parametrize(("config", "side"), LEFT.values(), ids=LEFT)
+def test_batches_of_a_pipeline_are_padded_where_padding_changes_no_text(caplog, config, side):
+    caplog.set_level(logging.INFO, "fastloop")
+    write_rows(["A", "B"])
+    save_checkpoint(AutoModelForSequenceClassification, config)
+    AutoTokenizer.from_pretrained("checkpoint", padding_side="left").save_pretrained("checkpoint")
+    execute(text_run(CLASSIFY, "checkpoint", {"label": "label"}))
+    assert AutoTokenizer.from_pretrained("run/model").padding_side == side
+    assert len(reports(caplog)) == (side == "right")
+    classify = pipeline("text-classification", "run/model", top_k=None)
+    texts = ["a fine film 3", "a dull film", "a lovely film 4 5 6 7 8 9 10", "grey"]
+    together = classify(texts, batch_size=4)
+    apart = [classify([text])[0] for text in texts]
+    for found, expected in zip(together, apart, strict=True):
+        scores = {label["label"]: label["score"] for label in expected}
+        assert {label["label"]: label["score"] for label in found} == pytest.approx(scores, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -515,13 +515,17 @@ def test_the_card_of_an_export_names_its_own_folder(trained, cli):
     ("form", "result"),
     [("safetensors", "model"), pytest.param("onnx", "outputs", marks=pytest.mark.slow)],
 )
-def test_the_code_of_a_card_runs_where_the_export_was_started(trained, cli, form, result):
+def test_the_code_of_a_card_runs_where_the_export_was_started(trained, cli, capsys, form, result):
     shutil.copytree(trained, "copy")
     printed = export(cli, "copy/run", "--to", form)
     folder = Path(printed.splitlines()[-1].removeprefix("written to "))
+    capsys.readouterr()
     names = load_by_card(folder)
     assert names["folder"] == str(folder) == f"copy/run/model-{form}"
     assert result in names
+    words = capsys.readouterr().out.split()
+    labels = [word for word in words if word in CLASSES]
+    assert len(labels) == 2, "one for each text of the example"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastloop import __version__
 from fastloop.runtime.files import read_json_object
@@ -28,6 +29,14 @@ messages = [{"role": "user", "content": "Hello"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=100)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+
+CLASSIFY = """
+inputs = tokenizer(["the first text", "a second one"], padding=True, truncation=True, return_tensors="pt")
+outputs = model(**inputs)"""
+PRINT_CLASS = """for probabilities in outputs.logits.softmax(1):
+    print(model.config.id2label[int(probabilities.argmax())], probabilities.max().item())"""
+PRINT_CLASSES = """for probabilities in outputs.logits.sigmoid():
+    print([label for index, label in model.config.id2label.items() if probabilities[index] > 0.5])"""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +101,7 @@ class ModelCard:
         auto = find_auto_class(self.architecture or next(iter(config.get("architectures") or ["AutoModel"])))
         names = [auto]
         lines = [place, f"model = {auto}.from_pretrained(folder)"]
-        tokenizer = tokenizer_code(folder, auto)
+        tokenizer = self._tokenizer_code(folder, auto, config)
         if tokenizer:
             names.append("AutoTokenizer")
             lines += tokenizer
@@ -115,6 +124,7 @@ class ModelCard:
         names = [auto]
         lines = [place]
         options = ""
+        config = read_json_object(folder / BASE_CONFIG)
         if (folder / BASE_CONFIG).is_file():  # the base with the classes of this model
             names.append("AutoConfig")
             lines.append(f'config = AutoConfig.from_pretrained(f"{{folder}}/{BASE_CONFIG}")')
@@ -123,25 +133,31 @@ class ModelCard:
             options = f", num_labels={len(self.labels)}"
         lines.append(f"base = {auto}.from_pretrained({json.dumps(str(base))}{options})")
         lines.append("model = PeftModel.from_pretrained(base, folder)")
-        tokenizer = tokenizer_code(folder, auto)
+        tokenizer = self._tokenizer_code(folder, auto, config)
         if tokenizer:
             names.append("AutoTokenizer")
             lines += tokenizer
         return ["from peft import PeftModel", f"from transformers import {', '.join(sorted(names))}", "", *lines]
 
+    def _tokenizer_code(self, folder: Path, auto: str, config: dict[str, Any]) -> list[str]:
+        """The code that loads an exported tokenizer, and gives texts to the model; empty: the folder has no tokenizer.
 
-def tokenizer_code(folder: Path, auto: str) -> list[str]:
-    """The code that loads an exported tokenizer, and talks to a chat model; empty: the folder has no tokenizer.
+        It prints the answer of a chat model, or the classes of each text.
 
-    Args:
-        auto: The Auto class of the model.
-    """
-    if not (folder / "tokenizer_config.json").is_file():
-        return []
-    lines = ["tokenizer = AutoTokenizer.from_pretrained(folder)"]
-    if auto == "AutoModelForCausalLM" and has_chat_template(folder):
-        lines += CHAT.splitlines()
-    return lines
+        Args:
+            auto: The Auto class of the model.
+            config: The configuration of transformers, with the classes.
+        """
+        if not (folder / "tokenizer_config.json").is_file():
+            return []
+        lines = ["tokenizer = AutoTokenizer.from_pretrained(folder)"]
+        if auto == "AutoModelForCausalLM" and has_chat_template(folder):
+            lines += CHAT.splitlines()
+        elif auto == "AutoModelForSequenceClassification" and len(self.labels) > 1:
+            lines += CLASSIFY.splitlines()
+            several = config.get("problem_type") == "multi_label_classification"
+            lines += PRINT_CLASSES.splitlines() if several else PRINT_CLASS.splitlines()
+        return lines
 
 
 def find_auto_class(architecture: str) -> str:

@@ -16,7 +16,22 @@ TOKENIZER_INPUTS = {"input_ids", "attention_mask", "token_type_ids"}
 """Inputs that a tokenizer makes from texts."""
 
 
-def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported, tokenized: Sequence[str]) -> str:
+PRINT_CLASSES = """labels = AutoConfig.from_pretrained(folder).id2label
+for logits in outputs[0]:
+    print([label for index, label in labels.items() if logits[index] > 0])  # a probability above 0.5"""
+PRINT_CLASS = """labels = AutoConfig.from_pretrained(folder).id2label
+for logits in outputs[0]:
+    print(labels[int(logits.argmax())])"""
+
+
+def onnx_card(
+    name: str,
+    source: str,
+    labels: dict[int, str],
+    exported: Exported,
+    tokenized: Sequence[str],
+    several_labels: bool = False,
+) -> str:
     """A page of Markdown.
 
     Args:
@@ -25,6 +40,7 @@ def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported
         labels: Class id -> name; empty: the model does not classify.
         exported: The signature of the model.
         tokenized: The columns whose texts the tokenizer gets, one or a pair; empty: the folder has no tokenizer.
+        several_labels: Whether a text may have several classes.
     """
     lines = ["---", "library_name: onnx", MARK, "---", f"# {source}", ""]
     lines += [f"Exported by fastloop {__version__} as ONNX with opset {exported.opset}.", ""]
@@ -32,14 +48,24 @@ def onnx_card(name: str, source: str, labels: dict[int, str], exported: Exported
     for kind, rows in (("input", exported.inputs), ("output", exported.outputs)):
         lines += [f"| {kind} | `{key}` | {dtype} | `{shape}` |" for key, dtype, shape in rows]
     lines += ["", f"Sizes with a name may change. {exported}.", ""]
-    lines += ["```python", *_code(name, [key for key, _, _ in exported.inputs], tokenized), "```", ""]
+    printed: list[str] = []
+    # A classifier of texts has the output logits of the shape [batch, 5], one of tokens [batch, sequence, 5].
+    classifies = [(key, shape) for key, _, shape in exported.outputs] == [("logits", f"[batch, {len(labels)}]")]
+    if classifies and len(labels) > 1:
+        printed = (PRINT_CLASSES if several_labels else PRINT_CLASS).splitlines()
+    inputs = [key for key, _, _ in exported.inputs]
+    lines += ["```python", *_code(name, inputs, tokenized, printed), "```", ""]
     if labels:
         lines += ["| id | label |", "|---:|---|", *(f"| {index} | {label} |" for index, label in labels.items()), ""]
     return "\n".join(lines)
 
 
-def _code(name: str, inputs: list[str], tokenized: Sequence[str]) -> list[str]:
-    """The lines that load the model and run it: on texts, if the tokenizer makes all of its inputs."""
+def _code(name: str, inputs: list[str], tokenized: Sequence[str], printed: Sequence[str]) -> list[str]:
+    """The lines that load the model and run it: on texts, if the tokenizer makes all of its inputs.
+
+    Args:
+        printed: Lines that print the classes of texts, with ``AutoConfig``; empty: the model does not classify texts.
+    """
     place = f"folder = {json.dumps(name)}"
     session = 'session = onnxruntime.InferenceSession(f"{folder}/model.onnx")'
     if not tokenized or not TOKENIZER_INPUTS.issuperset(inputs):
@@ -48,11 +74,12 @@ def _code(name: str, inputs: list[str], tokenized: Sequence[str]) -> list[str]:
     columns = [json.dumps([f"the first {column}", "a second one"], ensure_ascii=False) for column in tokenized]
     return [
         "import onnxruntime",
-        "from transformers import AutoTokenizer",
+        f"from transformers import {'AutoConfig, ' if printed else ''}AutoTokenizer",
         "",
         place,
         session,
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
         f'inputs = tokenizer({", ".join(columns)}, padding=True, truncation=True, return_tensors="np")',
         f"outputs = session.run(None, {{name: inputs[name] for name in {json.dumps(inputs)}}})",
+        *printed,
     ]

@@ -218,11 +218,14 @@ def write_readme(
         tokenized: See ``tokenized_columns``.
     """
     from fastloop.export.card import ModelCard, is_own, rename
+    from fastloop.runtime.files import read_json_object
     from fastloop_tools.export.card import onnx_card
 
     readme = destination / "README.md"
     if exported is not None:
-        page = onnx_card(name, source_name, labels, exported, tokenized)
+        problem = read_json_object(destination / "config.json").get("problem_type")
+        several_labels = problem == "multi_label_classification"
+        page = onnx_card(name, source_name, labels, exported, tokenized, several_labels)
     elif not readme.exists():  # a model of another program, or of an earlier version
         page = ModelCard(title=source_name, name=name, labels=labels).render(destination)
     elif is_own(readme):

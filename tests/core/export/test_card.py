@@ -11,7 +11,7 @@ import torch
 import yaml
 from cards import load_by_card
 from inference_runs import train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from text_helpers import TINY, TINY_GPT
 
 from fastloop.testing import tiny_model
@@ -65,6 +65,7 @@ def run_task(folder: Path, task: str, *plugins: Any, **changes: Any) -> Path:
 @pytest.mark.parametrize("task", list(TASKS))
 def test_the_code_of_the_card_loads_the_model_with_its_head(tmp_path, capsys, task):
     model = run_task(tmp_path, task)
+    capsys.readouterr()
     loaded = load_by_card(model)
     weights, expected = loaded["model"].state_dict(), load_file(model / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
@@ -77,7 +78,30 @@ def test_the_code_of_the_card_loads_the_model_with_its_head(tmp_path, capsys, ta
     if task == "causal-lm":  # the example has run, and its answer was printed
         assert loaded["inputs"]["input_ids"].shape[1] > 3
         assert capsys.readouterr().out.endswith("\n")
+    if task == "text-classification":
+        lines = capsys.readouterr().out.splitlines()
+        labels = [line.split()[0] for line in lines]
+        probabilities = [float(line.split()[1]) for line in lines]
+        assert len(labels) == 2, "one for each text of the example"
+        assert set(labels) <= set(COLORS)
+        assert all(1 / 3 < probability <= 1 for probability in probabilities)
     assert ("| red |" in page) == (task == "text-classification")
+
+
+@pytest.mark.parametrize("bias", [9.0, -9.0])
+def test_the_code_of_the_card_prints_each_of_several_labels(tmp_path, capsys, bias):
+    rows = [{"text": row["text"], "label": [row["label"], "owl"]} for row in CLASSIFIED]
+    data = {"files": {"train": "sets.jsonl"}, "label": "label", "label_type": "classes", "validation_fraction": 0.0}
+    (tmp_path / "sets.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = run_task(tmp_path, "text-classification", data={**data, "max_length": 32})
+    weights = load_file(model / "model.safetensors")
+    weights["classifier.bias"].fill_(bias)
+    weights["classifier.weight"].zero_()
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    load_by_card(model)
+    labels = ["blue", "green", "owl", "red"] if bias > 0 else []
+    assert capsys.readouterr().out == f"{labels}\n" * 2
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft calls it

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -766,3 +768,13 @@ def test_what_a_file_does_not_name_is_written_as_a_value_to_fill_in():
     assert Path("recipe.yaml").read_text().count("# fill this in") == 2
     with pytest.raises(RecipeError, match=r"^recipe.yaml: data.files, model.name: found '\?\?\?'"):
         load_recipe("recipe.yaml")
+
+
+def test_the_command_prints_nothing_of_the_libraries_that_it_imports():
+    """Transformers' arguments import bitsandbytes, which logs advice for inference."""
+    pytest.importorskip("bitsandbytes")
+    Path("args.json").write_text(json.dumps({"output_dir": "out", "per_device_train_batch_size": 4}))
+    command = [sys.executable, "-m", "fastloop", "import", "args.json", "--output", "recipe.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

@@ -31,7 +31,7 @@ from fastloop_plugins.text import (
     split,
     template_text,
 )
-from fastloop_plugins.toolkit import DropoutRates, counted, switch_dropout_off
+from fastloop_plugins.toolkit import DropoutRates, counted, importing_bitsandbytes, switch_dropout_off
 
 from fastloop_grpo import prompts
 from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model, seed_of
@@ -364,7 +364,8 @@ class GRPO(TextTask):
         self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int
     ) -> ScoredCompletions:
         """The arguments of reward functions, for the completions of prompts with these numbers."""
-        from transformers import TrainerState
+        with importing_bitsandbytes():  # transformers' Trainer imports it
+            from transformers import TrainerState
 
         count = len(completions) // max(len(rows), 1)
         values: list[list[Any]] = []

@@ -436,7 +436,10 @@ def explain_rest(result: Conversion, given: Mapping[str, Any], format: str) -> N
     if format != "axolotl":
         import dataclasses
 
-        from transformers import TrainingArguments
+        from fastloop_plugins.toolkit import importing_bitsandbytes
+
+        with importing_bitsandbytes():  # transformers' arguments of the Trainer import it
+            from transformers import TrainingArguments
 
         defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     for key, value in result.left.items():

@@ -241,7 +241,7 @@ EVALUATION = [
     Mutant(
         "evaluation changes the random numbers of training",
         f"{CORE}/loop.py",
-        'with run.clock("evaluate"), region("evaluate"), preserve_random_states():',
+        'with run.clock("evaluate"), region("evaluate"), states:',
         'with run.clock("evaluate"), region("evaluate"):',
     ),
     Mutant(
@@ -292,7 +292,7 @@ RESUME = [
     Mutant(
         "random numbers are not restored",
         f"{CORE}/checkpoint/resume.py",
-        "restore_random_states(states[run.rank])",
+        "restore_random_states(states[run.rank], run.loaders.own_generators)",
         "states[run.rank]",
     ),
     Mutant(

@@ -254,7 +254,8 @@ def count_update(run: Run, grad_norm: Tensor | None) -> None:
 def evaluate(run: Run, split: str) -> None:
     """Evaluate a split through the ``evaluate`` hook. If a signal interrupts it, it stays due. The random states are
     restored."""
-    with run.clock("evaluate"), region("evaluate"), preserve_random_states():  # evaluation data may be random
+    states = preserve_random_states(own=run.loaders.own_generators)  # evaluation data may be random
+    with run.clock("evaluate"), region("evaluate"), states:
         if split == "validation":
             run.state.evaluate_requested = False
         log_points.log_pending(run)

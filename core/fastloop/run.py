@@ -200,7 +200,8 @@ class Run:
         Raises:
             DataError: A sample could not be read.
         """
-        with closing(self.loaders.copy_train()) as loader, preserve_random_states():
+        states = preserve_random_states(own=self.loaders.own_generators)
+        with closing(self.loaders.copy_train()) as loader, states:
             yield from chain.from_iterable(self.to_device(loader.steps(epoch)))
 
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:

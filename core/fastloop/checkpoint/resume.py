@@ -210,7 +210,7 @@ def _refuse_state_of(plugin: Plugin, path: Path) -> Iterator[None]:
 def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:
     """Restore this process's entry of ``states``. With another number of processes, seed with the step and the rank."""
     if len(states) == run.world_size:
-        restore_random_states(states[run.rank])
+        restore_random_states(states[run.rank], run.loaders.own_generators)
     else:
         log.info("saved by %d processes, resumed on %d: dropout uses other random numbers", len(states), run.world_size)
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)

@@ -51,7 +51,7 @@ def _collect_state(run: Run) -> dict[str, Any]:
         "clock": dict(run.clock.seconds),
         "data": run.loaders.fingerprints,
         "scalars": run.scalars.state(run.processes),
-        "random": run.processes.all_gather_object(random_states()),
+        "random": run.processes.all_gather_object(random_states(run.loaders.own_generators)),
         "optimizer": run.strategy.optimizer_state(run),
         "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),

@@ -110,7 +110,8 @@ def _fails_on_one_sample(run: Run, norms: list[BatchNorm]) -> bool:
     reader: Any = loader.dataset
     problem = ""
     try:
-        with preserve_random_states(), probing(run.unwrap_model()), run.scalars.paused():
+        states = preserve_random_states(own=run.loaders.own_generators)
+        with states, probing(run.unwrap_model()), run.scalars.paused():
             samples = reader.__getitems__(MicroBatchIds(sampler.order()[:1]))
             ((batch,),) = run.to_device([[loader.collate_fn(samples)]])
             for module in norms:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import UsageError
-from fastloop.runtime.random_states import Generator, find_generators, seed_all, seed_generators
+from fastloop.runtime.random_states import DEPTH, Generator, find_generators, seed_all, seed_generators
 from fastloop.state import Batch
 
 
@@ -97,16 +97,18 @@ class Filler(list[Any]):
 
 class MapReader(Dataset[Any]):
     """Reads a map-style dataset by micro-batch. A worker first seeds its random states with the micro-batch's seed, so
-    that random numbers do not depend on the worker. It also seeds the generators that the dataset keeps for itself:
-    each worker and process has a copy of them, which would draw the same numbers.
+    that random numbers do not depend on the worker. It also seeds the generators that the dataset and the collator keep
+    for themselves: each worker and process has a copy of them, which would draw the same numbers.
 
     Attributes:
+        collator: Collates the samples afterwards, in the same process.
         has_copies: Whether other processes read the dataset, too. Its own generators are then seeded without workers,
             as well.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self.collator: Any = None
         self.has_copies = False
         self._generators: list[Generator] | None = None  # of this process's copy
         each = partial(map, partial(getitem, dataset))
@@ -118,7 +120,7 @@ class MapReader(Dataset[Any]):
             seed_all(micro_batch.seed)
         if in_worker or self.has_copies:
             if self._generators is None:
-                self._generators = find_generators(self.dataset)
+                self._generators = find_generators((self.dataset, self.collator), DEPTH + 1)
             seed_generators(self._generators, micro_batch.seed)
         try:
             samples = MicroBatchSamples(self.read(micro_batch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -42,6 +42,7 @@ class Loader:
             sampler's ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids
             of a map-style dataset in their order. None, or any other sampler: all samples in the default order.
         drop_last: Whether to drop an incomplete last batch without a sampler, too.
+        own_states: See ``Stream``.
 
     Raises:
         UsageError: No sample is left.
@@ -66,6 +67,7 @@ class Loader:
         split: str = "train",
         sampler: BatchSampler | None = None,
         drop_last: bool = False,
+        own_states: Sequence[Any] = (),
     ) -> None:
         self.dataset = dataset
         reading = settings.of(split)
@@ -102,6 +104,8 @@ class Loader:
                 seed,
                 batches_per_step=self.micro_steps * world_size if drop_last else 0,
                 has_workers=bool(reading["num_workers"]),
+                collator=collator,
+                own_states=own_states,
             )
             self.loader = loader_class(self.stream, batch_size=micro_batch_size, **arguments)
             return
@@ -131,6 +135,7 @@ class Loader:
                 remedy="Make the batch size smaller.",
             )
         reader: Any = (settings.reader_class or MapReader)(dataset)
+        reader.collator = collator
         reader.has_copies = world_size > 1
         self.loader = loader_class(reader, batch_sampler=_announced(self.sampler, dataset), **arguments)
 

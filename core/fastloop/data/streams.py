@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -15,7 +15,15 @@ from torch.utils.data._utils import worker  # a test looks for its private name
 from fastloop.data.datasets import Filler, Numbered
 from fastloop.data.digests import sample_digest
 from fastloop.errors import UsageError
-from fastloop.runtime.random_states import cpu_random_states, restore_random_states, seed_all
+from fastloop.runtime.random_states import (
+    Generator,
+    cpu_random_states,
+    find_generators,
+    restore_generators,
+    restore_random_states,
+    seed_all,
+    seed_generators,
+)
 
 
 class IsolatedRandomState:
@@ -51,9 +59,11 @@ class Stream(IterableDataset[Any]):
 
     Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. Inside the dataset,
     ``get_worker_info()`` is None, so that it does not shard its samples again. Its random numbers are the same on every
-    reader and after each resume.
+    reader and after each resume, also those of generators that it keeps for itself.
 
     Args:
+        collator: Collates the samples of each micro-batch.
+        own_states: The states of the dataset's own generators before anything was read, see ``read_generators``.
         batch: Samples of a micro-batch.
         batches_per_step: Micro-batches of a step, over all processes, to drop an incomplete last step; 0: keep it.
         has_workers: Whether workers read it. Persistent ones must see changes of the position.
@@ -68,8 +78,13 @@ class Stream(IterableDataset[Any]):
         seed: int,
         batches_per_step: int = 0,
         has_workers: bool = False,
+        collator: Any = None,
+        own_states: Sequence[Any] = (),
     ) -> None:
         self.dataset = dataset
+        self.collator = collator
+        self.own_states = own_states
+        self._collator_generators: list[Generator] | None = None  # of this process's copy
         self.batch = batch
         self.batches_per_step = batches_per_step
         self.rank = rank
@@ -117,6 +132,7 @@ class Stream(IterableDataset[Any]):
             readers: Number of readers.
         """
         # the same for all readers, which must agree on the order
+        self._start_own_generators(epoch)
         isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)
         with isolated:
             samples = iter(self.dataset)
@@ -139,7 +155,7 @@ class Stream(IterableDataset[Any]):
                 if not ends_step:
                     continue
             for position, micro_batch in pending:
-                self._seed_worker(epoch, position)
+                self._seed_collator(epoch, position)
                 for pair in enumerate(micro_batch, position):
                     numbered = Numbered(pair)
                     numbered.stream_digest = digest
@@ -151,13 +167,22 @@ class Stream(IterableDataset[Any]):
             filler.stream_digest = digest
             yield filler
 
+    def _start_own_generators(self, epoch: int) -> None:
+        """Set the generators that the dataset keeps for itself. They would continue from the epoch before, so a resumed
+        run would read other samples. In epoch 0, they have the states that the user gave them."""
+        generators = find_generators(self.dataset)
+        if epoch == 0 and len(generators) == len(self.own_states):
+            restore_generators(generators, self.own_states)
+        else:
+            seed_generators(generators, hash((self.seed, epoch)) % 2**32)
+
     def _read_ranges(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
         """The samples of this reader's micro-batches, from a dataset that reads them by position."""
         end = self.size
         own = range(start, end, self.batch)[reader::readers]
         ranges = (range(first, min(first + self.batch, end)) for first in own)
         for position, samples in zip(own, self.dataset.read_ranges(epoch, ranges), strict=True):
-            self._seed_worker(epoch, position)
+            self._seed_collator(epoch, position)
             yield from map(Numbered, samples)
         micro_batches = math.ceil((end - start) / self.batch)
         if self._needs_filler(micro_batches, reader, readers):
@@ -165,10 +190,16 @@ class Stream(IterableDataset[Any]):
             for samples in self.dataset.read_ranges(epoch, [first_range]):
                 yield Filler(sample for _, sample in samples)
 
-    def _seed_worker(self, epoch: int, position: int) -> None:
-        """Make the random numbers of the collator independent of the worker that reads a micro-batch."""
-        if get_worker_info() is not None:
-            seed_all(hash((self.seed, epoch, position)) % 2**32)
+    def _seed_collator(self, epoch: int, position: int) -> None:
+        """Make the random numbers of the collator independent of the worker and the process that read a micro-batch."""
+        seed = hash((self.seed, epoch, position)) % 2**32
+        in_worker = get_worker_info() is not None
+        if in_worker:
+            seed_all(seed)
+        if in_worker or self.world_size > 1:
+            if self._collator_generators is None:
+                self._collator_generators = find_generators(self.collator)
+            seed_generators(self._collator_generators, seed)
 
     def _needs_filler(self, micro_batches: int, reader: int, readers: int) -> bool:
         """Whether this reader yields a filler, because its process has no share of the epoch's last micro-step.

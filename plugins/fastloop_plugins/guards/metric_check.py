@@ -49,7 +49,7 @@ class MetricCheck(Plugin):
             for split, loader in run.eval_loaders.items():
                 if loader.sampler is None:
                     continue
-                with preserve_random_states():
+                with preserve_random_states(own=run.loaders.own_generators):
                     problems = run.processes.all_gather_object(try_batch(run, split, loader))
                 for problem in problems:
                     if problem is not None:

@@ -30,6 +30,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/gpu/*.py
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python docs/_sources.py --check
 	$(BIN)/python .ci/check_wording.py

@@ -243,7 +243,7 @@ class Pair:
 
     def check_bucketing(self) -> Cell:
         """Micro-batches of similar length, against the same batches in micro-batches of chance: one batch an epoch."""
-        batches = {"batch_size": plain.ROWS, "epochs": 3}
+        batches: dict[str, Any] = {"batch_size": plain.ROWS, "epochs": 3}
         whole = self.train(**batches)
         bucketed = self.train({"length-bucketing": {}}, micro_batch_size=4, **batches)
         return self.same(bucketed, whole.losses, whole.weights)
@@ -386,8 +386,8 @@ def serve(pipe: Any) -> None:
     then None."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("fastloop").propagate = False
     while True:
         request = pipe.recv()

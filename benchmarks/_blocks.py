@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastloop import hookimpl
+from fastloop import Run, hookimpl
 from fastloop_plugins.tasks.causal_lm import CausalLM
 from fastloop_plugins.text.chat.tokens import block_sequences
 from fastloop_plugins.text.next_token_loss import IGNORED
@@ -77,7 +77,7 @@ def generate(blocks: int, size: Size, seed: int) -> NDArray[np.uint16]:
     weights = np.cumsum(1 / np.arange(1, size.tokens + 1))
     drawn = np.searchsorted(weights, chance.random((blocks, size.length)) * weights[-1]).clip(max=size.tokens - 1)
     follows = chance.random((blocks, size.length)) < FOLLOWS
-    tokens = drawn.astype(np.uint16)
+    tokens: NDArray[np.uint16] = drawn.astype(np.uint16)
     for place in range(1, size.length):
         tokens[:, place] = np.where(follows[:, place], follower[tokens[:, place - 1]], tokens[:, place])
     return tokens
@@ -92,9 +92,10 @@ def write_tokenizer(folder: Path, size: Size) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, "w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     last = f"w{len(words) - 1}"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=last, eos_token=last, unk_token="w0").save_pretrained(
-        folder
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, pad_token=last, eos_token=last, unk_token="w0"
     )
+    fast.save_pretrained(folder)
     return folder
 
 
@@ -102,7 +103,8 @@ def build_model(size: Size) -> Any:
     """A model with random weights, in train mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**size.config)).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**size.config))  # type: ignore[no-untyped-call]
+    return model.train()
 
 
 def token_flops(size: Size) -> float:
@@ -117,7 +119,8 @@ def token_flops(size: Size) -> float:
         model = build_model(size)
     config = model.config
     weights = sum(weight.numel() for weight in model.parameters()) - config.n_positions * config.hidden_size
-    return 6.0 * weights + 12.0 * config.num_hidden_layers * config.hidden_size * size.length
+    flops: float = 6.0 * weights + 12.0 * config.num_hidden_layers * config.hidden_size * size.length
+    return flops
 
 
 def validation_loss(weights: Mapping[str, Any], size: Size, blocks: NDArray[np.uint16], device: str) -> float:
@@ -151,7 +154,7 @@ class BlockTask(CausalLM):
         self.train = train
 
     @hookimpl
-    def build_datasets(self) -> Mapping[str, Any]:
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
         assert self.train is not None
         length = self.data.options.max_length
         self.text_model.load_tokenizer(length)

@@ -84,8 +84,7 @@ def spawn(
     own = sum(os.times()[:4])
     start = time.perf_counter()
     variables = {name: value for name, value in merged.items() if value is not None}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=variables, text=True, **pipes) as process:
+    with subprocess.Popen(command, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             out, err = read_output(process, timeout, watch)
         except BaseException:

@@ -68,7 +68,7 @@ def make_tokenizer(padding_side: str = "right") -> Any:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, **names, bos_token="[CLS]", eos_token="[SEP]", padding_side=padding_side
     )
 
@@ -253,8 +253,8 @@ def batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """The batches that fastloop documents: one permutation an epoch."""
     for epoch in range(EPOCHS):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + epoch))
-        for ids in order.split(BATCH):
-            yield [rows[index] for index in ids.tolist()]
+        for start in range(0, len(rows), BATCH):
+            yield [rows[index] for index in order[start : start + BATCH].tolist()]
 
 
 def loss_of(model: Any, task: Task, rows: Sequence[Row], tokenizer: Any) -> Tensor:
@@ -292,7 +292,7 @@ def train(
     for batch in batches(rows):
         with autocast(bf16):
             loss = loss_of(model, task, batch, tokenizer)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
         optimizer.step()
         optimizer.zero_grad()

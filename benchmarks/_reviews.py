@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastloop import hookimpl
+from fastloop import Run, hookimpl
+from fastloop.recipe import Recipe
 from fastloop_plugins.tasks.shared.losses import ClassLoss
 from fastloop_plugins.tasks.shared.problems import make_problem
 from fastloop_plugins.tasks.text_classification import TextClassification
@@ -97,8 +98,9 @@ def generate(count: int, seed: int, longest: int = MAX_LENGTH) -> Reviews:
     """Generate random reviews with IMDB's lengths, scaled to ``longest`` tokens. A few words depend on the label, so it
     can be learned."""
     chance = np.random.default_rng(seed)
-    lengths = np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(LENGTHS)), LENGTHS) * longest / MAX_LENGTH
-    lengths = chance.permutation(np.maximum(lengths.astype(np.int64), 2))
+    sorted_lengths = np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(LENGTHS)), LENGTHS)
+    scaled = (sorted_lengths * longest / MAX_LENGTH).astype(np.int64)
+    lengths = chance.permutation(np.maximum(scaled, 2))
     labels = chance.permutation(np.arange(count) % 2).astype(np.uint8)
     owner = np.repeat(labels.astype(np.int64), lengths)
     ids = chance.integers(2000, VOCABULARY, len(owner))
@@ -112,7 +114,7 @@ def generate(count: int, seed: int, longest: int = MAX_LENGTH) -> Reviews:
 
 def save(path: Path, **splits: Reviews) -> None:
     """Write splits to a file, uncompressed."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name, split in splits.items():
         arrays[f"{name}_ids"] = split.ids
         arrays[f"{name}_lengths"] = split.lengths.astype(np.uint16)
@@ -161,7 +163,7 @@ def padder() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer(models.WordLevel({"[PAD]": PAD}, "[PAD]")), pad_token="[PAD]"
     )
 
@@ -183,7 +185,7 @@ def build_model(name: str) -> Any:
     if name in ARCHITECTURES:
         given = ARCHITECTURES[name]
         config = AutoConfig.for_model(**given, num_labels=2)
-        model = AutoModelForSequenceClassification.from_config(config)
+        model = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
     else:
         model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2, dtype=torch.float32)
     return model.train()  # from_pretrained leaves it in eval mode
@@ -207,14 +209,14 @@ class ReviewTask(TextClassification):
         self.max_length = max_length
 
     @hookimpl
-    def check_recipe(self) -> None:
+    def check_recipe(self, recipe: Recipe) -> None:
         """Sets the loss. There are no texts and no tokenizer to check."""
         self.criterion = ClassLoss("cross_entropy", "benchmark")
         self.problem = make_problem("class", self.criterion, self, "benchmark")
         self.text_model: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=PAD))
 
     @hookimpl
-    def build_datasets(self) -> Mapping[str, Any]:
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
         from fastloop_plugins.text.batches import Sequences
 
         return {
@@ -223,23 +225,24 @@ class ReviewTask(TextClassification):
         }
 
     @hookimpl
-    def build_collator(self, run: Any) -> PaddedCollator:
+    def build_collator(self, run: Run) -> PaddedCollator:
         width = Width(self.max_length, run.settings.pad_to_multiple_of, self.padding == "max_length")
         return PaddedCollator(self.build_batch, width)
 
     @hookimpl
-    def build_model(self) -> Any:
+    def build_model(self, run: Run) -> Any:
         return build_model(self.model)
 
     @hookimpl
-    def build_metrics(self) -> Any:
+    def build_metrics(self, run: Run) -> Any:
         from torchmetrics import MetricCollection
         from torchmetrics.classification import MulticlassAccuracy
 
         return MetricCollection({"accuracy": MulticlassAccuracy(2, average="micro")})
 
     @hookimpl
-    def export_model(self, run: Any, folder: Path) -> Path:
+    def export_model(self, run: Run, folder: Path) -> Path:
         weights = run.full_state_dict()
-        run.unwrap_model().save_pretrained(folder, state_dict=weights)
+        model: Any = run.unwrap_model()
+        model.save_pretrained(folder, state_dict=weights)
         return folder

@@ -104,7 +104,7 @@ def read_report(report: Path) -> dict[str, bool]:
     """Each test of a report of pytest, and whether it passed. Skipped tests are left out."""
     if not report.exists():
         sys.exit("error: pytest wrote no report.")
-    results = {}
+    results: dict[str, bool] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}
         if "skipped" in kinds:

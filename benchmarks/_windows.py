@@ -88,7 +88,7 @@ class Syncs:
 
         if self.device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-        self.catcher.__exit__()
+        self.catcher.__exit__(None, None, None)
 
     def found(self, steps: int) -> dict[str, Any]:
         if self.device != "cuda":
@@ -329,4 +329,5 @@ def training_flops(model: Any, lengths: Any) -> float:
     pairs = float((lengths.astype(float) ** 2).sum())  # of tokens of one text
     width = model.config.hidden_size
     layers = model.config.num_hidden_layers
-    return 6.0 * weights * tokens + 12.0 * layers * width * pairs
+    flops: float = 6.0 * weights * tokens + 12.0 * layers * width * pairs
+    return flops

@@ -164,10 +164,10 @@ def run_reads(options: argparse.Namespace) -> None:
     rows = []
     for arm in ARMS:
         cells = [arm]
-        for cold in (True, False):
-            row = next(row for row in reads if (row["arm"], row["cold"]) == (arm, cold))
+        for is_cold in (True, False):
+            row = next(row for row in reads if (row["arm"], row["cold"]) == (arm, is_cold))
             cells += [f"{row['rows'] / row['seconds']:,.0f}", f"{row['tokens'] / row['seconds'] / 1e6:.2f}"]
-            if cold:
+            if is_cold:
                 cells.append(f"{row['read'] / 1024 / row['rows']:.2f}")
         rows.append(cells)
     head = ["", "cold, rows/s", "million tokens/s", "KiB a row", "warm, rows/s", "million tokens/s"]

@@ -172,7 +172,7 @@ def make_random_llama(folder: Path, begins: bool = False) -> None:
     if begins:
         start = [("<s>", tokenizer.token_to_id("<s>"))]
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=start)
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, bos_token=special[2], eos_token=special[1], pad_token=special[1]
     )
     fast.save_pretrained(folder)

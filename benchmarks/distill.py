@@ -54,7 +54,12 @@ def train(arm: str, folder: Path, seed: int) -> dict[str, Any]:
     from fastloop.recipe import make_recipe
 
     teacher = folder / f"teacher-{seed}"
-    name = {"teacher": minilm, "distilled": lambda: teacher / "model", "labels only": lambda: shorten(teacher)}[arm]()
+    if arm == "teacher":
+        name = minilm()
+    elif arm == "distilled":
+        name = teacher / "model"
+    else:
+        name = shorten(teacher)
     plugins: list[Any] = ["text-classification", {"lr-scheduler": {"schedule": "linear", "warmup": 0.1}}, "auto"]
     if arm == "distilled":
         plugins.append({"distill": {"teacher": str(teacher), "layers": LAYERS, "weight": 0.9}})

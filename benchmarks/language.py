@@ -62,7 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"block": 256, "batch": 8, "steps": 40, "lr": 1e-3},
 }
 """Block in tokens, blocks in a step, steps of an arm, and learning rate."""
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
     "intermediate_size": 1376, "max_position_embeddings": 256, "attention_dropout": 0.0, "tie_word_embeddings": True,
 }  # fmt: skip
@@ -101,7 +101,7 @@ def write_recipe(model: str, steps: int, seed: int, folder: Path) -> Path:
 
 def fastloop(model: str, folder: Path, seed: int, steps: int) -> dict[str, Any]:
     """Train the recipe by its command."""
-    command = [sys.executable, "-m", "fastloop", "train", write_recipe(model, steps, seed, folder)]
+    command = [sys.executable, "-m", "fastloop", "train", str(write_recipe(model, steps, seed, folder))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"fastloop ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -130,7 +130,8 @@ def tokens(model: str, folder: Path) -> None:
         for split, name in (("train", "train.bin"), ("validation", "val.bin")):
             ids = np.concatenate([np.asarray(sample["input_ids"]) for sample in run.datasets[split]])
             ids.astype(np.uint16).tofile(folder / name)
-        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": run.unwrap_model().config.vocab_size}))
+        trained: Any = run.unwrap_model()
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": trained.config.vocab_size}))
 
 
 def llama_module() -> types.ModuleType:
@@ -147,7 +148,8 @@ def llama_module() -> types.ModuleType:
         def __init__(self, config: Any) -> None:
             super().__init__()
             self.config = config
-            self.inner = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, vocab_size=config.vocab_size))
+            llama = AutoConfig.for_model(**LLAMA, vocab_size=config.vocab_size)
+            self.inner = AutoModelForCausalLM.from_config(llama)  # type: ignore[no-untyped-call]
 
         def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """(batch, tokens) ids and targets -> logits, mean loss."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def train(data: Path, steps: int, folder: Path) -> tuple[dict[int, int], list[in
     """Train; returns step -> bytes that the process held, and the tokens of each step's batch in the first epoch."""
     rows = min(ROWS, steps * BATCH)
     work = overrides(data, train=("train", rows), validation=("validation", 400), test=("test", 200))
-    work = (*work, f"train.epochs={-(-steps * BATCH // rows)}", f"train.max_steps={steps}")
+    work += [f"train.epochs={math.ceil(steps * BATCH / rows)}", f"train.max_steps={steps}"]
     fastloop("train", RECIPE, *work, f"output={folder}")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     with open_run(resolve(load_recipe(str(RECIPE), [*work, f"output={folder}-batches"]))) as run:
@@ -67,12 +68,13 @@ def main() -> None:
             for step in points
         ],
     )
-    results = {"machine": machine("torch", "transformers"), "held": held, "tokens": tokens}
+    facts = machine("torch", "transformers")
+    results = {"machine": facts, "held": held, "tokens": tokens}
     print(f"\n{shown}\n\n{write('memory', results, options.results)}")
     if options.results == RESULTS:
         write_section(
             "Memory of a long run",
-            "\n\n".join([source(__doc__, __file__), shown, show_machine(results["machine"])]),
+            "\n\n".join([source(__doc__, __file__), shown, show_machine(facts)]),
         )
 
 

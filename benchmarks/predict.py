@@ -138,7 +138,7 @@ def compare_probabilities(folder: Path, arm: str) -> float:
     """The largest difference between the probability of a label by the pipeline and by an arm."""
     ours = read_lines(folder / f"{arm}.jsonl")
     theirs = read_lines(folder / "pipeline.jsonl")
-    differences = []
+    differences: list[float] = []
     for one, other in zip(ours, theirs, strict=True):
         differences.append(abs(one[f"probability_{other['label']}"] - other["score"]))
     return max(differences)

@@ -56,7 +56,8 @@ def activations() -> list[dict[str, Any]]:
     import scale_runs
     from checkpoint_helpers import write_rows
 
-    from fastloop_tools.plan.memory.estimate import CHECKPOINTING, estimate
+    from fastloop_tools.plan.memory.change import CHECKPOINTING
+    from fastloop_tools.plan.memory.estimate import estimate
 
     rows = []
     write_rows(("A", "B"))

@@ -38,7 +38,7 @@ QUIET: list[Any] = [{"log": False}, {"progress": False}]
 VOCABULARY = 2000
 SAMPLES = 240
 STEPS = 400
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "distilbert",
     "dim": 128,
     "n_layers": 2,
@@ -78,7 +78,7 @@ def train_ids(length: int, batch: int, folder: Path) -> dict[str, Any]:
     data = [{"input_ids": row, "labels": row[0] % 2} for row in ids]
     before = memory("VmRSS")
     config = AutoConfig.for_model(**MODEL, vocab_size=VOCABULARY)
-    model = AutoModelForSequenceClassification.from_config(config)
+    model = AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
     times = Times()
     settings: dict[str, Any] = {
         "epochs": 2,
@@ -112,9 +112,10 @@ def data(value: int, folder: Path) -> dict[str, Any]:
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
-        folder / "tokenizer"
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
     )
+    fast.save_pretrained(folder / "tokenizer")
     schema = pyarrow.schema({"text": pyarrow.string(), "label": pyarrow.int64()})
     with parquet.ParquetWriter(file, schema) as writer:
         for start in range(0, value, 10_000):

@@ -72,8 +72,8 @@ def main() -> None:
         Path(folder, "bare.py").write_text(BARE)
         home = Path.cwd()
         os.chdir(folder)
-        for arm in ARMS.values():
-            run_command(arm)
+        for command in ARMS.values():
+            run_command(command)
         for number, arm in rounds(list(ARMS), options.repeats):
             samples.append({"round": number, "arm": arm} | run_command(ARMS[arm]))
         os.chdir(home)

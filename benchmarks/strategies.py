@@ -88,7 +88,8 @@ def work(name: str, output: Path) -> None:
         def forward(self, hidden: Tensor) -> Tensor:
             inner = self.first(hidden)
             hidden = hidden + self.attention(inner, inner, inner, need_weights=False)[0]
-            return hidden + self.back(nn.functional.gelu(self.wide(self.second(hidden))))
+            output: Tensor = hidden + self.back(nn.functional.gelu(self.wide(self.second(hidden))))
+            return output
 
     class Model(nn.Module):
         def __init__(self) -> None:

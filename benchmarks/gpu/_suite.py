@@ -270,7 +270,7 @@ def facts(device: str) -> dict[str, Any]:
             "driver": driver or None,
             "memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         }
     return known
 

@@ -65,7 +65,7 @@ def load_tokenizer() -> Any:
     }
     file = DATA / "reviews" / "tokenizer.json"
     if file.exists():
-        return PreTrainedTokenizerFast(tokenizer_file=str(file), **special)
+        return PreTrainedTokenizerFast(tokenizer_file=str(file), **special)  # type: ignore[no-untyped-call]
     ids = {"[PAD]": 0, "[UNK]": 100, "[CLS]": 101, "[SEP]": 102, "[MASK]": 103}  # as in BERT's vocabulary
     words = {index: f"w{index}" for index in range(VOCABULARY)} | {index: name for name, index in ids.items()}
     tokenizer = Tokenizer(models.WordPiece({word: index for index, word in words.items()}, unk_token="[UNK]"))
@@ -74,7 +74,7 @@ def load_tokenizer() -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 101), ("[SEP]", 102)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)  # type: ignore[no-untyped-call]
 
 
 def write_texts(reviews: Reviews, tokenizer: Any, file: Path) -> int:

@@ -148,7 +148,7 @@ def main() -> None:
     size = SIZES[name]
     machine = facts(device)
     hold = settings.hold or arms_at_once(machine.get("memory_bytes"))
-    work = {"batch": size.batch, "length": size.length, "token_flops": token_flops(size)}
+    work: dict[str, Any] = {"batch": size.batch, "length": size.length, "token_flops": token_flops(size)}
     records.add("facts", **machine, tiny=settings.tiny, steps=size.steps, model=name, **work)
     arms = leave_out(make_arms(size), settings.arms, records)
     with scratch() as folder:
@@ -156,8 +156,11 @@ def main() -> None:
         # one for the warm-up and the probes
         tokens = folder / "tokens.npz"
         windows = settings.rounds + 1
-        splits = {"train": windows * size.steps * size.batch, "validation": VALIDATION}
-        np.savez(tokens, **{split: generate(blocks, size, seed) for seed, (split, blocks) in enumerate(splits.items())})
+        arrays: dict[str, Any] = {
+            "train": generate(windows * size.steps * size.batch, size, seed=0),
+            "validation": generate(VALIDATION, size, seed=1),
+        }
+        np.savez(tokens, **arrays)
         specs = {}
         for arm, given in arms.items():
             spec = {

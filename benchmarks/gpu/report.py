@@ -104,7 +104,8 @@ def speeds_by_round(lines: Lines) -> dict[tuple[int, int], float]:
 
 def median(lines: Lines, key: str) -> float:
     """The median of a field."""
-    return statistics.median(line[key] for line in lines)
+    values: list[float] = [line[key] for line in lines]
+    return statistics.median(values)
 
 
 def teraflops(lines: Lines) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import pyarrow  # type: ignore[import-untyped]
+import pyarrow
 from pyarrow import ipc
 
 from fastloop.errors import RecipeError

@@ -249,7 +249,7 @@ class FileLayout:
 
     def first_names(self, path: str) -> list[str]:
         """The columns of a file's first row. Empty if they cannot be read, which reading the file then reports."""
-        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow
 
         with contextlib.suppress(OSError, ValueError, RecipeError, pyarrow.ArrowException), self.open(path) as file:
             return file.first_names()

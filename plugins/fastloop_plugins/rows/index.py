@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pyarrow import ArrowException  # type: ignore[import-untyped]
+from pyarrow import ArrowException
 
 from fastloop import __version__
 from fastloop.errors import DataError, RecipeError

@@ -42,7 +42,7 @@ def open_binary(path: str) -> Any:
     """Open a file at a path or a URL of fsspec. Files that are not closed give no warning."""
     if URL.match(path):
         return RemoteFile(path)
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
 
     return pyarrow.OSFile(path)
 

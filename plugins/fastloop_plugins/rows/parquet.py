@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow  # type: ignore[import-untyped]
+import pyarrow
 from pyarrow import parquet
 
 from fastloop_plugins.rows.file import BLOCK, Block, File

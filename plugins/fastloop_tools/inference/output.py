@@ -280,7 +280,7 @@ def write_parquet(part: PredictedRows, path: Path) -> None:
         UsageError: A column has values of several types.
     """
     import numpy as np
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     from pyarrow import parquet
 
     def column(name: str, values: Any) -> Any:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
-from fastloop.errors import PluginError, RecipeError, did_you_mean
-from fastloop.problem import Problem, typed_clause
+from fastloop.errors import RecipeError, did_you_mean
+from fastloop.problem import Problem
 
 if TYPE_CHECKING:  # pydantic is imported where it is used: `fastloop --help` needs none of it
     from pydantic import TypeAdapter, ValidationError
@@ -94,25 +94,6 @@ def adapter(cls: Any) -> TypeAdapter[Any]:
             raise TypeError(f"declare {name!r} as `{name}: TYPE = option(...)`, without Annotated")
     cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     return TypeAdapter(cls)
-
-
-def check_options(cls: Any, label: str) -> None:
-    """Check that a class can describe options.
-
-    Raises:
-        PluginError: It is not a dataclass, or pydantic does not support one of its types.
-    """
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise PluginError(
-            f"{label} is {cls!r}, expected a dataclass: @dataclass(kw_only=True).", code="invalid-declaration"
-        )
-    try:
-        adapter(cls)
-    except Exception as error:
-        raise PluginError(
-            f"{label} cannot be checked: {typed_clause(error)}.",
-            code="invalid-declaration",
-        ) from error
 
 
 def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:

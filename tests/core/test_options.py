@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from fastloop import PluginError, RecipeError, option
+from fastloop import RecipeError, option
 from fastloop.cli.option_table import describe
-from fastloop.options import check_options, parse
+from fastloop.options import adapter, parse
 from fastloop.testing import expect_problem
 
 
@@ -149,5 +149,5 @@ def test_metadata_of_annotated_is_refused():
     class Old:
         size: Annotated[int, option("How large.", ge=1)] = 1
 
-    with expect_problem("invalid-declaration", PluginError):
-        check_options(Old, "it")
+    with pytest.raises(TypeError, match=r"declare 'size' as `size: TYPE = option\(\.\.\.\)`"):
+        adapter(Old)

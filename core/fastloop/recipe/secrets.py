@@ -73,11 +73,6 @@ def remember(tree: Any, where: str, secret: bool = False) -> None:
         _remembered.update([str(tree)] if secret else _PASSWORD.findall(str(tree)))
 
 
-def forget() -> None:
-    """Hide only values of the environment from now on, until the next recipe is read."""
-    _remembered.clear()
-
-
 def hide(text: str, urls: bool = True) -> str:
     """Replace secret values in a text, and with ``urls`` the users and passwords of all URLs."""
     return _replace(text, _secret_texts(), urls)

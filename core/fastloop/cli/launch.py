@@ -81,23 +81,32 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         if EXIT_INTERRUPTED in codes:
             return EXIT_INTERRUPTED
         return EXIT_STOPPED if any(codes) else 0
-    code = int(processes[failed].returncode)
-    if code > 0:  # the process has printed its error
-        return code
-    name = signal.Signals(-code).name
-    rank = node_rank * nproc + failed
-    text = f"process {rank} of {nproc * nnodes} (pid {processes[failed].pid}) was ended by {name}."
-    if code == -platform_support.KILL and platform_support.kills() > earlier_kills:
-        text += (
-            f" {platform_support.explain_kill(earlier_kills)} Set a smaller train.micro_batch_size, use fewer "
-            "workers, or raise the limit."
-        )
+    process = processes[failed]
+    if process.returncode > 0:  # it has printed its error
+        return process.returncode
+    text = f"process {node_rank * nproc + failed} of {nproc * nnodes} {_explain_signal(process, earlier_kills)}"
     remedy = ""
     if checkpoints(output):
         resume = f"{shlex.join(['fastloop', *arguments])} {launch_options} --resume"
         remedy = f"Continue from its newest checkpoint with `{resume}`."
     print_error(Problem(text, code="process-killed", remedy=remedy))
-    return 128 - code
+    return 128 - process.returncode
+
+
+def _explain_signal(process: subprocess.Popen[bytes], earlier_kills: int) -> str:
+    """How a signal ended a process, as the end of a sentence; and why, if the system did it.
+
+    Args:
+        earlier_kills: The result of ``kills`` when the process began.
+    """
+    number = -process.returncode
+    text = f"(pid {process.pid}) was ended by {signal.Signals(number).name}."
+    if number == platform_support.KILL and platform_support.kills() > earlier_kills:
+        text += (
+            f" {platform_support.explain_kill(earlier_kills)} Set a smaller train.micro_batch_size, use fewer "
+            "workers, or raise the limit."
+        )
+    return text
 
 
 def module_command(module: str) -> list[str]:

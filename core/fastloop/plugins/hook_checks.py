@@ -47,26 +47,15 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
     _check_unmarked(plugin, known)
     marked = list(implementations(plugin))
     for hook, method, marks in marked:
-        where = f"plugin {plugin.name!r}: {hook}"
-        wrapper = marks["wrapper"]
         if hook not in known:
             if marks["optionalhook"]:
                 continue
             raise PluginError(unknown_hook(hook, known), code="unknown-hook", place=f"plugin {plugin.name!r}")
+        where = f"plugin {plugin.name!r}: {hook}"
         changes_run = hook in hookspecs.CHANGING_HOOKS or hook in first
-        is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
-        cannot_wrap = wrapper and hook in hookspecs.UNWRAPPABLE_HOOKS
-        remedy = "but the plugin is declared read_only. Remove one of the two."
-        problems = [
-            (marks["hookwrapper"], "is marked hookwrapper=True, an older form. Mark it wrapper=True."),
-            (is_async, "is an `async def`, and nothing would await it. Make it a `def`."),
-            (cannot_wrap, "cannot be a wrapper: it is called on each plugin separately."),
-            (plugin.read_only and changes_run, f"changes the run, {remedy}"),
-            (plugin.read_only and wrapper, f"is a wrapper, {remedy}"),
-        ]
-        for is_wrong, message in problems:
-            if is_wrong:
-                raise PluginError(f"{where} {message}", code="invalid-hook")
+        problem = _find_problem(plugin, hook, method, marks, changes_run)
+        if problem:
+            raise PluginError(f"{where} {problem}", code="invalid-hook")
         _check_self(where, method, known[hook])
         for parameter in inspect.signature(method).parameters.values():
             check_argument(where, known[hook], parameter)
@@ -79,6 +68,25 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
                 place=f"plugin {plugin.name!r}",
                 remedy=did_you_mean(hook, [name for name in implemented if name in first]),
             )
+
+
+def _find_problem(plugin: Plugin, hook: str, method: Any, marks: Mapping[str, Any], changes_run: bool) -> str:
+    """Why an implementation is invalid, as the end of a sentence, and the remedy; empty: it is valid.
+
+    Args:
+        changes_run: Whether the hook changes a run.
+    """
+    if marks["hookwrapper"]:
+        return "is marked hookwrapper=True, an older form. Mark it wrapper=True."
+    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        return "is an `async def`, and nothing would await it. Make it a `def`."
+    if marks["wrapper"] and hook in hookspecs.UNWRAPPABLE_HOOKS:
+        return "cannot be a wrapper: it is called on each plugin separately."
+    if plugin.read_only and changes_run:
+        return "changes the run, but the plugin is declared read_only. Remove one of the two."
+    if plugin.read_only and marks["wrapper"]:
+        return "is a wrapper, but the plugin is declared read_only. Remove one of the two."
+    return ""
 
 
 def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:

@@ -85,23 +85,7 @@ def make_recipe(
     """
     where = str(source) if source else "recipe"
     secrets.remember(tree, where)
-    for key in tree:
-        if key not in SECTIONS:
-            raise RecipeError(
-                "no such section.",
-                code="unknown-section",
-                place=f"{where}: {key}",
-                remedy=did_you_mean(str(key), (*SECTIONS, "extends")),
-            )
-    safe_yaml.check_keys(tree, where)
-    for section in ("model", "data"):
-        if not isinstance(tree.get(section) or {}, Mapping):
-            raise RecipeError(
-                code="wrong-type",
-                place=f"{where}: {section}",
-                found=repr(tree[section]),
-                expected="a mapping such as {name: ...}",
-            )
+    _check_sections(tree, where)
     output = tree.get("output") or (f"runs/{source.stem}" if source else "runs/run")
     if not isinstance(output, str) or "://" in output:
         raise RecipeError(
@@ -121,6 +105,31 @@ def make_recipe(
         references=references,
         source=source,
     )
+
+
+def _check_sections(tree: Mapping[str, Any], where: str) -> None:
+    """Check the names of a recipe's sections, the keys in them, and that ``model`` and ``data`` are mappings.
+
+    Raises:
+        RecipeError: One of them is invalid.
+    """
+    for key in tree:
+        if key not in SECTIONS:
+            raise RecipeError(
+                "no such section.",
+                code="unknown-section",
+                place=f"{where}: {key}",
+                remedy=did_you_mean(str(key), (*SECTIONS, "extends")),
+            )
+    safe_yaml.check_keys(tree, where)
+    for section in ("model", "data"):
+        if not isinstance(tree.get(section) or {}, Mapping):
+            raise RecipeError(
+                code="wrong-type",
+                place=f"{where}: {section}",
+                found=repr(tree[section]),
+                expected="a mapping such as {name: ...}",
+            )
 
 
 def _read(path: Path, seen: list[Path], references: dict[str, str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,28 +106,8 @@ def plugins_by_name(
     Raises:
         RecipeError: ``plugins`` has another form, a name is listed twice, or see ``plugin_name``.
     """
-    if plugins is None:
-        return {}
-    if not isinstance(plugins, Mapping | list):
-        raise RecipeError(code="wrong-type", place=f"{where}: plugins", found=repr(plugins), expected="a list of names")
-    items: list[tuple[Any, Any]] = []
-    if isinstance(plugins, Mapping):
-        items += plugins.items()
-    else:
-        for index, entry in enumerate(plugins):
-            if isinstance(entry, str):
-                items.append((entry, {}))
-            elif isinstance(entry, Mapping) and len(entry) == 1:
-                items += entry.items()
-            else:
-                raise RecipeError(
-                    code="wrong-type",
-                    place=f"{where}: plugins[{index}]",
-                    found=repr(entry),
-                    expected="a name or one {name: {option: value}}",
-                )
     entries: dict[str, dict[str, Any] | Literal[False]] = {}
-    for reference, options in items:
+    for reference, options in _each_entry(plugins, where):
         name = plugin_name(str(reference), f"{where}: plugins", source, references)
         if name in entries:
             raise RecipeError(
@@ -142,3 +122,30 @@ def plugins_by_name(
             )
         entries[name] = False if options is False else dict(options or {})
     return entries
+
+
+def _each_entry(plugins: Any, where: str) -> Iterator[tuple[Any, Any]]:
+    """The reference and the options of each entry of a recipe's ``plugins``.
+
+    Raises:
+        RecipeError: ``plugins`` or an entry has another form.
+    """
+    if plugins is None:
+        return
+    if isinstance(plugins, Mapping):
+        yield from plugins.items()
+        return
+    if not isinstance(plugins, list):
+        raise RecipeError(code="wrong-type", place=f"{where}: plugins", found=repr(plugins), expected="a list of names")
+    for index, entry in enumerate(plugins):
+        if isinstance(entry, str):
+            yield entry, {}
+        elif isinstance(entry, Mapping) and len(entry) == 1:
+            yield from entry.items()
+        else:
+            raise RecipeError(
+                code="wrong-type",
+                place=f"{where}: plugins[{index}]",
+                found=repr(entry),
+                expected="a name or one {name: {option: value}}",
+            )

@@ -126,15 +126,15 @@ audit: $(VENV)/ready
 BUILD_TOOLS = packaging|setuptools
 
 # Every package but torch is checked against its hashes, build tools first. The last command adds torch, and packages that only other systems
-# than Linux need. With an index of CPU builds of torch, nothing pulls gigabytes of CUDA. Bytecode is compiled at the end, on all cores; some
-# packages have files that do not compile.
+# than Linux need. With an index of CPU builds of torch, nothing pulls gigabytes of CUDA. Bytecode is compiled at the end, on all cores, also that
+# of this project, for the processes that tests start; some packages have files that do not compile.
 $(VENV)/ready: export PIP_NO_COMPILE = 1
 $(VENV)/ready: pyproject.toml $(PACKAGES:%=%/pyproject.toml) constraints.txt requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	sed -nE '/^($(BUILD_TOOLS))==/,/[^\\]$$/p' requirements.txt | $(BIN)/pip install --quiet --require-hashes --requirement /dev/stdin
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
 	$(BIN)/pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev]' $(PACKAGES:%=--editable %)
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib core plugins $(PACKAGES) || true
 	touch $@
 
 clean:

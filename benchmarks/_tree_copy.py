@@ -71,7 +71,9 @@ class TreeCopy:
         report.unlink(missing_ok=True)
         arguments = self.folder.parent / "tests.txt"
         arguments.write_text("\n".join(selected))
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadscope", "-p", "no:cacheprovider"]
+        is_one_test = len(selected) == 1 and "::" in selected[0]
+        workers = "0" if is_one_test else "auto"  # each worker imports torch, which takes longer than most tests
+        command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "--dist", "loadscope", "-p", "no:cacheprovider"]
         command += ["-o", "junit_family=xunit1", f"--junitxml={report}", "-m", marks, f"@{arguments}"]
         process = subprocess.Popen(
             command,

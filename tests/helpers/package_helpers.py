@@ -4,8 +4,8 @@
     venv.install(*build_wheels(folder, project))
     done = venv.run("-m", "fastloop", "train", "recipe.yaml", cwd=folder)
 
-``fastloop_wheel`` is a fixture of ``conftest.py``, and so is ``clean_venv``, which has fastloop alone. No package index
-is used.
+``fastloop_wheel`` is a fixture of ``conftest.py``, and so are ``clean_venv``, which has fastloop alone, and
+``own_venv``, into which a test may install more. No package index is used.
 """
 
 from __future__ import annotations
@@ -124,15 +124,19 @@ class CleanVenv:
     again. Their ``.pth`` files do not count there, nor does the metadata of fastloop and its packages: an editable
     install, as a checkout has, is not on the venv's path.
 
+    Args:
+        folder: Its folder. A venv that is there already is used as it is.
+
     Attributes:
-        folder: The venv's folder.
         python: Its interpreter.
     """
 
     def __init__(self, folder: Path, *wheels: Path) -> None:
         self.folder = folder
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=600)
         self.python = Path(sysconfig.get_path("scripts", "venv", vars={"base": str(folder)}), "python")
+        if folder.exists():
+            return
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=600)
         site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
         others = [Path(path) for path in sys.path if path.endswith("-packages") and Path(path).is_dir()]
         beside = [

@@ -37,25 +37,25 @@ plugins: [loud%s]
 """
 
 
-def test_plugin_of_a_wheel_is_named(clean_venv, tmp_path):
+def test_plugin_of_a_wheel_is_named(own_venv, tmp_path):
     (tmp_path / "loud").mkdir()
     (tmp_path / "loud" / "loud_pack.py").write_text(CODE)
     (tmp_path / "loud" / "pyproject.toml").write_text(PROJECT)
-    clean_venv.install(*build_wheels(tmp_path, tmp_path / "loud"))
+    own_venv.install(*build_wheels(tmp_path, tmp_path / "loud"))
     Path("rows.csv").write_text("text,label\na,b\n")
     Path("local.py").write_text(CODE.replace("imported.txt", "local.txt").replace("loud", "local"))
     Path("r.yaml").write_text(RECIPE % ", ./local.py")
     command = ("-P", "-m", "fastloop", "plan")
-    done = clean_venv.run(*command, "r.yaml", "--no-code", cwd=Path())
+    done = own_venv.run(*command, "r.yaml", "--no-code", cwd=Path())
     assert done.returncode == 2
     assert "r.yaml: plugins[1]: it runs the Python code of " in done.stderr
     assert not Path("local.txt").exists()
     Path("r.yaml").write_text(RECIPE % "")
-    done = clean_venv.run(*command, "r.yaml", "--no-code", cwd=Path())
+    done = own_venv.run(*command, "r.yaml", "--no-code", cwd=Path())
     assert done.returncode == 0, done.stderr
     assert "--no-code: runs the installed plugin loud of the package loud-pack 0.7\n" in done.stdout
     Path("imported.txt").unlink()
-    done = clean_venv.run("-m", "fastloop", "plan", "r.yaml", "--no-code", cwd=Path())
+    done = own_venv.run("-m", "fastloop", "plan", "r.yaml", "--no-code", cwd=Path())
     assert done.returncode == 2
     assert "--no-code: Python imports modules from " in done.stderr
     assert not Path("imported.txt").exists()

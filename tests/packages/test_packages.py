@@ -92,13 +92,13 @@ def assert_wheel_is_source(wheel: Path, project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheels_pass_the_packages_own_tests(clean_venv: CleanVenv, tmp_path: Path):
+def test_the_wheels_pass_the_packages_own_tests(own_venv: CleanVenv, tmp_path: Path):
     """In a venv without the checkout. A package whose tests run in the checkout passes them there: its wheel has the
     same modules."""
     ignored = shutil.ignore_patterns("__pycache__", ".*")
     copies = [shutil.copytree(project, tmp_path / project.name, ignore=ignored) for project in PROJECTS]
     wheels = build_wheels(tmp_path / "wheels", *copies)
-    clean_venv.install(*wheels)
+    own_venv.install(*wheels)
     tested = []
     for wheel, copy in zip(wheels, copies, strict=True):
         if is_tested_in_checkout(copy):
@@ -107,7 +107,7 @@ def test_the_wheels_pass_the_packages_own_tests(clean_venv: CleanVenv, tmp_path:
             tested.append(copy)
         shutil.rmtree(copy / "src")
     helpers = ROOT / "tests" / "helpers"  # those of the tests that `make test` runs in the checkout, too
-    done = clean_venv.run("-c", SUITES, *tested, cwd=tmp_path, PYTHONPATH=str(helpers))
+    done = own_venv.run("-c", SUITES, *tested, cwd=tmp_path, PYTHONPATH=str(helpers))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count(" passed") == len(tested)
 

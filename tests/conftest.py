@@ -55,7 +55,7 @@ def pytest_configure_node(node: Any) -> None:
     # Not above: pytest rewrites fastloop.testing, which forked imports, when that is loaded as a plugin.
     from forked import server_address
 
-    node.workerinput["fork_server"] = server_address()
+    node.workerinput["fork_server"] = server_address(["preloaded"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

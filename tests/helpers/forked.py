@@ -46,8 +46,13 @@ PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ign
 """Runs the tests of an author; ``fastloop.testing`` is imported already, and its assertions are not rewritten."""
 
 
-def server_address() -> str:
-    """Start the process from which commands are forked, unless it runs, and return its address: see ``use_server``."""
+def server_address(preloaded: Sequence[str] = ()) -> str:
+    """Start the process from which commands are forked, unless it runs, and return its address: see ``use_server``.
+
+    Args:
+        preloaded: Modules that it imports beside those of ``fastloop.testing``.
+    """
+    starting.PRELOADED += [name for name in preloaded if name not in starting.PRELOADED]
     starting._context()
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server.ensure_running()

@@ -75,6 +75,7 @@ import os, sys
 from multiprocessing import forkserver, resource_tracker
 import pytest, transformers
 from fastloop.testing import starting
+starting.PRELOADED.append("peft")  # takes a second of each process that trains or loads an adapter
 starting._context()
 server = forkserver._forkserver
 server.ensure_running()

@@ -234,6 +234,7 @@ def all_of(cases: list[Case]) -> dict[str, Ended]:
                 wait_for_errors(case.name, error)
             results[case.name] = Ended(error=f"{type(error).__name__}: {error}")
         gc.collect()
+        gc.freeze()  # what is left are results and imported modules: the next collection need not visit them
     return results
 
 

@@ -8,8 +8,8 @@ import pytest
 
 LONGEST = (
     "tests/packages/test_packages.py",
-    "tests/round_trip/test_round_trip.py",
     "tests/plugins/strategies/test_worlds.py",
+    "tests/round_trip/test_round_trip.py",
     "tests/reliability/test_two_machines.py",
     "tests/packages/test_examples.py",
     "tests/security/test_hostile_data.py",
@@ -20,9 +20,16 @@ LONGEST = (
     "tests/plugins/strategies/test_ddp_fsdp.py",
     "tests/plugins/text/streaming/test_streaming_runs.py",
     "tests/benchmarks/test_gpu_suite.py",
+    "tests/plugins/kernels/test_compile.py",
+    "tests/security/test_users.py",
+    "tests/benchmarks/test_architectures.py",
+    "tests/benchmarks/test_mutants.py",
+    "tests/plugins/text/test_flat_memory.py",
+    "tests/plugins/text/streaming/test_shards.py",
+    "tests/plugins/text/streaming/test_remote_shards.py",
 )
-"""Files whose slow tests take more than a minute, the longest first. One that begins near the end of a run leaves the
-other workers idle."""
+"""Files whose slow tests take more than a minute, the longest first, then those of few tests that take half a minute.
+One that begins near the end of a run leaves the other workers idle."""
 
 
 def sort_longest_first(tests: list[pytest.Item]) -> None:

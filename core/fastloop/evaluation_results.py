@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fastloop.errors import MetricError, UsageError
 from fastloop.metric_states import align_states
-from fastloop.problem import Problem
-from fastloop.undefined_metrics import why_undefined
+from fastloop.problem import Problem, counted
+from fastloop.undefined_metrics import misreads_nan, why_undefined
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -28,6 +28,8 @@ log = logging.getLogger("fastloop")
 BUFFER_BYTES = 64 * 2**20
 """Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do
 not fill the device."""
+NAN_ROWS = "rows of predictions with NaN"
+"""The key of their number among the values of metrics, with which the host reads it."""
 WRAPPED = ("module", "_orig_mod")
 """Attributes of DDP, DeepSpeed's engine and torch's compiled modules that hold the model inside."""
 
@@ -125,6 +127,7 @@ class EvaluationResults:
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.bytes = 0
         self.samples = 0
+        self.nan_rows: list[Tensor] = []  # of each update: the rows of predictions that hold a NaN
         if metrics is not None:
             metrics.reset()
 
@@ -141,6 +144,7 @@ class EvaluationResults:
         if self.waiting and _signature(*pair) != _signature(*self.waiting[0]):
             self._update()
         if _signature(*pair) is None:
+            self._count_nan(output.predictions)
             self._measure(self.metrics.update, *pair)
             return
         assert output.targets is not None
@@ -153,9 +157,17 @@ class EvaluationResults:
         if self.waiting and self.metrics is not None:
             predictions = torch.cat([predictions for predictions, _ in self.waiting])
             targets = torch.cat([targets for _, targets in self.waiting])
+            self._count_nan(predictions)
             self._measure(self.metrics.update, predictions, targets)
         self.waiting = []
         self.bytes = 0
+
+    def _count_nan(self, predictions: Any) -> None:
+        """Count the rows of predictions, (rows,) or (rows, columns), that hold a NaN. Other shapes have positions, of
+        which metrics may ignore some."""
+        if isinstance(predictions, Tensor) and predictions.dim() in (1, 2) and predictions.is_floating_point():
+            holds_nan = predictions.isnan().view(len(predictions), -1).any(1)
+            self.nan_rows.append(holds_nan.sum())
 
     def _measure(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the metrics. Its error is raised as one that names the split."""
@@ -183,8 +195,11 @@ class EvaluationResults:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             computed = self._compute()
+        if self.nan_rows:
+            computed[NAN_ROWS] = torch.stack(self.nan_rows).sum()
         losses, metrics = self._read_device(computed)
-        reasons = self._find_undefined(metrics)
+        nan_rows = self._sum_over_processes(metrics.pop(NAN_ROWS, 0.0))
+        reasons = self._find_undefined(metrics, nan_rows)
         for name, reason in reasons.items():
             log.warning(
                 Problem(
@@ -237,8 +252,18 @@ class EvaluationResults:
         values = {**computed, **dict(zip(read_together, numbers[count:], strict=True))}
         return numbers[:count], {name: float(value) for name, value in values.items()}
 
-    def _find_undefined(self, values: Mapping[str, float]) -> dict[str, str]:
-        """Metric -> why the split does not define it."""
+    def _sum_over_processes(self, count: float) -> int:
+        """A count of this process -> that of all. The values of metrics are those of all processes, too."""
+        if self.metrics is None or self.processes is None or self.processes.world_size == 1:
+            return int(count)
+        return int(self.processes.all_reduce_sum(torch.tensor(count)))
+
+    def _find_undefined(self, values: Mapping[str, float], nan_rows: int) -> dict[str, str]:
+        """Metric -> why the split, or its predictions, do not define it.
+
+        Args:
+            nan_rows: Rows of predictions that hold a NaN, on all processes.
+        """
         if self.metrics is None:
             return {}
         reasons = {
@@ -247,6 +272,8 @@ class EvaluationResults:
         for name, metric in self.metrics.items(copy_state=False):
             if name in values and not math.isnan(values[name]):
                 reason = self._measure(why_undefined, metric, values[name])
+                if nan_rows and misreads_nan(metric):
+                    reason = f"{counted(nan_rows, 'row')} of predictions hold NaN"
                 if reason is not None:
                     reasons[str(name)] = reason
         return reasons

@@ -1,7 +1,8 @@
 """Metrics of torchmetrics that are not defined on a split, for which it returns a number nevertheless.
 
 AUROC of a split with one class is 0.0, for example, and so is Spearman's coefficient of constants. For some of them,
-torchmetrics warns; these functions read the states that the value is computed from.
+torchmetrics warns; these functions read the states that the value is computed from. The accuracy of predictions that
+are NaN is the share of one class.
 """
 
 from __future__ import annotations
@@ -61,6 +62,18 @@ def why_undefined(metric: Metric, value: float) -> str | None:
         ):
             return rule.find_reason(metric)
     return None
+
+
+def misreads_nan(metric: Metric) -> bool:
+    """Whether a metric gives a number for predictions that are NaN: those of torchmetrics take NaN for the first class,
+    or for a probability of 0. A metric of a task or of a user may use NaN for values that do not count, and so may
+    one with an ``ignore_index`` or of aggregation."""
+    from torchmetrics.aggregation import BaseAggregator
+
+    metric = unwrapped(metric)
+    if not type(metric).__module__.startswith("torchmetrics.") or isinstance(metric, BaseAggregator):
+        return False
+    return getattr(metric, "ignore_index", None) is None
 
 
 def unwrapped(metric: Metric) -> Metric:

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchmetrics import Metric, MetricCollection, classification, regression
 from torchmetrics.wrappers import LambdaInputTransformer
 
+from fastloop import Trainer
 from fastloop.errors import MetricError
 from fastloop.evaluation_results import EvaluationResults
 from fastloop.state import Output
-from fastloop.testing import assert_problem
+from fastloop.testing import assert_problem, tiny_data, tiny_model
 
 ARGUMENTS = {"num_classes": 3, "num_labels": 3, "beta": 1.0, "p": 2.0, "threshold": 0.5}
 DEFINED = {
@@ -196,3 +198,79 @@ def test_processes_decide_by_the_targets_of_all(processes, tmp_path, parts, expe
     first, second = (ended.result for ended in processes(2, evaluate_parts, parts, folder=tmp_path))
     assert first == pytest.approx(expected, nan_ok=True)
     assert second == pytest.approx(expected, nan_ok=True)
+
+
+# -- predictions that are NaN ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("predictions", [torch.full((6, 3), math.nan), torch.tensor([[0.1, 0.9, math.nan]] * 6)])
+def test_metrics_of_predictions_that_are_nan_are_nan(predictions, caplog):
+    targets = torch.tensor([0, 0, 0, 0, 1, 2])
+    metrics = MetricCollection(
+        {
+            "accuracy": classification.MulticlassAccuracy(3, average="micro"),
+            "wrapped": LambdaInputTransformer(classification.MulticlassF1Score(3), transform_pred=torch.clone),
+        }
+    )
+    results = EvaluationResults(metrics, "r.yaml", "test")
+    usual = torch.eye(3)[targets]
+    results.add(Output(torch.tensor(0.0), usual, targets), 1, 1)
+    assert results.read().metrics == {"accuracy": 1.0, "wrapped": 1.0}
+    results = EvaluationResults(metrics, "r.yaml", "test")
+    results.add(Output(torch.tensor(0.0), usual, targets), 1, 1)
+    results.add(Output(torch.tensor(math.nan), predictions, targets), 1, 1)
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        values = results.read().metrics
+    assert all(map(math.isnan, values.values()))
+    assert "'accuracy' is NaN for test: 6 rows of predictions hold NaN" in caplog.text
+
+
+class CountsNan(Metric):
+    """A metric of a user for which NaN is a value."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> None:
+        self.count += predictions.isnan().sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.count
+
+
+def test_metrics_for_which_nan_is_a_value_keep_theirs():
+    assert evaluate(CountsNan(), torch.tensor([math.nan, 1.0]), torch.zeros(2)) == 1
+    ignoring = classification.MulticlassAccuracy(3, ignore_index=-100)
+    predictions = torch.tensor([[math.nan] * 3, [0.1, 0.9, 0.0]])
+    assert evaluate(ignoring, predictions, torch.tensor([-100, 1])) == 1
+
+
+class NanOnRankOne(nn.Module):
+    """A model whose logits are NaN on process 1, in an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tiny_model()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(inputs)
+        is_nan = not self.training and torch.distributed.get_rank() == 1
+        return logits * math.nan if is_nan else logits
+
+
+def train_with_nan() -> dict[str, float]:
+    accuracy = classification.MulticlassAccuracy(3, average="micro")
+    data = tiny_data(16)
+    options: Any = {"loss": nn.functional.cross_entropy, "metrics": {"accuracy": accuracy}, "device": "cpu"}
+    trainer = Trainer(NanOnRankOne(), data, data, batch_size=8, max_steps=1, output="run", **options)
+    metrics: dict[str, float] = trainer.fit()["validation"]
+    return metrics
+
+
+@pytest.mark.slow
+def test_a_nan_of_one_process_is_that_of_all(processes, tmp_path):
+    for process in processes(2, train_with_nan, folder=tmp_path):
+        assert math.isnan(process.result["accuracy"]), process.output

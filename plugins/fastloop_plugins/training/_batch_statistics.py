@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 @contextmanager
 def estimated(run: Run, batches: int, restore: bool = True) -> Iterator[None]:
     """Estimate the statistics on the first micro-batches of epoch 0, as their plain mean over all processes. Only batch
-    norm is in train mode, so nothing else changes. Every process must call it.
+    norm is in train mode, so nothing else changes. Layers that training keeps in eval mode keep their statistics. Every
+    process must call it.
 
     Args:
         batches: Micro-batches of each process; 0: keep the statistics.
         restore: Whether to put the former statistics back at the end of the block.
     """
-    norms = [module for module in batch_norms(run) if batches and module.track_running_stats]
+    norms = [module for module in batch_norms(run) if batches and module.track_running_stats and module.training]
     kept = [(buffer, buffer.clone()) for module in norms for buffer in module.buffers()]
     if norms:
         _estimate(run, norms, batches)

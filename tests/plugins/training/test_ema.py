@@ -142,3 +142,30 @@ def test_statistics_of_batch_norm_are_those_of_the_averaged_weights(tiny_run):
     assert not torch.allclose(plain.weights["1.running_mean"], mean, atol=1e-3)
     assert weights.evaluated[0]["1.num_batches_tracked"] == 8, "the statistics of an evaluation are estimated, too"
     assert weights.steps[-1]["1.num_batches_tracked"] == 16
+
+
+class FrozenBody(nn.Module):
+    """A model whose body stays in eval mode, as that of a detector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)).requires_grad_(False)
+        self.body[1].running_mean.fill_(0.3)
+        self.body.eval()
+        self.head = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+    def train(self, mode: bool = True) -> FrozenBody:
+        super().train(mode)
+        self.body.eval()
+        return self
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(inputs))
+
+
+def test_a_batch_norm_in_eval_mode_keeps_its_statistics(tiny_run):
+    options = {"mean": True, "batch_norm_batches": 8}
+    result = tiny_run([{"ema": options}], model=FrozenBody(), data=tiny_data(64))
+    assert torch.equal(result.weights["body.1.running_mean"], torch.full((16,), 0.3))
+    assert result.weights["head.0.num_batches_tracked"] == 8, "those that are trained are estimated"

@@ -166,7 +166,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, train_on: str = "assistant") -> None:
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self.roles: set[str] = set()  # which the template is known to write
+        self._written: set[tuple[str, ...]] = set()  # orders of roles that the template is known to write
 
     def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
@@ -269,14 +269,12 @@ class ChatRenderer:
         if misnamed:
             raise RowError(describe_misnamed(misnamed))
         for number, message in enumerate(messages, 1):
-            if message.get("tool_calls"):
-                if "tool_calls" not in self.names():
-                    raise RowError(
-                        f"message {number} has tool_calls, which the chat template does not read. Give one that does: "
-                        f"data.chat_template=FILE, or a built-in name ({', '.join(BUILT_IN)})."
-                    )
-            elif message["role"] not in self.roles:
-                self._check_role(messages, number, chat.tools)
+            if message.get("tool_calls") and "tool_calls" not in self.names():
+                raise RowError(
+                    f"message {number} has tool_calls, which the chat template does not read. Give one that does: "
+                    f"data.chat_template=FILE, or a built-in name ({', '.join(BUILT_IN)})."
+                )
+        self._check_roles(messages, chat.tools)
         return messages
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,27 +289,49 @@ class ChatRenderer:
             prepared["tool_calls"] = [_decode_arguments(call) for call in prepared["tool_calls"]]
         return prepared
 
-    def _check_role(self, messages: list[dict[str, Any]], number: int, tools: Any) -> None:
-        """Raise an error if a message leaves no trace in the text, neither as it stands nor as the last one.
+    def _check_roles(self, messages: list[dict[str, Any]], tools: Any) -> None:
+        """Raise an error if a message leaves no trace in the text.
 
-        A template that rejects the conversation with the probe in it says nothing about the role.
+        A template may write a role at some places alone, such as a system message that comes first. So each order of
+        roles is tried once, with a probe for each content.
+        """
+        order = (*(message["role"] for message in messages), "with tools" if tools else "")
+        if order in self._written:
+            return
+        probes = [f"{PROBE}{number:04}" for number in range(len(messages))]
+        probed = [_with_content(message, probe) for message, probe in zip(messages, probes, strict=True)]
+        text = self._try(probed, tools)
+        for index, message in enumerate(messages):
+            if not message.get("tool_calls"):
+                self._check_trace(messages, index, tools, text, probes[index])
+        self._written.add(order)
+
+    def _check_trace(
+        self, messages: list[dict[str, Any]], index: int, tools: Any, text: str | None, probe: str
+    ) -> None:
+        """Raise an error if a message leaves no trace in the text.
 
         Args:
-            number: That of the message; the first one is 1.
+            text: The conversation with a probe for each content; None: the template rejects it. One with a single probe
+                is then tried. If the template rejects this, too, it says nothing about the message.
+            probe: That of the message.
         """
-        message = messages[number - 1]
-        content = _parts(PROBE) if isinstance(message.get("content"), list) else PROBE
-        as_last = [*messages[: number - 1], message | {"content": content}]
-        for probed in (as_last + messages[number:], as_last):
-            text = self._try(probed, tools)
-            if text is None or PROBE in text:
-                self.roles.add(message["role"])
-                return
-        known = [role for role in (*ROLES, "developer", "ipython") if role in self.names()]
+        message = messages[index]
+        if text is None:
+            text = self._try([*messages[:index], _with_content(message, probe), *messages[index + 1 :]], tools)
+        if text is None or probe in text:
+            return
+        role = message["role"]
+        begin = f"the chat template leaves out message {index + 1}, whose role is {role!r}."
+        if role in self.names():
+            raise RowError(
+                f"{begin} It writes this role at other places of a conversation. Put the message there, or give a "
+                "template that writes it: data.chat_template=FILE."
+            )
+        known = [name for name in (*ROLES, "developer", "ipython") if name in self.names()]
         raise RowError(
-            f"the chat template leaves out message {number}, whose role is {message['role']!r}. It names the roles "
-            f"{', '.join(known) or 'none'}. Rename the role in the data, or give a template that writes it: "
-            "data.chat_template=FILE."
+            f"{begin} It names the roles {', '.join(known) or 'none'}. Rename the role in the data, or give a template "
+            "that writes it: data.chat_template=FILE."
         )
 
     # -- what a template takes -----------------------------------------------------------------------------------------
@@ -445,6 +465,13 @@ def answer_end(tokenizer: Any) -> AnswerEnd:
 def _answer_indices(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """The indices of the messages of the assistant."""
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _with_content(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A message with another text, in the form that it has. One with tool calls stays as it is."""
+    if message.get("tool_calls"):
+        return dict(message)
+    return {**message, "content": _parts(text) if isinstance(message.get("content"), list) else text}
 
 
 def _parts(text: str) -> list[dict[str, str]]:

@@ -254,6 +254,43 @@ def test_a_role_that_the_template_leaves_out_is_named():
         run.datasets["train"][1]
 
 
+FIRST_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ '<|im_start|>system\\n' + messages[0]['content'] }}"
+    "{{ '<|im_end|>\\n' }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] in ('user', 'assistant') %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""A template that writes a system message only if it is the first message, as those of gpt-oss and SmolLM3."""
+LAST_SYSTEM = (
+    "{% set found = namespace(system='') %}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{% set found.system = message['content'] %}{% endif %}{% endfor %}{{ found.system }}"
+    + FIRST_SYSTEM.partition("{% endif %}")[2]
+)
+"""A template that writes the last system message, as that of DeepSeek-R1."""
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "left_out"),
+    [
+        (FIRST_SYSTEM, [user("a"), answer("b"), system("c"), user("d"), answer("e")], 3),
+        (LAST_SYSTEM, [system("a"), system("b"), user("c"), answer("d")], 1),
+    ],
+    ids=["only the first", "only the last"],
+)
+def test_a_message_that_the_template_writes_at_other_places_is_named(template, messages, left_out):
+    """The first row has the same roles, and is written."""
+    rows = [{"messages": [system("a"), user("b"), answer("c")]}, {"messages": messages}]
+    Path("own.jinja").write_text(template)
+    with expect_problem(f"invalid-row rows.jsonl, line 2: message {left_out}, 'system'. other places", RecipeError):
+        memory(*rows, chat_template="own.jinja")
+    assert trained(memory(rows[0], chat_template="own.jinja"), 0) == "c<|im_end|>\n"
+
+
 # -- forms -------------------------------------------------------------------------------------------------------------
 
 SHARED: dict[str, tuple[list[str], dict[str, Any]]] = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from fastloop.problem import Problem
 
@@ -50,7 +51,12 @@ def set_rates_of_length(scheduler: Any, where: str) -> None:
 
 
 def rates_of_step(scheduler: LRScheduler) -> list[Any] | None:
-    """The learning rates of a schedule at its step; None if they depend on the rates before."""
+    """The learning rates of a schedule at its step; None if they depend on the rates before. A sequence of schedules
+    has those of the one that it is at."""
+    if isinstance(scheduler, SequentialLR):
+        # with milestones [4, 8], the second schedule has the steps 4 to 7
+        place = bisect_right(scheduler._milestones, scheduler.last_epoch)
+        return rates_of_step(scheduler._schedulers[place])
     groups = scheduler.optimizer.param_groups
     before = [rate_of(group) for group in groups]
     try:

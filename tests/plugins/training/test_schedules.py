@@ -112,7 +112,8 @@ class BuildsSchedule(Plugin):
 
     Args:
         kind: ``LambdaLR``; ``class``: a class of its own that computes rates from the step; ``chained``: one that
-            computes each rate from the one before it; ``dict``: as ``class``, for one of several optimizers.
+            computes each rate from the one before it; ``dict``: as ``class``, for one of several optimizers;
+            ``sequence``: two of ``LambdaLR``, one after the other.
     """
 
     name = "builds-schedule"
@@ -142,12 +143,16 @@ class BuildsSchedule(Plugin):
 
         if self.kind == "LambdaLR":
             return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+        if self.kind == "sequence":
+            first = lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
+            second = lr_scheduler.LambdaLR(optimizer, lambda step: 1 - (step + 4) / total)
+            return lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[4])
         if self.kind == "dict":
             return {"all": Linear(optimizer["all"])}
         return Chained(optimizer) if self.kind == "chained" else Linear(optimizer)
 
 
-@pytest.mark.parametrize("kind", ["LambdaLR", "class", "dict"])
+@pytest.mark.parametrize("kind", ["LambdaLR", "class", "dict", "sequence"])
 def test_an_own_schedule_resumes_with_the_rates_of_another_length(kind, caplog):
     execute(make_run("output=cut", save_every=CUT, objects=[BuildsSchedule(kind), StopsAfter(CUT)], epochs=2))
     rates = Rates()

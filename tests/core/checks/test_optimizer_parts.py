@@ -1,0 +1,66 @@
+"""Optimizers and schedulers with which a run could not continue are refused before it begins."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from fastloop import Plugin, UsageError, hookimpl
+from fastloop.testing import expect_problem
+
+
+class WarmUp:
+    """A learning rate that grows.
+
+    Args:
+        kept: An attribute, which torch saves with the state of ``LambdaLR``.
+    """
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, (step + 1) / 8)
+
+
+class NamesGroup(Plugin):
+    """Builds an optimizer with a setting of its own."""
+
+    name = "names-group"
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    @hookimpl
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return AdamW([{"params": list(model.parameters()), "kept": self.kept}], lr=1e-2)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(tiny_run):
+    with expect_problem("unsupported-optimizer train.optimizer LBFGS.step", UsageError):
+        tiny_run(optimizer="LBFGS", epochs=1)
+
+
+@pytest.mark.parametrize("kept", [print, 3])
+def test_a_scheduler_that_no_checkpoint_can_hold_is_refused(tiny_run, kept):
+    options: dict[str, Any] = {"scheduler": partial(LambdaLR, lr_lambda=WarmUp(kept)), "epochs": 1}
+    if kept == 3:
+        assert tiny_run(**options).summary["status"] == "completed"
+        return
+    with expect_problem("invalid-state scheduler.lr_lambdas.0.kept LambdaLR", UsageError):
+        tiny_run(**options)
+
+
+@pytest.mark.parametrize("kept", [print, 3])
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tiny_run, kept):
+    if kept == 3:
+        assert tiny_run([NamesGroup(kept)], epochs=1).summary["status"] == "completed"
+        return
+    with expect_problem("invalid-state optimizer.kept", UsageError):
+        tiny_run([NamesGroup(kept)], epochs=1)

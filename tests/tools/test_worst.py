@@ -20,7 +20,7 @@ from inference_runs import CLASSES, texts, train, write_csv, write_recipe
 from text_helpers import TINY_GPT
 
 from fastloop.testing import assert_problem
-from fastloop_tools.inference.worst import score
+from fastloop_tools.inference.worst import name_classes, score, score_sets
 from fastloop_tools.report.page import MOST_CLASSES
 from fastloop_tools.report.read import read_evaluation
 from fastloop_tools.shared.sample_text import describe_sample
@@ -288,8 +288,44 @@ def test_a_module_shows_few_numbers_and_a_language_model_no_order(tmp_path, cli)
 def test_samples_without_a_target_are_left_out():
     scores = torch.tensor([[0.0, 2.0], [3.0, 0.0], [1.0, 1.0]])
     found = score(scores, torch.tensor([0, -100, 1]), (7, 8, 9))
-    assert [(one.sample, one.target, one.prediction) for one in found] == [(7, 0, 1), (9, 1, 0)]
+    assert [(one.sample, one.target, one.prediction) for one in found] == [(7, (0,), (1,)), (9, (1,), (0,))]
     assert found[0].target_score == pytest.approx(scores[0].log_softmax(0)[0].item())
+
+
+def test_the_target_of_several_labels_has_the_product_of_their_probabilities():
+    """Sample 7 has both classes, sample 8 none, and the threshold is above the second score of sample 8."""
+    scores = torch.tensor([[1.0, -2.0], [-1.0, 0.5]])
+    found = score_sets(scores, torch.tensor([[1.0, 1.0], [0.0, 0.0]]), (7, 8), 0.7)
+    assert [(one.sample, one.target, one.prediction) for one in found] == [(7, (0, 1), (0,)), (8, (), ())]
+    shares = scores.sigmoid()
+    targets = [shares[0, 0] * shares[0, 1], (1 - shares[1, 0]) * (1 - shares[1, 1])]
+    predictions = [shares[0, 0] * (1 - shares[0, 1]), targets[1]]
+    assert [one.target_score for one in found] == pytest.approx([value.log().item() for value in targets])
+    assert [one.prediction_score for one in found] == pytest.approx([value.log().item() for value in predictions])
+    assert [name_classes(["spam", "toxic"], one.target) for one in found] == ["spam, toxic", "none"]
+
+
+def test_the_worst_samples_of_several_labels_are_shown(tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for number, values in enumerate(texts(40, 0)):
+        labels = [[], [values["label"]], [values["label"], "long"]][number % 3]
+        rows.append({"text": values["text"], "tags": labels})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"files": {"train": "rows.jsonl"}, "text": "text", "label": "tags", "label_type": "classes"}
+    data |= {"max_length": 32, "validation_fraction": 0.5}
+    train(write_recipe(tmp_path, data=data, train={"max_steps": 2, "batch_size": 8, "lr": 0.1, "device": "cpu"}))
+    out = evaluate(cli, "run", "--split", "validation", "--worst", "20")
+    found = stored(Path("run"), "validation")["worst"]
+    assert len(found) == 20
+    probabilities = [row["target_probability"] for row in found]
+    assert probabilities == sorted(probabilities)
+    assert {"none"} < {row["target"] for row in found}
+    for row in found:
+        line = int(row["place"].partition(", line ")[2])
+        assert row["target"] == (", ".join(sorted(rows[line - 1]["tags"])) or "none")
+        assert row["place"] in out
+    assert [re.findall(r"P\(\w+\)", out)] == [["P(target)", "P(prediction)"]]
 
 
 def test_inputs_are_described():

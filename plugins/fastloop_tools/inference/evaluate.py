@@ -356,5 +356,5 @@ def show_worst(rows: list[dict[str, Any]]) -> None:
             ]
         )
     kept = list(rows[0]["kept"])
-    head = ["sample", "target", "probability", "prediction", "probability", *kept, "input"]
+    head = ["sample", "target", "P(target)", "prediction", "P(prediction)", *kept, "input"]
     show_table(head, cells, wraps=-1)

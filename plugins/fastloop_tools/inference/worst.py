@@ -1,4 +1,6 @@
-"""The samples of an evaluated split that a classifier got most wrong: their targets have the lowest probability."""
+"""The samples of an evaluated split that a classifier got most wrong: their targets have the lowest probability.
+
+A sample has one class, or any number of them."""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from fastloop import Run, UsageError, loop
 from fastloop.evaluation_results import evaluating
+from fastloop_plugins.tasks.shared.problems import MultiLabel
 from fastloop_plugins.text.row_places import RowPlace, find_places
 from fastloop_plugins.text.task import TextTask
 from fastloop_tools.inference.classes import class_names, classifies
@@ -23,12 +27,15 @@ from fastloop_tools.shared.sample_text import describe_sample
 
 
 class ScoredSample(NamedTuple):
-    """A sample's log probability of its target, and its most probable class. Sorts by the first."""
+    """A sample's log probability of its target, and its prediction. Sorts by the first.
+
+    ``target`` and ``prediction`` are the ids of classes: one, or any number if a sample may have several.
+    """
 
     target_score: float
     sample: int
-    target: int
-    prediction: int
+    target: tuple[int, ...]
+    prediction: tuple[int, ...]
     prediction_score: float
     classes: int
 
@@ -55,7 +62,8 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
     Each has ``index``, ``place``, ``input``, ``target``, ``prediction``, ``target_probability``,
     ``prediction_probability`` and ``kept``. The input is the text of its row, or a description of the sample. The
     place is a file and a line, the file of an image, or None. Probabilities are the softmax of the scores in float32.
-    Empty for a task that does not classify. Every process must call it.
+    If a sample may have several classes, its target names all of them, and the probability is that of all classes being
+    right: the product over the classes. Empty for a task that does not classify. Every process must call it.
 
     Args:
         keep: The option ``--keep``: columns of the file of each sample, for ``kept``.
@@ -64,6 +72,7 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
         UsageError: The samples are no rows of files that have these columns.
     """
     own: list[ScoredSample] = []
+    problem = several_labels(run)
     with evaluating(run.model):
         for batch in loop.evaluation_batches(run, run.eval_loaders[split]):
             output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
@@ -73,8 +82,13 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
             targets = output.targets
             if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor):
                 continue
-            if classifies(predictions, targets) and len(predictions) == len(batch.ids):
+            if len(predictions) != len(batch.ids):
+                continue
+            if classifies(predictions, targets):
                 own = heapq.nsmallest(count, [*own, *score(predictions, targets, batch.ids)])
+            elif problem is not None and predictions.shape == targets.shape:
+                scored = score_sets(predictions, targets, batch.ids, problem.threshold)
+                own = heapq.nsmallest(count, [*own, *scored])
     of_processes = run.processes.all_gather_object(own)
     worst = heapq.nsmallest(count, chain.from_iterable(of_processes))
     if not worst or not run.is_main:
@@ -96,8 +110,8 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
                 "place": origin.place,
                 "kept": origin.kept,
                 "input": shown,
-                "target": names[one.target],
-                "prediction": names[one.prediction],
+                "target": name_classes(names, one.target),
+                "prediction": name_classes(names, one.prediction),
                 "target_probability": torch.tensor(one.target_score).exp().item(),
                 "prediction_probability": torch.tensor(one.prediction_score).exp().item(),
             }
@@ -196,8 +210,45 @@ def score(predictions: Tensor, targets: Tensor, ids: Sequence[int]) -> list[Scor
     scored = []
     for target_score, sample, target, prediction, prediction_score in rows:
         if target >= 0:
-            scored.append(ScoredSample(target_score, sample, target, prediction, prediction_score, classes))
+            scored.append(ScoredSample(target_score, sample, (target,), (prediction,), prediction_score, classes))
     return scored
+
+
+def several_labels(run: Run) -> MultiLabel | None:
+    """The problem of a classifier of texts whose samples may have several classes; None: another task."""
+    problem = getattr(run.plugins.task, "problem", None)
+    return problem if isinstance(problem, MultiLabel) else None
+
+
+def score_sets(predictions: Tensor, targets: Tensor, ids: Sequence[int], threshold: float) -> list[ScoredSample]:
+    """The samples of a batch whose samples may have several classes.
+
+    Args:
+        predictions: (N, classes) scores.
+        targets: (N, classes) of 0 and 1.
+        threshold: A sample has a class if its probability is above this.
+    """
+    scores = predictions.float()
+    log_present = logsigmoid(scores)
+    log_absent = logsigmoid(-scores)
+    is_target = targets > 0.5
+    is_predicted = scores.sigmoid() > threshold
+    # A sample with the scores [2, -1] and the classes [1, 0] has the log probability log s(2) + log s(1).
+    target_scores = torch.where(is_target, log_present, log_absent).sum(1).tolist()
+    prediction_scores = torch.where(is_predicted, log_present, log_absent).sum(1).tolist()
+    scored = []
+    for row, sample in enumerate(ids):
+        target = tuple(is_target[row].nonzero()[:, 0].tolist())
+        prediction = tuple(is_predicted[row].nonzero()[:, 0].tolist())
+        scored.append(
+            ScoredSample(target_scores[row], sample, target, prediction, prediction_scores[row], scores.shape[1])
+        )
+    return scored
+
+
+def name_classes(names: Sequence[str], classes: Sequence[int]) -> str:
+    """The names of a sample's classes: ``spam``, ``spam, toxic`` or ``none``."""
+    return ", ".join(names[index] for index in classes) or "none"
 
 
 def load_tokenizer(model: Path) -> Any:

@@ -290,6 +290,24 @@ def test_one_override_joins_all_classes_that_differ_by_case_or_spaces(caplog):
     assert set(names(path, label_map=yaml.safe_load(override))) == {"neg", "pos"}
 
 
+@pytest.mark.parametrize(("often", "seldom"), [("Good", "good"), ("good", "Good"), ("GOOD", "Good ")])
+def test_the_spelling_with_the_most_rows_names_the_class(often, seldom, caplog):
+    path = csv_file([often, "bad"] * 20 + [seldom] * 6)
+    text_data(path).load()
+    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    assert yaml.safe_load(override) == {seldom: often}
+
+
+def test_all_names_of_missing_values_are_left_out_by_one_override_which_also_joins_classes(caplog):
+    path = csv_file(["neg", "pos", "Pos", "?", "n/a", "neg", "pos"] * 6)
+    text_data(path).load()
+    overrides = [yaml.safe_load(text) for text in re.findall(r"data.label_map=({.*?})", caplog.text)]
+    assert overrides == [{"Pos": "pos"}, {"?": None, "n/a": None}, {"Pos": "pos", "?": None, "n/a": None}]
+    caplog.clear()
+    assert set(names(path, label_map=overrides[2])) == {"neg", "pos"}
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("name", ["nan", "?", "#DIV/0!", "\\N", " ", "NaT"])
 def test_a_class_with_the_name_of_a_missing_value_warns(name, caplog):
     path = csv_file(["neg", "pos", name] * 6)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,12 +23,19 @@ def warn_about_classes(ids: NDArray[np.int64], classes: Sequence[str]) -> list[s
     Args:
         ids: (rows,) the class of each row.
     """
-    warnings = [_rare_classes(ids, classes), _alike_classes(classes), _missing_value(classes)]
+    counts = np.bincount(ids, minlength=len(classes))
+    groups = _alike_classes(classes)
+    renamed = _common_names(groups, dict(zip(classes, counts.tolist(), strict=True)))
+    warnings = [_rare_classes(counts, classes), _alike_warning(groups, renamed), _missing_value(classes, renamed)]
     return [warning for warning in warnings if warning is not None]
 
 
-def _rare_classes(ids: NDArray[np.int64], classes: Sequence[str]) -> str | None:
-    counts = np.bincount(ids, minlength=len(classes))
+def _rare_classes(counts: NDArray[np.int64], classes: Sequence[str]) -> str | None:
+    """A warning about classes with few rows.
+
+    Args:
+        counts: (classes,) the rows of each class.
+    """
     rare = [index for index in range(len(classes)) if counts[index] < ROWS_OF_A_RARE_CLASS]
     if not rare:
         return None
@@ -42,42 +49,72 @@ def _rare_classes(ids: NDArray[np.int64], classes: Sequence[str]) -> str | None:
     )
 
 
-def _alike_classes(classes: Sequence[str]) -> str | None:
+def _alike_classes(classes: Sequence[str]) -> list[list[str]]:
+    """The groups of two or more classes that differ only by case, spaces or characters that cannot be seen."""
     names_by_key: dict[str, list[str]] = {}
     for name in classes:
         names_by_key.setdefault(same_name(name), []).append(name)
-    groups = [names for names in names_by_key.values() if len(names) > 1]
+    return [names for names in names_by_key.values() if len(names) > 1]
+
+
+def _alike_warning(groups: Sequence[Sequence[str]], renamed: Mapping[str, str]) -> str | None:
     if not groups:
         return None
     listed = " and the classes ".join(", ".join(map(written_label, names)) for names in groups)
-    # one override for all groups: a second one would replace the first
-    pairs = [f"{written_label(name)}: {written_label(common)}" for name, common in _common_names(groups).items()]
     return (
         f"the classes {listed} differ only by case, spaces or characters that cannot be seen. If they are equal: "
-        f"data.label_map={{{', '.join(pairs)}}}"
+        f"{_override(renamed)}"
     )
 
 
-def _common_names(groups: Sequence[Sequence[str]]) -> dict[str, str]:
+def _override(names: Mapping[str, str | None]) -> str:
+    """One override for all labels, because a second one would replace the first: ``data.label_map={'Good': 'good'}``.
+
+    Args:
+        names: Label -> the name of its class; None: leave out its rows.
+    """
+    pairs = []
+    for label, name in names.items():
+        value = "null" if name is None else written_label(name)
+        pairs.append(f"{written_label(label)}: {value}")
+    return f"data.label_map={{{', '.join(pairs)}}}"
+
+
+def _common_names(groups: Sequence[Sequence[str]], rows: Mapping[str, int]) -> dict[str, str]:
     """The name that each group of equal names shares, for the names that differ from it.
 
-    It has no needless spaces, and no characters that cannot be seen: ``{"Good": "good", "good ": "good"}`` for
-    ``[["Good", "good", "good "]]``.
+    It is the one with the most rows that has no needless spaces, and no characters that cannot be seen: ``{"Good":
+    "good", "good ": "good"}`` for ``[["Good", "good", "good "]]``. Of equally many rows, it is the last one.
+
+    Args:
+        rows: The number of rows of each class.
     """
     renamed: dict[str, str] = {}
     for group in groups:
         tidy = [name for name in group if name == visible_name(name)]
-        common = tidy[-1] if tidy else visible_name(group[-1])
+        common = max(reversed(tidy), key=lambda name: rows[name]) if tidy else visible_name(group[-1])
         for name in group:
             if name != common:
                 renamed[name] = common
     return renamed
 
 
-def _missing_value(classes: Sequence[str]) -> str | None:
-    for name in classes:
-        if name.strip().lower() in MISSING:
-            written = written_label(name)
-            remedy = f"If it is one, leave out its rows: data.label_map={{{written}: null}}"
-            return f"the class {written} has the name of a missing value. {remedy}"
-    return None
+def _missing_value(classes: Sequence[str], renamed: Mapping[str, str]) -> str | None:
+    """A warning about classes with the name of a missing value.
+
+    Args:
+        renamed: The pairs of the override that another warning proposes.
+    """
+    missing = [name for name in classes if name.strip().lower() in MISSING]
+    if not missing:
+        return None
+    left_out: dict[str, str | None] = dict.fromkeys(missing)
+    listed = ", ".join(map(written_label, missing))
+    if len(missing) == 1:
+        text = f"the class {listed} has the name of a missing value. If it is one, leave out its rows: "
+    else:
+        text = f"the classes {listed} have the names of missing values. If they are, leave out their rows: "
+    text += _override(left_out)
+    if renamed:
+        text += f". Together with the names above: {_override({**renamed, **left_out})}"
+    return text

@@ -23,12 +23,16 @@ from fastloop.testing import expect_problem, tiny_data, tiny_model
         ({"patience": 3}, (0.1, 0.2, 0.3, 0.4, 0.5), 5),
     ],
 )
-def test_it_stops_when_the_metric_does_not_improve(tiny_run, options, values, epochs):
+def test_it_stops_when_the_metric_does_not_improve(tiny_run, caplog, options, values, epochs):
     result = tiny_run([{"early-stopping": {"monitor": "score", **options}}, ScriptedScore(*values)], epochs=5)
     assert result.summary["epochs"] == epochs
     assert result.summary["status"] == ("completed" if epochs == 5 else "stopped")
     if epochs < 5:
-        assert result.summary["reason"].startswith("early-stopping: score ")
+        reason = result.summary["reason"]
+        assert reason.startswith("early-stopping: score ")
+        assert f"stopped at step {result.summary['steps']}: {reason}" in caplog.text
+    else:
+        assert "stopped" not in caplog.text
 
 
 def test_patience_is_restored_on_resume(tiny_run):

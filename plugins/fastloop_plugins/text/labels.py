@@ -192,7 +192,10 @@ def _check_mapped_names(values: Mapping[str, list[PartLabels]], names: Mapping[s
     unknown = names.keys() - set(map(str, labels))
     if unknown:
         raise RecipeError(
-            f"the label {min(unknown)!r} never occurs. There: {list_labels(labels)}.", code="unknown-label", place=where
+            f"the label {min(unknown)!r} never occurs. There: {list_labels(labels)}.",
+            code="unknown-label",
+            place=where,
+            remedy="Correct it, or remove it from data.label_map.",
         )
 
 

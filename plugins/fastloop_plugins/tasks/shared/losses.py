@@ -167,7 +167,8 @@ class ClassLoss:
         if labels is None:
             logger.warning(
                 Problem(
-                    "this loss has no class weights: balanced counts the training split, which is not read here.",
+                    "this loss has no class weights: balanced counts the training split, which is not read here. So "
+                    "the loss differs from that of the run, and the metrics of predicted classes do not.",
                     code="no-class-weights",
                     place=self.where,
                 )

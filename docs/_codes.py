@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fastloop
 from fastloop import errors
-from fastloop.problem import Problem
+from fastloop.problem import Problem, counted
 
 CHECKOUT = Path(fastloop.__file__).parents[2]
 FOLDERS = ("core", "plugins", "packages")
@@ -86,9 +86,21 @@ def show(node: ast.expr) -> str:
         return show(node.args[0])
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "did_you_mean":
         return "Did you mean ...?"
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("counted", "agree"):
+        return show_plural(node)
     if isinstance(node, ast.Name | ast.Attribute):
         return f"{{{ast.unparse(node).rpartition('.')[2]}}}"
     return "{...}"
+
+
+def show_plural(call: ast.Call) -> str:
+    """A call of ``counted`` or ``agree`` with a number that is known in a run: ``{rows} steps`` or ``are``."""
+    values = [argument.value for argument in call.args[1:] if isinstance(argument, ast.Constant)]
+    words = [str(value) for value in values]
+    if ast.unparse(call.func) == "agree":
+        return words[-1]
+    plural = counted(2, *words).removeprefix("2 ")
+    return f"{show(call.args[0])} {plural}"
 
 
 def count_words(problem: Problem) -> int:

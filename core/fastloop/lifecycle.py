@@ -31,7 +31,7 @@ from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
 from fastloop.plugins.manager import PluginSet, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
-from fastloop.problem import Problem, clause
+from fastloop.problem import Problem, agree, clause, counted
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
@@ -388,7 +388,9 @@ def _set_train_mode(model: nn.Module) -> None:
             listed += ", ..."
         log.warning(
             Problem(
-                f"{len(frozen)} modules stay in eval mode, as the model has them: {listed}.", code="stays-in-eval-mode"
+                f"{counted(len(frozen), 'module')} {agree(len(frozen), 'stays', 'stay')} in eval mode, as in the "
+                f"model: {listed}.",
+                code="stays-in-eval-mode",
             )
         )
 

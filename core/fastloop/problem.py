@@ -42,6 +42,14 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {plural}"
 
 
+def agree(number: int, singular: str, plural: str) -> str:
+    """The word that agrees with a number, such as ``is`` for 1, else ``are``.
+
+    ``f"{count} of {total} rows {agree(count, 'is', 'are')} left out"`` gives ``1 of 9 rows is left out``.
+    """
+    return singular if number == 1 else plural
+
+
 def clause(error: BaseException) -> str:
     """The message of an error as a part of a sentence: its first line, without a full stop. An error without a message
     is named by its class.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
-from fastloop.problem import clause
+from fastloop.problem import clause, counted
 from fastloop.runtime.files import naming
 from fastloop.runtime.platform_support import sync
 from fastloop_plugins._partial_entry import partial_entry, read_type
@@ -188,7 +188,7 @@ def kept(
                 write_more(partial.folder)
         content = read(entry)
     else:
-        logger.info("tokens: %d texts from %s", len(content[1]), entry)
+        logger.info("tokens: %s from %s", counted(len(content[1]), "text"), entry)
     if content is None:
         raise OSError(f"{entry}: written and cannot be read")
     return content

@@ -135,7 +135,7 @@ def test_a_map_names_or_numbers_classes(write_file):
     assert_problem(problem_of(path), "gaps-in-labels 0 1 data.label_map={NUMBER NAME")
     assert names(path, label_map={-1: "neg", 1: "pos"}) == ["neg", "pos", "neg"]
     assert names(path, label_map={-1: 0}) == ["0", "1", "0"]
-    assert_problem(problem_of(path, label_map={-1: 0, 2: 1}), "unknown-label recipe.yaml: data.label_map '2'")
+    assert_problem(problem_of(path, label_map={-1: 0, 2: 1}), "unknown-label recipe.yaml: data.label_map '2' remove")
 
 
 def test_a_map_names_labels_of_several_kinds():
@@ -164,7 +164,7 @@ def test_labels_mapped_to_null_leave_out_their_rows_with_a_count(write_file, mar
         problem_of(files | {"test": write_file([mark, mark], files["test"])}, label_map={mark: None}),
         "empty-split recipe.yaml data.label_map 2 data.splits.test=null",
     )
-    assert_problem(problem_of(files["train"], label_map={7: None}), "unknown-label data.label_map '7'")
+    assert_problem(problem_of(files["train"], label_map={7: None}), "unknown-label data.label_map '7' remove")
 
 
 def test_rows_after_those_left_out_keep_their_numbers():

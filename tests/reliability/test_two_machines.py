@@ -236,7 +236,7 @@ def test_torchrun_continues_with_other_machines(nodes, undisturbed):
     nodes.lose(1)
     set_pace(0.0)
     assert first.wait(ENDS) == 0, first.stdout + first.stderr
-    assert "saved by 1 processes, resumed on 2" in first.stdout
+    assert "saved by 1 process, resumed on 2" in first.stdout
     assert "saved by 2 processes, resumed on 1" in first.stdout
     ours, theirs = metrics(Path("run")), metrics(undisturbed)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]

@@ -186,7 +186,7 @@ def test_balanced_class_weights_need_the_training_split_for_the_loss_only(tmp_pa
     assert code == 0, err
     found, expected = json.loads(Path("results.json").read_text())["metrics"], summary(tmp_path / "run")["test"]
     assert {name: found[name] for name in ("accuracy", "f1")} == {name: expected[name] for name in ("accuracy", "f1")}
-    assert_problem(out, "no-class-weights text-classification balanced")
+    assert_problem(out, "no-class-weights text-classification balanced loss differs")
 
 
 def test_classes_are_those_of_scikit_learn(trained, cli):

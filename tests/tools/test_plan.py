@@ -34,7 +34,7 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
     assert "on by default" in dict(listed)["log"]
     assert "decay=0.5" in out
     assert "sets mixed_precision=bf16" in out
-    assert "16 samples a step = 4 x 4 micro-steps x 1 processes" in out
+    assert "16 samples a step = 4 x 4 micro-steps x 1 process" in out
     assert "7 steps" in out
     _, short, _ = cli(*command)
     rows = re.findall(r"^ ?\d+\.  ([\w-]+) +([\w-]+) +(.*?) *$", short, re.MULTILINE)
@@ -52,7 +52,7 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
 def test_plan_counts_the_processes_that_a_launcher_started(cli, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     _, out, _ = cli("plan", "quickstart", "train.batch_size=32", "train.device=cpu", "--with", "ddp")
-    assert "32 samples a step = 8 x 1 micro-steps x 4 processes" in out
+    assert "32 samples a step = 8 x 1 micro-step x 4 processes" in out
     code, _, err = cli("plan", "quickstart", "train.batch_size=30", "train.device=cpu", "--with", "ddp")
     assert code == 2
     assert_problem(err, "not-divisible train.batch_size: 30 batch_size 28 32")
@@ -62,7 +62,7 @@ def test_plan_shows_that_all_processes_train_on_the_same_samples(cli):
     _, out, _ = cli(
         "plan", "quickstart", "train.batch_size=32", "train.device=cpu", "--with", "tensor-parallel", "--nproc", "4"
     )
-    assert "32 samples a step = 32 x 1 micro-steps on every process" in out
+    assert "32 samples a step = 32 x 1 micro-step on every process" in out
 
 
 INSTEAD = """

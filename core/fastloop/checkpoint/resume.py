@@ -22,7 +22,7 @@ from fastloop.checkpoint.form import check_form
 from fastloop.checkpoint.learning_rates import set_rates_of_length
 from fastloop.checkpoint.store import ResumePoint
 from fastloop.errors import CheckpointError, NoCheckpoint
-from fastloop.problem import Problem
+from fastloop.problem import Problem, counted
 from fastloop.recipe import secrets
 from fastloop.runtime.random_states import restore_random_states
 
@@ -212,7 +212,8 @@ def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:
     if len(states) == run.world_size:
         restore_random_states(states[run.rank], run.loaders.own_generators)
     else:
-        log.info("saved by %d processes, resumed on %d: dropout uses other random numbers", len(states), run.world_size)
+        saved_by = counted(len(states), "process")
+        log.info("saved by %s, resumed on %d: dropout uses other random numbers", saved_by, run.world_size)
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
 
 

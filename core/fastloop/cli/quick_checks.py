@@ -129,8 +129,8 @@ class Overfit(Plugin):
         """The result as a sentence."""
         if self.first is None:
             return (
-                f"overfit: {self.samples} samples need more than {counted(steps, 'step')}. Raise train.max_steps, or "
-                "take fewer samples."
+                f"overfit: a pass over {counted(self.samples, 'sample')} takes more than {counted(steps, 'step')}. "
+                "Raise train.max_steps, or take fewer samples."
             )
         losses = (
             f"{self.first:.4g} in the first pass over {counted(self.samples, 'sample')}, {self.last:.4g} in the last "

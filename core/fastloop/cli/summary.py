@@ -52,7 +52,8 @@ def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
     if scored:
         rows["positive"] = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in scored.items())
     epochs = counted(summary["epochs"], "epoch")
-    rows["steps"] = f"{summary['steps']} ({epochs}, {summary['samples']} samples)"
+    samples = counted(summary["samples"], "sample")
+    rows["steps"] = f"{summary['steps']} ({epochs}, {samples})"
     seconds = [(phase, summary[f"{phase}_seconds"]) for phase in PHASES]
     rows["seconds"] = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds if spent)
     rows["speed"] = f"{summary['samples_per_second']:.1f} samples/s"

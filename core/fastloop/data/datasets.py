@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import UsageError
+from fastloop.problem import counted
 from fastloop.runtime.random_states import DEPTH, Generator, find_generators, seed_all, seed_generators
 from fastloop.state import Batch
 
@@ -225,6 +226,6 @@ def check_dataset(dataset: Any, place: str) -> None:
 
 def fingerprint(dataset: Any) -> str:
     """The number of samples, if known, and the dataset's ``DatasetProtocol.fingerprint``."""
-    size = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else ""
+    size = counted(len(dataset), "sample") if hasattr(dataset, "__len__") else ""
     own = getattr(dataset, "fingerprint", None)
     return f"{size} {own()}".strip() if callable(own) else size

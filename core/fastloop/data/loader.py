@@ -16,7 +16,7 @@ from fastloop.data import streams
 from fastloop.data.datasets import Collate, MapReader
 from fastloop.data.sampler import AnnouncedMicroBatches, MicroBatchIds, StepSampler
 from fastloop.errors import CheckpointError, DataError, FastloopError, UsageError
-from fastloop.problem import Problem
+from fastloop.problem import Problem, counted
 from fastloop.runtime.forks import without_stdin
 from fastloop.runtime.regions import region
 from fastloop.runtime.tracebacks import user_line
@@ -130,7 +130,7 @@ class Loader:
         )
         if not self.sampler.size:
             raise UsageError(
-                f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples.",
+                f"the {split} split: drop_last=True leaves no batch of its {counted(self.sampler.drawn, 'sample')}.",
                 code="no-batch",
                 remedy="Make the batch size smaller.",
             )
@@ -167,7 +167,7 @@ class Loader:
             log.warning(
                 Problem(
                     f"{type(self.dataset).__name__} states a length of {self.stream.size}, and an epoch had "
-                    f"{samples} samples: schedules follow the stated length.",
+                    f"{counted(samples, 'sample')}: schedules follow the stated length.",
                     code="wrong-length",
                     remedy="Correct its __len__, or remove it and set train.max_steps.",
                 )
@@ -186,7 +186,8 @@ class Loader:
         """
         if start and getattr(self.dataset, "shards_itself", False):
             raise CheckpointError(
-                f"{type(self.dataset).__name__} shards itself, so a run cannot resume {start} samples into its epoch.",
+                f"{type(self.dataset).__name__} shards itself, so a run cannot resume {counted(start, 'sample')} into "
+                "its epoch.",
                 code="resume-impossible",
                 remedy="Resume from a checkpoint of an epoch's end (train.save_every: epoch).",
             )

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampl
 from fastloop.data.streams import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
 from fastloop.plugins.plugin import hookimpl
-from fastloop.problem import clause
+from fastloop.problem import clause, counted
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -137,9 +137,11 @@ class SamplerOrder(Sampler[int]):
                 self.sampler.set_epoch(epoch)
             ids = list(islice(iter(self.sampler), self.size + 1))
         if len(ids) != self.size:
-            count = f"more than {self.size}" if len(ids) > self.size else str(len(ids))
+            count = counted(len(ids), "sample")
+            if len(ids) > self.size:
+                count = f"more than {counted(self.size, 'sample')}"
             raise DataError(
-                f"{self.where} gave {count} samples in epoch {epoch}, and its length is {self.size}.",
+                f"{self.where} gave {count} in epoch {epoch}, and its length is {self.size}.",
                 code="wrong-length",
                 remedy="Make them the same.",
             )

@@ -13,6 +13,7 @@ from fastloop.distributed.processes import Processes
 from fastloop.distributed.ranks import check_variables, world_size
 from fastloop.distributed.rendezvous import store_arguments
 from fastloop.errors import PluginError, UsageError
+from fastloop.problem import counted
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop.settings import Settings
@@ -57,7 +58,7 @@ def build_accelerator(recipe: Recipe, settings: Settings) -> tuple[Accelerator, 
     accelerator = Accelerator(mixed_precision=settings.mixed_precision, cpu=device == "cpu", kwargs_handlers=handlers)
     if accelerator.num_processes != world_size():  # on an accelerator, it needs the local rank
         raise UsageError(
-            f"the environment has {world_size()} processes, and torch connected {accelerator.num_processes}.",
+            f"the environment has {counted(world_size(), 'process')}, and torch connected {accelerator.num_processes}.",
             code="wrong-environment",
             remedy=(
                 "Set WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, as torchrun and "

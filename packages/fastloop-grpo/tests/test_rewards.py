@@ -129,7 +129,7 @@ REFUSED = {
     "twice": ({"rewards": [own("a_text"), own("a_text")]}, {}, "twice"),
     "weights": ({"reward_weights": [1.0, 2.0]}, {}, "2 weights"),
     "column": ({"rewards": [own("needs_a_column")]}, {}, r"data.columns=\[solution\]"),
-    "count": ({"rewards": [own("too_few")]}, {}, "1 values for 2 completions"),
+    "count": ({"rewards": [own("too_few")]}, {}, "1 value for 2 completions"),
     "nan": ({"rewards": [own("not_a_number")]}, {}, "nan for the completion"),
     "text": ({"rewards": [own("a_text")]}, {}, "'good' for the completion"),
     "number": ({"rewards": [own("one_number")]}, {}, "returned a float"),

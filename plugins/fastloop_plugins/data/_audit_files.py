@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastloop.problem import agree
 from fastloop.runtime.files import no_follow
 
 SHOWN = 5
@@ -85,9 +86,10 @@ class EpochProblems:
         """A description for messages; empty if there is no problem."""
         parts = []
         if self.missing:
-            parts.append(f"{len(self.missing)} of {self.size} samples are missing ({_some(self.missing, ', ')})")
+            verb = agree(len(self.missing), "is", "are")
+            parts.append(f"{len(self.missing)} of {self.size} samples {verb} missing ({_some(self.missing, ', ')})")
         if self.lost:
-            parts.append(f"{self.lost} of {self.size} samples are missing")
+            parts.append(f"{self.lost} of {self.size} samples {agree(self.lost, 'is', 'are')} missing")
         if self.repeated:
             locations = files.locate(epoch, self.repeated[:SHOWN]) + self.repeated[SHOWN:]
             parts.append(f"{len(self.repeated)} came more than once ({_some(locations, '; ')})")

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from fastloop import Problem
+from fastloop.problem import agree, counted
 from fastloop_plugins._names import list_names
 from fastloop_plugins.training._patterns import parameters_by_name
 
@@ -29,8 +30,8 @@ def report_frozen(run: Run) -> None:
         return
     logger.warning(
         Problem(
-            f"{len(frozen)} weights keep random values, because the pretrained model lacks them, and "
-            f"they are frozen: {list_names(frozen, LISTED)}.",
+            f"{counted(len(frozen), 'frozen weight')} {agree(len(frozen), 'keeps', 'keep')} random values, because the "
+            f"pretrained model lacks {agree(len(frozen), 'it', 'them')}: {list_names(frozen, LISTED)}.",
             code="random-weights-frozen",
             remedy=("Train them (plugins.lora.modules_to_save, plugins.freeze.match), or load them (model.weights)."),
         )

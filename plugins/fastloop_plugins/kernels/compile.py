@@ -35,6 +35,7 @@ from fastloop import (
     hookimpl,
     option,
 )
+from fastloop.problem import counted
 from fastloop_plugins._cache import private_cache
 from fastloop_plugins._listed_strategy import gathers_weights
 from fastloop_plugins._task_traits import recipe_traits
@@ -248,7 +249,8 @@ class Compile(Plugin):
         if skipped:
             self.log.warning(
                 Problem(
-                    f"{skipped} graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why).",
+                    f"{counted(skipped, 'graph')} could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows "
+                    "why).",
                     code="no-cuda-graphs",
                 )
             )
@@ -256,7 +258,7 @@ class Compile(Plugin):
         if again >= self.recompile_limit:
             self.log.warning(
                 Problem(
-                    f"{again} recompilations: shapes vary too much.",
+                    f"{counted(again, 'recompilation')}: shapes vary too much.",
                     code="many-recompilations",
                     remedy="Raise data.pad_to_multiple_of or set dynamic: true.",
                 )

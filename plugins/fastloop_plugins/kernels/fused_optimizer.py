@@ -29,6 +29,7 @@ from fastloop import (
     hookimpl,
     option,
 )
+from fastloop.problem import agree, counted
 from fastloop.runtime.hardware import this_machine
 
 if TYPE_CHECKING:
@@ -208,8 +209,8 @@ def start_momentum(run: Run, group: Mapping[str, Any]) -> None:
         return
     if group["dampening"]:
         raise PluginError(
-            f"{len(new)} weights get their first gradient in step {run.state.step + 1}, which torch's fused SGD does "
-            "not support with dampening.",
+            f"{counted(len(new), 'weight')} {agree(len(new), 'gets its', 'get their')} first gradient in step "
+            f"{run.state.step + 1}, which torch's fused SGD does not support with dampening.",
             code="unsupported-optimizer",
             place=f"{run.recipe.where}: plugins.fused-optimizer",
             remedy="Set plugins.fused-optimizer.implementation: foreach.",

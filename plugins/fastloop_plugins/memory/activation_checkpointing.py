@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, hookimpl, option
+from fastloop.problem import agree
 from fastloop_plugins.models.blocks import transformer_blocks
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ class ActivationCheckpointing(Plugin):
         if stateful:
             self.log.warning(
                 Problem(
-                    f"{len(stateful)} of {len(blocks)} blocks ({type(stateful[0]).__name__}) have batch or "
-                    "spectral norm, which must not see a batch twice: they are not recomputed.",
+                    f"{len(stateful)} of {len(blocks)} blocks ({type(stateful[0]).__name__}) "
+                    f"{agree(len(stateful), 'has', 'have')} batch or spectral norm, which must not see a batch twice: "
+                    "they are not recomputed.",
                     code="not-recomputed",
                 )
             )

@@ -15,6 +15,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from fastloop import FastloopError, Plugin, Problem, UsageError, hookimpl, option
+from fastloop.problem import counted
 from fastloop.recipe import secrets
 from fastloop.runtime import files, platform_support
 from fastloop_plugins.memory._out_of_memory import free_tensors, is_out_of_memory, write_memory_report
@@ -59,10 +60,8 @@ class AutoMicroBatch(Plugin):
         size = run.processes.all_gather_object(size)[0]
         if size is not None and size["recipe"] == self.recipe(run):
             self.apply_sizes(run, size["sizes"])
-            self.log.info(
-                "starts with the size that fitted before: %s samples in a micro-batch",
-                run.loaders.micro_batch_size,
-            )
+            samples = counted(run.loaders.micro_batch_size, "sample")
+            self.log.info("starts with the size that fitted before: %s in a micro-batch", samples)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -110,7 +109,7 @@ class AutoMicroBatch(Plugin):
             size = max(part for part in range(1, size // 2 + 1) if split or total % part == 0)
         self.sizes[where] = [size, pieces]
         free_tensors(error)
-        now = f"cut into {pieces}" if by_plugin else f"{size} samples"
+        now = f"cut into {pieces}" if by_plugin else counted(size, "sample")
         message = f"micro-batches of {where} do not fit into memory at step {run.state.step + 1}: {now} from here on"
         self.write(run)
         if run.world_size > 1:

@@ -124,4 +124,4 @@ class Profile(Plugin):
         if self.history:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.prefix}.memory.pickle"))  # type: ignore[no-untyped-call]
         self.written += 1
-        self.log.info("%d steps written to %s", self.active, self.folder)
+        self.log.info("%s written to %s", counted(self.active, "step"), self.folder)

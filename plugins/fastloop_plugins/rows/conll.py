@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
+from fastloop.problem import agree, counted
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block
 from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
@@ -80,7 +81,8 @@ class Conll(LineFormat):
 
         yield from self.in_blocks(self._sentences(start, tagged, comments), read, make, size, skip)
         if comments:
-            self.notes.append(f"{self.path}: {len(comments)} lines are comments, the first is line {comments[0]}")
+            verb = agree(len(comments), "is a comment", "are comments")
+            self.notes.append(f"{self.path}: {counted(len(comments), 'line')} {verb}, the first is line {comments[0]}")
 
     def _sentences(self, start: int, tagged: bool, comments: list[int]) -> Iterator[tuple[int, Sentence]]:
         """Yield each sentence, with an offset before it.
@@ -125,7 +127,8 @@ class Conll(LineFormat):
     def _add(self, sentence: Sentence, cells: list[str], width: int, tagged: bool, first: int) -> str | None:
         """Add a line to its sentence. Returns the line's problem, or None."""
         if tagged and len(cells) != width:
-            return f"found {len(cells)} columns, expected {width}, as in line {first}. Blank lines separate sentences."
+            columns = counted(len(cells), "column")
+            return f"found {columns}, expected {width}, as in line {first}. Blank lines separate sentences."
         for key, column in (("words", self.numbers.words), ("tags", self.numbers.tags))[: 1 + tagged]:
             if key == "tags" and width == 1:
                 return "found one column, expected a word and its tag, separated by a tab or by spaces."

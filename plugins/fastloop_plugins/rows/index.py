@@ -17,7 +17,7 @@ from pyarrow import ArrowException
 
 from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
-from fastloop.problem import clause
+from fastloop.problem import clause, counted
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.formats import ROWS_AT_ONCE, FileLayout, explain_reading
@@ -388,7 +388,7 @@ class Reader:
                 place=str(path),
             ) from None
         raise DataError(
-            f"its row group at {key} has {count} rows, and had {rows} when the run started.",
+            f"its row group at {key} has {counted(count, 'row')}, and had {rows} when the run started.",
             code="data-changed",
             place=str(path),
             remedy="Start it again.",

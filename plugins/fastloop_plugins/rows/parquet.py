@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from fastloop.problem import counted
 from fastloop_plugins.rows.file import BLOCK, Block, File
 from fastloop_plugins.rows.limits import check_total, size_of
 from fastloop_plugins.rows.lines import open_binary
@@ -132,7 +133,7 @@ class BoundedParquet:
                 check_total(self.path, self.size, total, self.how)
                 yield batch
             if left:
-                raise OSError(f"row group {group} has {left} rows less than it claims")
+                raise OSError(f"row group {group} has {counted(left, 'row')} less than it claims")
 
     def _largest_pages(self, group: int, columns: Sequence[str]) -> int:
         """The sum of the sizes of each column's largest page: no row has more bytes."""

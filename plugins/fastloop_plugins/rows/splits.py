@@ -158,7 +158,7 @@ def hold_out(
                 missing -= 1
                 held_out[row] = True
     if not held_out.any():
-        rows = f"{total} rows with a class each" if total > 1 else f"{total} row"
+        rows = f"{total} rows with a class each" if total > 1 else "1 row"
         raise RecipeError(
             f"{rows} cannot be split into train and validation.",
             code="too-few-rows",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import Problem
 from fastloop.errors import RecipeError
+from fastloop.problem import agree
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.table import Bad
@@ -79,7 +80,11 @@ class EmptyTexts:
         """Log how many there are."""
         if self.empty:
             logger.warning(
-                Problem(f"{self.empty} of {self.total} {what} are empty.", code="empty-texts", place="data: predict")
+                Problem(
+                    f"{self.empty} of {self.total} {what} {agree(self.empty, 'is', 'are')} empty.",
+                    code="empty-texts",
+                    place="data: predict",
+                )
             )
 
 

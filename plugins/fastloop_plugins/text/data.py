@@ -21,6 +21,7 @@ import numpy as np
 from fastloop import Problem, RecipeError
 from fastloop.errors import DataError
 from fastloop.options import parse
+from fastloop.problem import agree, counted
 from fastloop_plugins._cache import digest
 from fastloop_plugins._mapped import flatnonzero, zeros
 from fastloop_plugins.rows.column import in_blocks
@@ -455,7 +456,7 @@ class TextData:
         """
         if not count:
             return
-        text = f"{count} {self.unit} cannot be read, and are skipped."
+        text = f"{counted(count, self.unit.removesuffix('s'))} cannot be read, and {agree(count, 'is', 'are')} skipped."
         if rows.problems:
             text += f" {rows.describe_first()}"
         self.messages.append(Problem(text, code="rows-unreadable", place=rows.part.where))

@@ -14,6 +14,7 @@ import numpy as np
 
 from fastloop import Problem
 from fastloop.errors import RecipeError
+from fastloop.problem import agree
 from fastloop_plugins._mapped import GrowingArray, flatnonzero, spans, zeros
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.split_rows import hash_rows
@@ -67,14 +68,17 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
         if counts:
             listed = ", ".join(f"{name!r} {count}" for name, count in sorted(counts.items()))
             line = (
-                f"data: {role}: {counts.total()} of {rows} rows are left out by their label (data.label_map): {listed}"
+                f"data: {role}: {counts.total()} of {rows} rows {agree(counts.total(), 'is', 'are')} left out by their "
+                f"label (data.label_map): {listed}"
             )
             data.messages.append(line)
         total += counts
     unknown = unwanted - total.keys()
     if data.inference is None and unknown:
         name = min(unknown)
-        remedy = " Rows without a label have the key ''." if name.strip().lower() in MISSING else ""
+        remedy = "Correct it, or remove it from data.label_map."
+        if name.strip().lower() in MISSING:
+            remedy += " Rows without a label have the key ''."
         raise RecipeError(
             f"the label {name!r} never occurs.", code="unknown-label", place=f"{data.where}.label_map", remedy=remedy
         )
@@ -104,7 +108,8 @@ def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -
     if not counts:
         return
     listed = ", ".join(f"{condition} {count}" for condition, count in zip(data.drop.conditions, counts, strict=True))
-    line = f"data: {role}: {sum(counts)} of {sum(counts) + kept} {data.unit} are left out (data.drop): {listed}"
+    verb = agree(sum(counts), "is", "are")
+    line = f"data: {role}: {sum(counts)} of {sum(counts) + kept} {data.unit} {verb} left out (data.drop): {listed}"
     data.messages.append(line)
 
 

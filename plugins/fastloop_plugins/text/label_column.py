@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastloop.errors import RecipeError
+from fastloop.problem import agree
 from fastloop_plugins._mapped import take, zeros
 from fastloop_plugins.rows.column import Column, in_blocks
 from fastloop_plugins.rows.drop import drop_line
@@ -154,7 +155,7 @@ def leave_out_unlabelled(part: Table, column: str) -> str:
     else:
         count = sum(map(is_unlabelled, part.column("label", column)))
         total = len(part)
-    return f"{count} of {total} rows have none. {line}"
+    return f"{count} of {total} rows {agree(count, 'has', 'have')} none. {line}"
 
 
 def read_label_column(part: Table, options: DataOptions, notes: list[str]) -> PartLabels:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
+from fastloop.problem import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -192,7 +193,7 @@ class ParameterGroups(Plugin):
             for part in parts.values():
                 if part.parameters:
                     optimizer.add_param_group({**group, **part.arguments, "params": part.parameters})
-                    self.log.info("%d parameters with %s", len(part.parameters), part.describe())
+                    self.log.info("%s with %s", counted(len(part.parameters), "parameter"), part.describe())
 
 
 @dataclass

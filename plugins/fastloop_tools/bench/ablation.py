@@ -121,12 +121,13 @@ class Bench:
         2 s, the 35 steps of a process take 70 s, and not the 10 s that ``--seconds`` asks for."""
         settings = self.settings
         shortest = self.processes() * (START_SECONDS + settings.seconds)
-        enough = settings.seconds / (settings.steps or 1)
+        steps = settings.steps or 1
+        enough = settings.seconds / steps
         text = (
             f"{counted(len(self.ablation.measured()), 'variant')} x {counted(settings.repeats, 'repeat')}, "
-            f"{settings.warmup} + at least {settings.steps} steps and {settings.seconds:g} s each: "
-            f"{self.processes()} processes, at least "
-            f"{show_time(shortest)}, and longer if a step takes over {enough:.2g} s; the first measurement tells"
+            f"{settings.warmup} + at least {counted(steps, 'step')} and {settings.seconds:g} s each: "
+            f"{counted(self.processes(), 'process')}, at least {show_time(shortest)}, and longer if a step takes over "
+            f"{enough:.2g} s; the first measurement tells"
         )
         if settings.quality:
             text += f", then {2 * QUALITY_SEEDS} whole trainings"

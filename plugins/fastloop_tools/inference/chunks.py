@@ -11,6 +11,7 @@ from torch.utils.data import Subset
 
 from fastloop import Plugin, PluginError, RecipeError, Run, UsageError, hookimpl, loop
 from fastloop.evaluation_results import evaluating, keeping_casts
+from fastloop.problem import counted
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
@@ -111,7 +112,7 @@ def _find_problem(predictions: Mapping[str, Any] | None, samples: int) -> str:
         if isinstance(values, str) or not hasattr(values, "__len__"):
             return f"predict returned {name!r}: a {type(values).__name__}, expected a value for each sample"
         if len(values) != samples:
-            return f"predict returned {len(values)} values of {name!r} for {samples} samples"
+            return f"predict returned {counted(len(values), 'value')} of {name!r} for {counted(samples, 'sample')}"
     return ""
 
 

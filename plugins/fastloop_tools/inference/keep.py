@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
 from fastloop.errors import UsageError, did_you_mean
+from fastloop.problem import counted
 from fastloop_plugins.rows.formats import ROWS_AT_ONCE, KeptColumns
 from fastloop_plugins.rows.paths import find_files
 
@@ -248,7 +249,7 @@ def split_file(run: Run, split: str, first: Any) -> Path:
     samples = len(getattr(first, "dataset", first))
     if rows != samples:
         raise UsageError(
-            f"the split {split!r} has {samples} samples, and its file {path} has {rows} rows.",
+            f"the split {split!r} has {counted(samples, 'sample')}, and its file {path} has {counted(rows, 'row')}.",
             code="exclusive-options",
             place="--keep",
             remedy=f"Predict the file: `fastloop predict RUN {path} --keep ...`.",

@@ -105,11 +105,11 @@ def describe_batch(plan: Plan) -> str:
     micro_batch_size, micro_steps = micro_batches(recipe, sharing)
     splitter = settings.writers.get("split")
     if splitter:
-        shares = f"over {world_size} processes, split by {splitter}"
+        shares = f"over {counted(world_size, 'process')}, split by {splitter}"
     elif sharing == world_size:
-        shares = f"= {micro_batch_size} x {micro_steps} micro-steps x {sharing} processes"
+        shares = f"= {micro_batch_size} x {counted(micro_steps, 'micro-step')} x {counted(sharing, 'process')}"
     else:
-        shares = f"= {micro_batch_size} x {micro_steps} micro-steps on every process"
+        shares = f"= {micro_batch_size} x {counted(micro_steps, 'micro-step')} on every process"
     return f"{recipe.train.batch_size} samples a step {shares}"
 
 

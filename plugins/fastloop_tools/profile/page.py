@@ -42,7 +42,7 @@ def markdown(profile: StepProfile, suggestions: list[Suggestion], refused: Mappi
         rate += f", {profile.tokens / profile.seconds:,.0f} real tokens/s"
     where = f"{profile.device}, {profile.precision}"
     if profile.world_size > 1:
-        where += f", {profile.world_size} processes"
+        where += f", {counted(profile.world_size, 'process')}"
     lines += [
         f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {counted(profile.steps, 'step')}).",
         "",

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, RecipeError, hookimpl, option
+from fastloop.problem import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,7 +85,7 @@ class Folds(Plugin):
             raise RecipeError(
                 code="out-of-range",
                 place=f"{where}.of",
-                found=f"{self.of} folds for {size} samples",
+                found=f"{self.of} folds for {counted(size, 'sample')}",
                 expected=f"at most {size}",
             )
         classes = classes_of(pooled)

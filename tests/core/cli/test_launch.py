@@ -237,7 +237,7 @@ def test_a_strategy_in_a_run_of_one_process_is_logged(caplog, tiny_run):
 
 def test_plan_shows_the_batch_for_a_number_of_processes():
     result = CliRunner().invoke(app, ["plan", "recipe.yaml", "--nproc", "4"])
-    assert "12 samples a step = 3 x 1 micro-steps x 4 processes" in result.stdout
+    assert "12 samples a step = 3 x 1 micro-step x 4 processes" in result.stdout
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_no_word_of_a_long_sentence_is_left_out(cli, caplog):
     assert_problem(caplog, "words-cut data: train: 1 data.max_length")
     code, out, err = cli("predict", "run", "test.conll", "--chunk", "8")
     assert code == 0, err
-    assert err.count("predict: 1 of 21 sentences do not fit") == 1
+    assert err.count("predict: 1 of 21 sentences does not fit") == 1
     last = json.loads(out.splitlines()[-1])
     assert last["words"] == long["words"]
     assert len(last["tags"]) == len(last["probabilities"]) == len(long["words"])

@@ -104,7 +104,7 @@ def test_the_log_counts_the_rows_of_each_condition_and_split(caplog):
     text_data(files, drop=[{"column": "lang", "equals": "de"}, {"column": "text", "shorter_than": 4}]).load()
     listed = "data: train: 3 of 5 rows are left out (data.drop): lang equals de 1, text shorter than 4 2"
     assert listed in caplog.messages
-    listed = "data: validation: 1 of 2 rows are left out (data.drop): lang equals de 0, text shorter than 4 1"
+    listed = "data: validation: 1 of 2 rows is left out (data.drop): lang equals de 0, text shorter than 4 1"
     assert listed in caplog.messages
 
 

@@ -24,6 +24,7 @@ from fastloop.testing import expect_problem, tiny_data, tiny_model
     ],
 )
 def test_it_stops_when_the_metric_does_not_improve(tiny_run, caplog, options, values, epochs):
+    caplog.set_level("INFO", logger="fastloop")
     result = tiny_run([{"early-stopping": {"monitor": "score", **options}}, ScriptedScore(*values)], epochs=5)
     assert result.summary["epochs"] == epochs
     assert result.summary["status"] == ("completed" if epochs == 5 else "stopped")

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
-from fastloop_plugins.toolkit import did_you_mean, import_object, typed_clause
+from fastloop_plugins.toolkit import counted, did_you_mean, import_object, typed_clause
 
 if TYPE_CHECKING:
     from fastloop import Recipe
@@ -100,7 +100,8 @@ class RewardFunction:
             )
         if len(result) != scored.count:
             raise RecipeError(
-                f"{self.place} returned {len(result)} values for {scored.count} completions.", code="wrong-result"
+                f"{self.place} returned {counted(len(result), 'value')} for {counted(scored.count, 'completion')}.",
+                code="wrong-result",
             )
         rewards = []
         for value, completion in zip(result, scored.values["completions"], strict=True):

@@ -251,7 +251,7 @@ class TargetCounter:
         kept = batch.samples or count_samples(values, targets, len(samples))
         if kept == 0:
             raise DataError(
-                f"the collator left out all {len(samples)} samples of a micro-batch.",
+                f"the collator left out all samples of a micro-batch: {len(samples)}.",
                 code="empty-batch",
                 expected="at least one",
                 remedy=(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastloop import Problem, RecipeError, option
+from fastloop.problem import agree, counted
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import FileLayout
@@ -191,7 +192,7 @@ class TagTextData(TextData):
         return (
             None
             if len(tags) == len(words)
-            else f"found {len(words)} words and {len(tags)} tags, expected a tag for each word."
+            else f"found {counted(len(words), 'word')} and {counted(len(tags), 'tag')}, expected a tag for each word."
         )
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
@@ -223,8 +224,12 @@ class TagTextData(TextData):
                 ids = list(chain.from_iterable(sentences["tags"]))
                 counts += np.bincount(np.array(ids, np.int64), minlength=len(counts))
         total = sum(map(len, parts))
-        if rows.count < total:
-            text = f"{total - rows.count} of {total} sentences have no words, and are skipped."
+        empty = total - rows.count
+        if empty:
+            text = (
+                f"{empty} of {total} sentences {agree(empty, 'has', 'have')} no words, and {agree(empty, 'is', 'are')} "
+                "skipped."
+            )
             self.messages.append(Problem(text, code="empty-texts", place=where))
         if role == "train" and self.inference is None and self.stream is None:
             self.messages.append(f"data: words of each tag in train: {describe_counts(counts, self.classes)}")

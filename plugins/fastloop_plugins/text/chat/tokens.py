@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Problem
+from fastloop.problem import agree
 from fastloop_plugins._mapped import GrowingArray, flat, spans
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chat.rows import Chat, text_of
@@ -110,8 +111,8 @@ def _warn_about_merged(count: int, total: int, prompt: str, completion: str) -> 
     """Log how many prompts are tokenized apart from their completions, and the first of them."""
     logger.warning(
         Problem(
-            f"{count} of {total} prompts end inside a token of prompt and completion together, such "
-            f"as {prompt[-20:]!r} before {completion[:20]!r}. They are tokenized apart, so that "
+            f"{count} of {total} prompts {agree(count, 'ends', 'end')} inside a token of prompt and completion "
+            f"together, such as {prompt[-20:]!r} before {completion[:20]!r}. They are tokenized apart, so that "
             "predictions continue the tokens of training.",
             code="token-across-parts",
             place="data",
@@ -193,7 +194,8 @@ class MaskedSequences(Sequences):
         if self.cut:
             logger.warning(
                 Problem(
-                    f"{self.cut} of {total} rows are cut at {max_length} tokens (data.max_length).",
+                    f"{self.cut} of {total} rows {agree(self.cut, 'is', 'are')} cut at {max_length} tokens "
+                    "(data.max_length).",
                     code="texts-cut",
                     place=f"data: {split}",
                 )
@@ -201,7 +203,8 @@ class MaskedSequences(Sequences):
         if self.dropped:
             logger.warning(
                 Problem(
-                    f"{self.dropped} of {total} rows have no token with a loss, and are dropped.",
+                    f"{self.dropped} of {total} rows {agree(self.dropped, 'has', 'have')} no token with a loss, and "
+                    f"{agree(self.dropped, 'is', 'are')} dropped.",
                     code="rows-left-out",
                     place=f"data: {split}",
                 )

@@ -426,7 +426,7 @@ class Streaming:
             if self.weights is not None and rows.sum() < lanes:
                 key = "sources" if self.data.sources else "mix"
                 raise RecipeError(
-                    f"{paths[0]} has {rows.sum()} samples, and data.lanes is {lanes}.",
+                    f"{paths[0]} has {counted(int(rows.sum()), 'sample')}, and data.lanes is {lanes}.",
                     code="too-few-rows",
                     place=f"{self.data.where}.{key}",
                     remedy="Set data.lanes to fewer.",
@@ -462,8 +462,8 @@ class Streaming:
             if (other.files, other.rows) == (first.files, first.rows):
                 first_found += ", of other content"
             raise RecipeError(
-                f"process {rank} found {other.files} files with {other.rows} rows, and process 0 {first_found}. Every "
-                "process must read the same files: compare them on the machines.",
+                f"process {rank} found {counted(other.files, 'file')} with {counted(other.rows, 'row')}, and process 0 "
+                f"{first_found}. Every process must read the same files: compare them on the machines.",
                 code="processes-disagree",
                 place=f"{self.data.where}.files.train",
             )

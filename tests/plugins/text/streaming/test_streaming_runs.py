@@ -201,7 +201,7 @@ def test_processes_that_find_other_files_stop_before_training():
     first, second = ranks(2)
     found = [Forked(environment=first), Forked("output=../run", environment=second, first=lambda: os.chdir("other"))]
     assert all(run.wait() for run in found)
-    assert "data.files.train: process 1 found 1 files with 30 rows, and process 0 2 with 60" in said()
+    assert "data.files.train: process 1 found 1 file with 30 rows, and process 0 2 with 60" in said()
 
 
 def test_changed_files_stop_a_resumed_run():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -221,6 +223,20 @@ def test_the_picture_shows_each_count(trained, cli):
         float(element.get("fill-opacity", "nan")) for element in picture.iter("{http://www.w3.org/2000/svg}rect")
     ][:-1]
     assert shades == pytest.approx([count / sum(row) for row in found["confusion"] for count in row], abs=1e-3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are UTF-8 elsewhere")
+def test_a_file_whose_name_is_not_utf8_is_evaluated_and_predicted(trained):
+    name = os.fsdecode(b"caf\xe9.csv")
+    shutil.copy(trained / "test.csv", name)
+    run = str(trained / "run")
+    with forked.Command("-m", "fastloop", "evaluate", run, "--file", name, "--json", "result.json") as process:
+        assert process.wait(300) == 0, process.stderr
+    assert json.loads(Path("result.json").read_text())["file"] == name
+    assert "caf\\udce9.csv" in Path("result.svg").read_text()
+    with forked.Command("-m", "fastloop", "predict", run, name, "--out", f"predicted-{name}") as process:
+        assert process.wait(300) == 0, process.stderr
+    assert len(Path(f"predicted-{name}").read_text().splitlines()) == 31
 
 
 def test_a_picture_of_many_classes_is_small_and_escapes_names():

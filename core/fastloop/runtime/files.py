@@ -32,7 +32,7 @@ FREE_SPACE = "Free disk space or raise the limit, then repeat the command."
 
 def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> None:
     """Write a file atomically, with secrets hidden in its text. If several processes write the same file, the last one
-    wins.
+    wins. A path in the text whose name is not UTF-8 is written as the console shows it, such as ``caf\\udce9``.
 
     Args:
         hidden: Whether the text was made from values without secrets. JSON and YAML always are: a secret may be equal
@@ -46,7 +46,7 @@ def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> 
         raise OSError(errno.EINVAL, "expected a file, found a folder, device or pipe", str(path))
     aside = path.with_name(f".{token_hex(8)}.partial")  # a name that nobody can guess and put a link at
     try:
-        with aside.open("x", encoding="utf-8") as file:
+        with aside.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text if hidden else secrets.hide(text))
         if durable:
             sync(aside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ def open_binary(path: str) -> Any:
         return RemoteFile(path)
     import pyarrow
 
-    return pyarrow.OSFile(path)
+    return pyarrow.OSFile(os.fsencode(path))  # a name that is not UTF-8 is no text for pyarrow
 
 
 def codec_of(path: str, how: Read, head: bytes | None = None) -> str | None:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import forked
 import pytest
 import yaml
+from fault_runs import until
 from inference_runs import CLASSES, texts, train, write_csv, write_recipe
 from test_evaluate import CODE
 from text_helpers import TINY_GPT
@@ -211,6 +213,43 @@ def test_another_job_does_not_continue(trained, cli, monkeypatch):
     write_csv(Path("rows.csv"), texts(7))
     assert "the parts of another job are removed" in predict(cli, *command)
     assert len(read("out.csv")) == 7
+
+
+@pytest.mark.parametrize("files", ["rows.csv", "ro*.csv"])
+def test_a_job_on_a_split_whose_file_has_changed_begins_again(trained, cli, monkeypatch, files):
+    write_csv(Path("rows.csv"), texts(12))
+    override = f"data.files.test={Path(files).absolute()}"
+    command = [trained / "run", override, "--split", "test", "--chunk", 4, "--out"]
+    finish = PredictionOutput.finish
+    monkeypatch.setattr(PredictionOutput, "finish", lambda self: None)
+    predict(cli, *command, "out.csv")
+    Path("out.csv.parts", "00000002.last").unlink()
+    monkeypatch.setattr(PredictionOutput, "finish", finish)
+    write_csv(Path("rows.csv"), texts(12, 5))
+    assert "the parts of another job are removed" in predict(cli, *command, "out.csv")
+    predict(cli, *command, "whole.csv")
+    assert Path("out.csv").read_bytes() == Path("whole.csv").read_bytes()
+
+
+def test_a_second_job_does_not_write_the_parts_of_a_running_one(trained, cli):
+    write_csv(Path("rows.csv"), texts(6))
+    command = ["predict", str(trained / "run"), "rows.csv", "--out", "out.csv"]
+    child = os.fork()
+    if child == 0:
+        try:
+            PredictionOutput(Path("out.csv"), {"command": "another one"})
+            signal.pause()
+        finally:
+            os._exit(1)
+    until(Path("out.csv.parts", "job.json").exists)
+    code, _, err = cli(*command)
+    assert code == 2
+    assert_problem(err, f"folder-in-use out.csv.parts {child} --out")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert "the parts of another job are removed" in predict(cli, *command[1:])
+    assert len(read("out.csv")) == 6
+    assert not Path("out.csv.parts").exists()
 
 
 def test_a_complete_job_only_writes_the_file(trained, cli, monkeypatch):

@@ -43,7 +43,7 @@ def check(run: Run) -> None:
         )
     has_lock = existing == run.folder and (existing / ".lock").exists()
     if has_lock and ranks.rank() == 0:
-        Lock(existing, run.recipe.where).release()  # raises if another process holds it
+        Lock(existing, f"{run.recipe.where}: output").release()  # raises if another process holds it
     if run.resume_point is None:
         check_contents(run.folder, run.recipe.where)
 
@@ -115,12 +115,13 @@ def _create_and_lock(run: Run) -> Lock:
     if run.resume_point is not None:
         resumes = run.resume_point.checkpoint.resolve().is_relative_to(run.folder.resolve())
     files.make_folder(run.folder)
-    lock = Lock(run.folder, run.recipe.where)
+    place = f"{run.recipe.where}: output"
+    lock = Lock(run.folder, place)
     if resumes or not _files(run.folder):
         return lock
     _move_aside(run.folder, lock)
     files.make_folder(run.folder)
-    return Lock(run.folder, run.recipe.where)
+    return Lock(run.folder, place)
 
 
 def move_earlier_run(folder: Path, where: str) -> None:
@@ -133,7 +134,7 @@ def move_earlier_run(folder: Path, where: str) -> None:
         RecipeError: Another process uses the folder.
         OSError: It cannot be renamed.
     """
-    _move_aside(folder, Lock(folder, where))
+    _move_aside(folder, Lock(folder, f"{where}: output"))
 
 
 def _move_aside(folder: Path, lock: Lock) -> None:

@@ -1,4 +1,4 @@
-"""The lock of a run folder: the file ``.lock``, which names its owner.
+"""The lock of a folder, such as a run folder: the file ``.lock``, which names its owner.
 
 It is a POSIX record lock, which ends with its process. ``flock``, which ``filelock`` uses, is inherited by data
 workers, and these outlive a killed run by seconds.
@@ -67,11 +67,15 @@ class LockOwner:
 
 
 class Lock:
-    """Locks a run folder for this process.
+    """Locks a folder for this process.
 
     The operating system releases the lock when the process ends. Children do not inherit it, unlike a lock of
     ``flock``. On a file system without locks, the folder is in use if the named process exists. That of another host
     cannot be looked up: only then does the message propose to remove the file.
+
+    Args:
+        place: The option that names the folder, for messages.
+        remedy: The remedy of the error while another process has the lock.
 
     Raises:
         RecipeError: Another process holds the lock.
@@ -79,11 +83,10 @@ class Lock:
         OSError: The file cannot be created.
     """
 
-    def __init__(self, folder: Path, where: str) -> None:
+    def __init__(self, folder: Path, place: str, remedy: str = "Wait for it to end, or set another output.") -> None:
         path = folder / ".lock"
         self.path = path
         self.file = files.no_follow(str(path), os.O_RDWR | os.O_CREAT)
-        remedy = "Wait for it to end, or set another output."
         try:
             platform_support.lock(self.file)
             # another run has just moved the folder aside, and the path leads to a new file
@@ -101,7 +104,7 @@ class Lock:
             raise RecipeError(
                 f"{folder} is in use by {owner or 'another process'}.",
                 code="folder-in-use",
-                place=f"{where}: output",
+                place=place,
                 remedy=remedy,
             )
         with contextlib.suppress(OSError):  # on a full disk, the lock works without the owner's name

@@ -16,6 +16,8 @@ from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSION
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
+PATTERN = re.compile(r"[*?\[]")
+"""A character that makes a path a pattern."""
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
 
@@ -35,8 +37,8 @@ def find_files(
     for item in [given] if isinstance(given, str) else given:
         refuse_url(item, where, "the file", can_stream=split == "train")
         path = recipe.find(item)
-        if re.search(r"[*?\[]", item) and not path.exists():
-            matches = _find_matches(recipe, item)
+        if PATTERN.search(item) and not path.exists():
+            matches = find_matches(recipe, item)
             if not matches:
                 raise RecipeError(f"no file matches {item}.", code="file-missing", place=where)
             paths += matches
@@ -67,7 +69,7 @@ def find_files(
     return paths
 
 
-def _find_matches(recipe: Recipe, pattern: str) -> list[Path]:
+def find_matches(recipe: Recipe, pattern: str) -> list[Path]:
     """The files that match a pattern: in the current folder, or else beside the recipe."""
     expanded = Path(pattern).expanduser()
     if expanded.is_absolute():

@@ -8,6 +8,7 @@ parts in one step, so it is complete or absent, and it does not depend on interr
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -19,13 +20,16 @@ from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
 from fastloop.cli.streams import has_reader
 from fastloop.errors import UsageError
 from fastloop.problem import clause
 from fastloop.runtime import files
+
+if TYPE_CHECKING:
+    from fastloop.checkpoint.lock import Lock
 
 log = logging.getLogger("fastloop")
 
@@ -42,12 +46,15 @@ class PredictionOutput:
             cannot be repeated.
 
     Raises:
-        UsageError: The file's format is unknown, or a link is in the place of the parts.
+        UsageError: The file's format is unknown, a link is in the place of the parts, or another process writes them.
+
+    ``close`` ends the lock on the parts.
     """
 
     def __init__(self, path: Path | None, job: Mapping[str, Any] | None) -> None:
         self.path = path
         self.parts: list[Path] = []
+        self._lock: Lock | None = None
         if path is None:
             return
         if path.suffix not in PREDICTION_FORMATS:
@@ -66,7 +73,12 @@ class PredictionOutput:
                 remedy="Remove it, or give another file.",
             )
         files.check_links(self.folder)
+        from fastloop.checkpoint.lock import Lock  # only here: it imports torch, and the help imports this module
+
         with files.naming(path):
+            self.folder.mkdir(exist_ok=True)
+            remedy = "Wait for it to end, or give another file."
+            self._lock = Lock(self.folder, f"--out {path}", remedy)
             self._start_job(job)
         self.parts = self._complete_parts()
 
@@ -77,11 +89,23 @@ class PredictionOutput:
         continues = job is not None and file.is_file() and file.read_text(encoding="utf-8") == identity
         if continues:
             return
-        if self.folder.exists():
+        if self._remove_parts():
             log.info("%s: the parts of another job are removed", self.folder)
-            shutil.rmtree(self.folder)
-        self.folder.mkdir()
         files.write(file, identity, hidden=True)
+
+    def _remove_parts(self) -> bool:
+        """Remove the files of a job, but not the lock. Returns whether there were any."""
+        assert self._lock is not None
+        paths = [path for path in self.folder.iterdir() if path != self._lock.path]
+        for path in paths:
+            path.unlink()
+        return bool(paths)
+
+    def close(self) -> None:
+        """Let other processes write the parts."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _complete_parts(self) -> list[Path]:
         """The parts from the first on, without a gap: of the files 00000000, 00000001 and 00000003, the first two."""
@@ -133,13 +157,17 @@ class PredictionOutput:
 
     def finish(self) -> None:
         """Make the file from its parts, and remove them."""
-        if self.path is None:
+        if self.path is None or self._lock is None:
             return
         joined = self.folder / "joined"
         with files.naming(self.path):
             PREDICTION_FORMATS[self.path.suffix].join(self.parts, joined)
             joined.replace(self.path)
-        shutil.rmtree(self.folder)
+        self._remove_parts()
+        self._lock.remove()
+        self._lock = None
+        with contextlib.suppress(OSError):  # another process begins its own job there
+            self.folder.rmdir()
 
 
 @dataclass(frozen=True)

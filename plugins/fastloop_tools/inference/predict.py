@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 
 from fastloop import __version__
 from fastloop.cli.arguments import NoCode, With, Without, names, output_file
+from fastloop.cli.messages import show_messages
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, secrets
@@ -91,12 +93,12 @@ def predict(
         target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
     )
     job = None if name == "-" else describe(recipe, target, name) | {"keep": kept.listed}
-    output = PredictionOutput(out, job)
     if out is None:
         import rich
 
         rich.reconfigure(stderr=True)  # log messages must not mix with predictions
-    with signals.on_signals(signals.stop_now):
+    show_messages()
+    with closing(PredictionOutput(out, job)) as output, signals.on_signals(signals.stop_now):
         if not output.complete:
             assert recipe.inference is not None
             recipe.inference = dataclasses.replace(recipe.inference, start=len(output.parts) * chunk)
@@ -169,9 +171,14 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     assert recipe.inference is not None
     assert recipe.inference.model is not None
     paths = sorted(path for path in recipe.inference.model.iterdir() if path.is_file())
+    sources: list[Path] = []
     if isinstance(recipe.inference.source, Path):
-        source = recipe.inference.source.resolve()
-        paths += sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
+        sources.append(recipe.inference.source)
+    elif name is None:
+        sources += data_paths(recipe)
+    for source in sources:
+        path = source.resolve()
+        paths += sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
     stats = [(path, path.stat()) for path in paths]
     return {
         "version": __version__,
@@ -179,6 +186,29 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
         "input": [name, recipe.inference.split, recipe.inference.chunk],
         "files": [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats],
     }
+
+
+def data_paths(recipe: Recipe) -> list[Path]:
+    """The files and folders that the section ``data`` names: of rows, of images, and of code."""
+    from fastloop_plugins.rows.paths import PATTERN, find_matches
+
+    data = recipe.data
+    named: list[Any] = [data.get("images"), data.get("name"), str(data.get("module") or "").partition(":")[0]]
+    sections = [data, *(source for source in data.get("sources") or () if isinstance(source, Mapping))]
+    for section in sections:
+        given = section.get("files")
+        for item in given.values() if isinstance(given, Mapping) else [given]:
+            named += item if isinstance(item, list) else [item]
+    paths: list[Path] = []
+    for item in named:
+        if not isinstance(item, str) or not item:
+            continue
+        path = recipe.find(item)
+        if path.exists():
+            paths.append(path)
+        elif PATTERN.search(item):
+            paths += find_matches(recipe, item)
+    return paths
 
 
 def predict_chunks(run: Run, chunks: Iterator[Any], kept: KeepOption, output: PredictionOutput, threaded: bool) -> None:

@@ -397,9 +397,10 @@ class TextModel:
         generation = deepcopy(getattr(model, "generation_config", None))
         fit_padding(model, self.tokenizer, self.checkpoint_pad_id, self.options.name, self.key, self.where)
         self.new_tokens.fit(model, self.tokenizer, self.recipe.train.seed)
-        size = longest_text(model) if self.trained is not None else None
-        if size is not None:
+        size = longest_text(model)
+        if size is not None and size < self.tokenizer.model_max_length:  # transformers' own number is huge
             self.tokenizer.model_max_length = size
+            self.tokenizer.init_kwargs["model_max_length"] = size
         self.new = load_weights(model, self.recipe, self.new if self.options.config is None else None)
         if self.adapter is not None and self.recipe.inference is None and not continues(self.recipe):
             self.new -= merge_adapter(model, self.adapter.folder, f"{self.where}.name")

@@ -160,7 +160,7 @@ def test_an_exported_tokenizer_keeps_the_length_of_the_checkpoint(kind, truncati
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
 )
-def test_a_trained_tokenizer_has_the_length_that_the_model_takes(config, data, length):
+def test_an_exported_tokenizer_has_the_length_that_the_model_takes(config, data, length):
     from transformers import AutoTokenizer
 
     task = "text-classification" if data == CLASSES else "seq2seq" if data else "causal-lm"
@@ -171,3 +171,7 @@ def test_a_trained_tokenizer_has_the_length_that_the_model_takes(config, data, l
     if length is not None:
         with pytest.raises(RecipeError, match=r"data\.max_length"):
             made(task, {"name": "base"}, data | {"max_length": length + 1})
+    change("tokenizer_config.json", model_max_length=10**30)  # as transformers writes a length that is not known
+    run = made(task, {"name": "base"}, data)
+    run.hooks.export_model(run=run, folder=Path("exported"))
+    assert AutoTokenizer.from_pretrained("exported").model_max_length == (length or 10**30)

@@ -252,6 +252,17 @@ def test_a_second_job_does_not_write_the_parts_of_a_running_one(trained, cli):
     assert not Path("out.csv.parts").exists()
 
 
+def test_a_path_with_spaces_to_no_file_is_no_text(trained, cli):
+    Path("my data").mkdir()
+    run = str(trained / "run")
+    code, _, err = cli("predict", run, "my data/new.csv")
+    assert code == 2
+    assert_problem(err, "file-missing my data/new.csv")
+    code, out, err = cli("predict", run, "my new.csv")
+    assert (code, len(out.splitlines())) == (0, 1)
+    assert_problem(err, "file-missing my new.csv text")
+
+
 def test_a_complete_job_only_writes_the_file(trained, cli, monkeypatch):
     command = [trained / "run", trained / "test.csv", "--out", "out.csv"]
     predict(cli, *command)

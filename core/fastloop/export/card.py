@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,7 @@ class ModelCard:
             lines += [f"- Base model: {self.base or 'none: trained from scratch'}", f"- Task: {self.task}", ""]
         lines += ["```python", *code, "```", ""]
         if self.labels:
-            lines += ["| id | label |", "|---:|---|"]
-            lines += [f"| {id} | {label} |" for id, label in self.labels.items()]
-            lines.append("")
+            lines += [*label_table(self.labels), ""]
         return "\n".join(lines)
 
     def _code(self, folder: Path) -> tuple[str, list[str]]:
@@ -158,6 +157,15 @@ class ModelCard:
             several = config.get("problem_type") == "multi_label_classification"
             lines += PRINT_CLASSES.splitlines() if several else PRINT_CLASS.splitlines()
         return lines
+
+
+def label_table(labels: Mapping[int, str]) -> list[str]:
+    """The lines of a Markdown table of the classes, in the order of their ids. A label keeps its row and its column."""
+    lines = ["| id | label |", "|---:|---|"]
+    for index in sorted(labels):
+        label = " ".join(labels[index].split()).replace("|", "\\|")
+        lines.append(f"| {index} | {label} |")
+    return lines
 
 
 def find_auto_class(architecture: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastloop import __version__
-from fastloop.export.card import MARK
+from fastloop.export.card import MARK, label_table
 
 if TYPE_CHECKING:
     from fastloop_tools.export.onnx_model import Exported
@@ -56,7 +56,7 @@ def onnx_card(
     inputs = [key for key, _, _ in exported.inputs]
     lines += ["```python", *_code(name, inputs, tokenized, printed), "```", ""]
     if labels:
-        lines += ["| id | label |", "|---:|---|", *(f"| {index} | {label} |" for index, label in labels.items()), ""]
+        lines += [*label_table(labels), ""]
     return "\n".join(lines)
 
 

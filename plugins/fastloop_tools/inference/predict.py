@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop import __version__
+from fastloop import Problem, __version__
 from fastloop.cli.arguments import NoCode, With, Without, names, output_file
 from fastloop.cli.messages import show_messages
 from fastloop.distributed import ranks, signals
@@ -72,6 +72,11 @@ def predict(
 
     if ranks.world_size() > 1:
         raise UsageError("predict uses one process.", code="one-process-only", remedy="Start it without a launcher.")
+    if out is None:
+        import rich
+
+        rich.reconfigure(stderr=True)  # log messages must not mix with predictions
+    show_messages()
     given = list(arguments or ())
     if split is None and not given:
         raise UsageError(
@@ -93,11 +98,6 @@ def predict(
         target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
     )
     job = None if name == "-" else describe(recipe, target, name) | {"keep": kept.listed}
-    if out is None:
-        import rich
-
-        rich.reconfigure(stderr=True)  # log messages must not mix with predictions
-    show_messages()
     with closing(PredictionOutput(out, job)) as output, signals.on_signals(signals.stop_now):
         if not output.complete:
             assert recipe.inference is not None
@@ -118,6 +118,9 @@ def predict(
 def read_source(name: str) -> Path | Iterable[str]:
     """The argument FILE, - or TEXT as a path, which may be a folder, or as texts.
 
+    A text may end with the suffix of a file, such as "see the new data.csv". One that begins with the path of a folder
+    is no text.
+
     Raises:
         UsageError: It is an empty text, or has the suffix of a file that does not exist.
     """
@@ -135,8 +138,14 @@ def read_source(name: str) -> Path | Iterable[str]:
             return path
         if path.is_symlink():
             raise UsageError(f"{nothing_at(path)}.", code="file-missing", place=name)
-        if " " not in name and name.lower().endswith((*FORMATS, *installed_formats(), CONLL, *COMPRESSIONS)):
+        is_named_as_file = name.lower().endswith((*FORMATS, *installed_formats(), CONLL, *COMPRESSIONS))
+        is_in_folder = path.name != name and path.parent.is_dir()
+        if is_named_as_file and (" " not in name or is_in_folder):
             raise UsageError(f"{nothing_at(path)}.", code="file-missing", place=name)
+        if is_named_as_file:
+            log.warning(
+                Problem("there is no such file, so this is the text to predict.", code="file-missing", place=name)
+            )
     return [name]
 
 

@@ -14,6 +14,7 @@ from inference_runs import train
 from safetensors.torch import load_file, save_file
 from text_helpers import TINY, TINY_GPT
 
+from fastloop.export.card import ModelCard
 from fastloop.testing import tiny_model
 
 LANGUAGE = {"config": TINY_GPT | {"n_positions": 256}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -143,3 +144,10 @@ def test_a_model_of_torch_loads_its_weights(tiny_run):
     load_by_card(folder, model=model)
     assert all(torch.equal(tensor, result.weights[name]) for name, tensor in model.state_dict().items())
     assert "library_name: pytorch" in (folder / "README.md").read_text()
+
+
+def test_labels_stay_in_their_row_and_column_of_the_table(tmp_path):
+    labels = {0: "a|b", 10: "two\nlines", 2: "plain"}
+    page = ModelCard(title="run", name="run/model", labels=labels).render(tmp_path)
+    table = [line for line in page.splitlines() if line.startswith("| ")]
+    assert table == ["| id | label |", "| 0 | a\\|b |", "| 2 | plain |", "| 10 | two lines |"]

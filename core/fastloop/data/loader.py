@@ -70,7 +70,6 @@ class Loader:
         own_states: Sequence[Any] = (),
     ) -> None:
         self.dataset = dataset
-        reading = settings.of(split)
         self.unreadable = 0
         self.has_warned_of_length = False
         self.batch_size = batch_size
@@ -81,16 +80,7 @@ class Loader:
         self.in_step = not getattr(dataset, "shards_itself", False)
         self.stream: Any = None  # for an iterable dataset
         self.sampler: StepSampler | None = None
-        arguments: dict[str, Any] = {
-            "collate_fn": Collate(collator, in_one_copy=split == "train"),
-            "num_workers": reading["num_workers"],
-            "pin_memory": reading["pin_memory"],
-            "generator": torch.Generator().manual_seed(seed),  # keep epochs from using the global state
-        }
-        loader_class: type[DataLoader[Any]] = settings.thread_loader_class or DataLoader
-        if reading["num_workers"]:
-            arguments |= {name: reading[name] for name in settings.WORKERS}
-            loader_class = reading["loader_class"] or DataLoader
+        make_loader = _loader_maker(settings, split, collator, seed)
         drop_last = drop_last or (sampler is not None and sampler.drop_last)
         self.loader: DataLoader[Any]
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -103,11 +93,11 @@ class Loader:
                 world_size,
                 seed,
                 batches_per_step=self.micro_steps * world_size if drop_last else 0,
-                has_workers=bool(reading["num_workers"]),
+                has_workers=bool(settings.of(split)["num_workers"]),
                 collator=collator,
                 own_states=own_states,
             )
-            self.loader = loader_class(self.stream, batch_size=micro_batch_size, **arguments)
+            self.loader = make_loader(self.stream, batch_size=micro_batch_size)
             return
         order: Any = sampler.sampler if sampler is not None and callable(sampler.sampler) else None
         dropped_batch = 0
@@ -137,7 +127,7 @@ class Loader:
         reader: Any = (settings.reader_class or MapReader)(dataset)
         reader.collator = collator
         reader.has_copies = world_size > 1
-        self.loader = loader_class(reader, batch_sampler=_announced(self.sampler, dataset), **arguments)
+        self.loader = make_loader(reader, batch_sampler=_announced(self.sampler, dataset))
 
     @property
     def epoch_samples(self) -> int | None:
@@ -234,6 +224,23 @@ class Loader:
         """End the worker processes, or the thread that reads ahead."""
         if hasattr(self.loader, "close"):
             self.loader.close()
+
+
+def _loader_maker(
+    settings: Settings, split: str, collator: Callable[[list[Any]], Any], seed: int
+) -> Callable[..., DataLoader[Any]]:
+    """``DataLoader``, or the class of a plugin, with the settings that a split has for it."""
+    reading = settings.of(split)
+    arguments: dict[str, Any] = {
+        "collate_fn": Collate(collator, in_one_copy=split == "train"),
+        "num_workers": reading["num_workers"],
+        "pin_memory": reading["pin_memory"],
+        "generator": torch.Generator().manual_seed(seed),  # keep epochs from using the global state
+    }
+    if not reading["num_workers"]:
+        return partial(settings.thread_loader_class or DataLoader, **arguments)
+    arguments |= {name: reading[name] for name in settings.WORKERS}
+    return partial(reading["loader_class"] or DataLoader, **arguments)
 
 
 def _announced(sampler: StepSampler, dataset: Any) -> Sampler[MicroBatchIds]:

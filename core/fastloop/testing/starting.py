@@ -104,15 +104,7 @@ def start(
     Raises:
         UsageError: The function or its arguments cannot be pickled.
     """
-    try:
-        ForkingPickler.dumps((function, arguments))
-    except Exception as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise UsageError(
-            f"{name} and its arguments cannot be sent to a process: {clause(error)}.",
-            code="not-picklable",
-            remedy="Define the function at the top level of a module, and pass arguments that pickle can write.",
-        ) from error
+    _check_picklable(function, arguments)
     context = _context()
     folder = Path(folder or Path.cwd())
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,6 +131,18 @@ def start(
         return [
             _process_result(Path(aside, str(rank)), process, in_time, limit) for rank, process in enumerate(processes)
         ]
+
+
+def _check_picklable(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        ForkingPickler.dumps((function, arguments))
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise UsageError(
+            f"{name} and its arguments cannot be sent to a process: {clause(error)}.",
+            code="not-picklable",
+            remedy="Define the function at the top level of a module, and pass arguments that pickle can write.",
+        ) from error
 
 
 def _wait(processes: Sequence[Any], deadline: float) -> bool:

@@ -50,6 +50,24 @@ def read_loader(name: str, loader: Any, has_batch_size: bool) -> UserLoader:
             )
         check_dataset(loader, name)
         return UserLoader(loader) if has_batch_size else _read_elements(name, loader)
+    batches = _batch_sampler(name, loader)
+    sampler: Any = batches.sampler
+    if loader.generator is not None and getattr(sampler, "generator", None) is loader.generator:
+        sampler = SharedGeneratorSampler(sampler, once=loader.persistent_workers)
+    return UserLoader(
+        loader.dataset,
+        loader.collate_fn,
+        BatchSampler(sampler, batches.batch_size, batches.drop_last),
+        _reading(loader),
+    )
+
+
+def _batch_sampler(name: str, loader: DataLoader[Any]) -> BatchSampler:
+    """The order of a loader's samples and their batches.
+
+    Raises:
+        UsageError: The loader does more than to cut an order of samples into batches.
+    """
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__:
         raise UsageError(
@@ -73,10 +91,9 @@ def read_loader(name: str, loader: Any, has_batch_size: bool) -> UserLoader:
             place=name,
             remedy="Give DataLoader(sampler=..., batch_size=...), or a plugin that arranges samples.",
         )
-    sampler: Any = batches.sampler
-    if hasattr(sampler, "num_replicas"):
+    if hasattr(batches.sampler, "num_replicas"):
         raise UsageError(
-            f"{type(sampler).__name__} shares samples between processes, which fastloop does itself.",
+            f"{type(batches.sampler).__name__} shares samples between processes, which fastloop does itself.",
             code="own-sampler",
             place=name,
             remedy="Leave sampler= out, and set shuffle=True to shuffle.",
@@ -90,14 +107,7 @@ def read_loader(name: str, loader: Any, has_batch_size: bool) -> UserLoader:
             place=name,
             remedy="Remove it; or, if the dataset does the sharding alone, give it the attribute shards_itself = True.",
         )
-    if loader.generator is not None and getattr(sampler, "generator", None) is loader.generator:
-        sampler = SharedGeneratorSampler(sampler, once=loader.persistent_workers)
-    return UserLoader(
-        loader.dataset,
-        loader.collate_fn,
-        BatchSampler(sampler, batches.batch_size, batches.drop_last),
-        _reading(loader),
-    )
+    return batches
 
 
 def _read_elements(name: str, dataset: Any) -> UserLoader:

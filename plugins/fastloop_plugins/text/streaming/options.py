@@ -53,45 +53,63 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     Raises:
         RecipeError: Names the key, and what to do.
     """
-    options = data.options
-    where = data.where
-    plugins = data.recipe.plugins
-    if not options.streaming:
-        for key in ("shuffle_buffer", "lanes", "mix"):
-            if given.get(key) is not None:
-                raise RecipeError(
-                    "it is for data.streaming, which is not on.",
-                    code="unknown-option",
-                    place=f"{where}.{key}",
-                    remedy="Remove it, or set data.streaming=true.",
-                )
+    if not data.options.streaming:
+        _check_absent(data, given)
         return
+    _check_files(data)
+    _check_rows(data)
+    if data.options.mix is not None:
+        _check_mix(data, data.options.mix)
+    _check_plugins(data)
 
+
+def _check_absent(data: TextData, given: dict[str, Any]) -> None:
+    """Without a stream: check that no option is for one."""
+    for key in ("shuffle_buffer", "lanes", "mix"):
+        if given.get(key) is not None:
+            raise RecipeError(
+                "it is for data.streaming, which is not on.",
+                code="unknown-option",
+                place=f"{data.where}.{key}",
+                remedy="Remove it, or set data.streaming=true.",
+            )
+
+
+def _check_files(data: TextData) -> None:
+    """Check that there are files to read, and that each split has its own."""
+    options = data.options
     if options.files is None and options.sources is None and options.name is None:
         raise RecipeError(
             "it reads files, and there are none.",
             code="missing-value",
-            place=f"{where}.streaming",
+            place=f"{data.where}.streaming",
             remedy="Give data.files.train, data.sources or data.name.",
         )
     if options.sources is not None and options.mix is not None:
         raise RecipeError(
-            "is for data.files.train.",
+            "it is for data.files.train.",
             code="unknown-option",
-            place=f"{where}.mix",
+            place=f"{data.where}.mix",
             remedy="Give each entry of data.sources a weight.",
         )
     if options.shuffle_block is not None:
         raise refuse(data, "shuffle_block", "a stream has data.lanes and data.shuffle_buffer. Remove it")
     if data.limit.train is not None:
         raise refuse(data, "limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
-    named = options.files is None and options.sources is None
-    if options.validation_fraction and not named and (options.files or {}).get("validation") is None:
+    is_named = options.files is None and options.sources is None
+    if is_named:
+        return
+    if options.validation_fraction and (options.files or {}).get("validation") is None:
         raise refuse(
             data, "validation_fraction", f"{HOLD_OUT} Give data.files.validation, or set validation_fraction: 0"
         )
-    if data.splits.train != "train" and not named:
+    if data.splits.train != "train":
         raise refuse(data, "splits.train", "data.files.train is streamed. Remove it")
+
+
+def _check_rows(data: TextData) -> None:
+    """Check the options that leave out rows, or that give a row several classes."""
+    options = data.options
     if None in (options.label_map or {}).values():
         raise refuse(
             data,
@@ -107,19 +125,27 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
             "label_type=classes",
             "expected one class or one number a row. Remove data.streaming, or train on one label",
         )
-    if options.mix is not None:
-        train = (options.files or {}).get("train")
-        entries = train if isinstance(train, list) else [""]
-        if len(options.mix) != len(entries) or len(entries) < 2 or min(options.mix) <= 0:
-            raise RecipeError(
-                code="wrong-weights",
-                place=f"{where}.mix",
-                found=f"{options.mix} for {len(entries)} entries of data.files.train",
-                expected=(
-                    "two entries or more, and a positive number for each, such as files.train: [a/*.parquet, "
-                    "b/*.parquet] with mix: [0.7, 0.3]"
-                ),
-            )
+
+
+def _check_mix(data: TextData, mix: list[float]) -> None:
+    """Check that there is a positive share for each entry of the training files."""
+    train = (data.options.files or {}).get("train")
+    entries = len(train) if isinstance(train, list) else 1
+    if len(mix) != entries or entries < 2 or min(mix) <= 0:
+        raise RecipeError(
+            code="wrong-weights",
+            place=f"{data.where}.mix",
+            found=f"{mix} for {entries} entries of data.files.train",
+            expected=(
+                "two entries or more, and a positive number for each, such as files.train: [a/*.parquet, "
+                "b/*.parquet] with mix: [0.7, 0.3]"
+            ),
+        )
+
+
+def _check_plugins(data: TextData) -> None:
+    """Check that no plugin needs the whole training split."""
+    plugins = data.recipe.plugins
     for name, reason in PLUGINS.items():
         if isinstance(plugins.get(name), dict):
             raise RecipeError(
@@ -127,8 +153,8 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
                 code="no-streaming",
                 place=f"{data.recipe.where}: plugins.{name}",
             )
-    for name, chosen in plugins.items():
-        loss = chosen.get("loss") if isinstance(chosen, dict) else None
+    for name, options in plugins.items():
+        loss = options.get("loss") if isinstance(options, dict) else None
         if isinstance(loss, dict) and loss.get("class_weights") == "balanced":
             raise RecipeError(
                 "balanced cannot hold with data.streaming: it counts rows in memory.",

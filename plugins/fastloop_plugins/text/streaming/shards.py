@@ -63,17 +63,13 @@ def list_shards(data: TextData) -> Shards:
     Raises:
         RecipeError: The files cannot be listed, or there are none in a format that is streamed.
     """
-    import datasets
-
     name = data.options.name or ""
     where = f"{data.where}.name"
     folder = data.recipe.find(name)
-    local = folder.is_dir()
-    options = {"name": data.options.subset, "revision": data.options.revision}
-    every = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
     if (folder / "dataset_dict.json").is_file():
         return _saved(folder, where)
-    if not local and offline():
+    is_local = folder.is_dir()
+    if not is_local and offline():
         from huggingface_hub import constants
 
         raise RecipeError(
@@ -83,39 +79,70 @@ def list_shards(data: TextData) -> Shards:
             place=where,
             remedy="Use a local copy: data.name=FOLDER or data.files.train=FILE.",
         )
+    listed = _list_files(data, name, folder)
+    if isinstance(listed, str):
+        if is_local:
+            raise RecipeError(listed, code="unreachable-url")
+        return _parquet_copy(data, name, listed)
+    commit = commit_of(listed)
+    if commit:
+        data.recipe.data["revision"] = commit  # checkpoints have it: a resume reads the same files
+        logger.info("data: %s at commit %s", name, commit)
+    return listed
+
+
+def _list_files(data: TextData, name: str, folder: Path) -> Shards | str:
+    """The files of a dataset; a problem if they cannot be listed or are not streamed.
+
+    Raises:
+        RecipeError: The hub has no such dataset.
+    """
+    import datasets
+
+    where = f"{data.where}.name"
+    path = str(folder.resolve()) if folder.is_dir() else name
     try:
         with quiet():
-            found = _listed(datasets.load_dataset_builder(str(folder.resolve()) if local else name, **options))
-        problem = unstreamed(found.paths(), data.formats)
-        if not problem:
-            if commit := commit_of(found):
-                data.recipe.data["revision"] = commit  # checkpoints have it: a resume reads the same files
-                logger.info("data: %s at commit %s", name, commit)
-            return found
-        problem = f"{where}: {name}: {problem}"
+            shards = _listed(
+                datasets.load_dataset_builder(path, name=data.options.subset, revision=data.options.revision)
+            )
+        problem = unstreamed(shards.paths(), data.formats)
     except datasets.exceptions.DatasetNotFoundError as error:
         remedy = " If it is private or gated, accept its terms on its page, and log in: hf auth login, or set HF_TOKEN."
         raise RecipeError(explain(where, name, folder, error, "") + remedy, code="file-unreadable") from None
-    except every as error:
-        problem = explain(where, name, folder, error, "data.files.train=FILE or data.name=FOLDER")
-    if local:
-        raise RecipeError(problem, code="unreachable-url")
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        return explain(where, name, folder, error, "data.files.train=FILE or data.name=FOLDER")
+    return f"{where}: {name}: {problem}" if problem else shards
+
+
+def _parquet_copy(data: TextData, name: str, problem: str) -> Shards:
+    """The files of the hub's Parquet copy of a dataset.
+
+    Args:
+        problem: Why the dataset's own files are not read.
+
+    Raises:
+        RecipeError: There is no copy, or it has only a part of the rows.
+    """
+    import datasets
+
     try:
         with quiet():
-            part = options["name"] or "default"
-            found = _listed(datasets.load_dataset_builder(name, data_dir=part, revision=EXPORT))
-    except every:
+            shards = _listed(
+                datasets.load_dataset_builder(name, data_dir=data.options.subset or "default", revision=EXPORT)
+            )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
         raise RecipeError(f"{problem} And the hub has no Parquet copy of it ({EXPORT}).", code="no-streaming") from None
-    for path in found.paths():
+    for path in shards.paths():
         if "/partial-" in path:
             raise RecipeError(
                 f"its files are not streamed, and the hub's Parquet copy has only a part of its rows ({path}).",
                 code="no-streaming",
-                place=f"{where}: {name}",
+                place=f"{data.where}.name: {name}",
                 remedy="Download the dataset, and convert it to Parquet.",
             )
-    logger.info("data: %s, the hub's Parquet copy at commit %s", name, commit_of(found))
-    return found
+    logger.info("data: %s, the hub's Parquet copy at commit %s", name, commit_of(shards))
+    return shards
 
 
 def commit_of(found: Shards) -> str | None:

@@ -153,17 +153,22 @@ def measure(
         reason = next(iter(errors.values()))
         raise RecipeError(explain(reason), code="unsupported-model", place=run.recipe.where) from reason
     for cast, reason in errors.items():
-        logger.warning(
-            Problem(
-                f"no rows of strategies that keep weights in {fake.precision if cast else 'fp32'}: {clause(reason)}.",
-                code="not-measured",
-                place=run.recipe.where,
-            )
-        )
+        _warn_of_no_rows(fake, fake.precision if cast else "fp32", reason)
     if fake.precision == "no":  # the dtype of autocast is that of the weights
         for (checkpointing, _), activations in list(measured.items()):
             measured[checkpointing, True] = activations
     return measured
+
+
+def _warn_of_no_rows(fake: FakeRun, dtype: str, reason: Exception) -> None:
+    """Warn that the strategies that keep weights in a dtype are left out."""
+    logger.warning(
+        Problem(
+            f"no rows of strategies that keep weights in {dtype}: {clause(reason)}.",
+            code="not-measured",
+            place=fake.run.recipe.where,
+        )
+    )
 
 
 def recompute_blocks(fake: FakeRun, options: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ Torch splits each parameter along one dimension (``shard_dim``), and pads the sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fastloop import Layout, MemoryEstimate
@@ -77,63 +77,103 @@ def sharded(layout: Layout, group: int) -> MemoryEstimate:
             gradients=layout.gradient_bytes,
             optimizer=layout.state_bytes,
         )
-    options = layout.options
-    half = (options.get("param_dtype") or layout.precision) == "bf16"
-    reduced_itemsize = 2 if options.get("reduce_dtype") == "bf16" else 4
-    gathers_again = options.get("reshard_after_forward", True)
-    holds_gradients = bool(options.get("hold_gradients")) and layout.micro_steps > 1
-
-    def gathered(weight: Weight) -> float:
-        return 2 * weight.elements if half else weight.bytes
-
-    def sent(weight: Weight) -> float:
-        return gathered(weight) * group * shard(weight, group) / max(weight.bytes, 1)  # with padding
-
-    def reduction(part: Sequence[Weight]) -> float:
-        return sum(weight.elements * reduced_itemsize for weight in part if weight.trained)
-
-    blocks = layout.blocks()
-    outside = blocks.pop(None)
-    root = sum(map(gathered, outside))
-    sizes = [sum(map(gathered, block)) for block in blocks.values()]
-    reductions = [reduction(block) for block in blocks.values()]
-
-    # Beside activations: a part is held twice, as weights and as the buffer of its all-gather, which torch frees when
-    # it gathers the next part.
-    held_twice = 2 * max(sizes) if gathers_again and sizes else sum(sizes) or root
-    buckets = root + held_twice + 2 * max(reductions, default=0.0)
-    full_gradients = sum(map(gathered, layout.trained)) if holds_gradients else 0.0
+    parts = Parts(layout, group)
+    gradients = parts.full_gradients
     shards = sum(shard(weight, group) for weight in layout.trained)
-
-    # Without activations, there are two moments. In the first, the first block is gathered while the rest is held
-    # twice; one micro-step has no gradients then.
-    first = 2 * (root + next(iter(sizes), 0.0)) + full_gradients
-    if layout.micro_steps == 1:
-        first -= shards
-    # At the end of backward, the rest has full gradients beside its weights, and then beside the buffer of their
-    # reduction.
-    outside_gradients = sum(gathered(weight) for weight in outside if weight.trained)
-    last = max(root, reduction(outside)) + (full_gradients or outside_gradients)
-
-    share = (group - 1) / group
-    groups = layout.processes // group
-    in_forward = sum(map(sent, layout.weights))
-    in_backward = sum(sum(map(sent, block)) for block in blocks.values()) if gathers_again else 0.0
-    gradients = 0.0
-    for weight in layout.trained:
-        gradients += sent(weight) * reduced_itemsize / (2 if half else weight.itemsize)
-    scatter = share * gradients
-    if layout.device == "cpu":
-        scatter *= 2
-    scatters = 1 if holds_gradients else layout.micro_steps
-    across = 2 * (groups - 1) / groups * gradients / group
     return MemoryEstimate(
         name="fsdp",
         weights=sum(shard(weight, group) for weight in layout.weights) + layout.buffers,
         gradients=shards,
         optimizer=sum(weight.state * shard(weight, group) / max(weight.bytes, 1) for weight in layout.trained),
-        buckets=buckets + full_gradients,
-        buckets_alone=max(first, last),
-        sent_bytes=layout.micro_steps * share * (in_forward + in_backward) + scatters * scatter + across,
-        weights_cast=half and layout.precision == "bf16",
+        buckets=parts.held_in_blocks() + gradients,
+        buckets_alone=max(parts.held_at_first(shards), parts.held_at_last()),
+        sent_bytes=parts.sent_in_step(),
+        weights_cast=parts.half and layout.precision == "bf16",
     )
+
+
+class Parts:
+    """The parts of a model that are gathered at once: its blocks, and the rest, which is the root.
+
+    Args:
+        group: Number of processes that share the weights.
+
+    Attributes:
+        blocks: The weights of each block.
+        outside: The weights of the root.
+        half: Whether gathered weights have two bytes.
+        gathers_again: Whether backward gathers the blocks again.
+        holds_gradients: Whether full gradients are kept until the last micro-step, and reduced only then.
+    """
+
+    def __init__(self, layout: Layout, group: int) -> None:
+        self.layout = layout
+        self.group = group
+        options = layout.options
+        self.half = (options.get("param_dtype") or layout.precision) == "bf16"
+        self.reduced_itemsize = 2 if options.get("reduce_dtype") == "bf16" else 4
+        self.gathers_again = options.get("reshard_after_forward", True)
+        self.holds_gradients = bool(options.get("hold_gradients")) and layout.micro_steps > 1
+        blocks = layout.blocks()
+        self.outside = blocks.pop(None)
+        self.blocks = list(blocks.values())
+
+    @property
+    def full_gradients(self) -> float:
+        """The bytes of the gradients that are kept until the last micro-step."""
+        return self.gathered(self.layout.trained) if self.holds_gradients else 0.0
+
+    def gathered(self, weights: Iterable[Weight]) -> float:
+        """The bytes of whole weights."""
+        return sum(2 * weight.elements if self.half else weight.bytes for weight in weights)
+
+    def sent(self, weights: Iterable[Weight]) -> float:
+        """The bytes that an all-gather of weights sends, with padding."""
+        group = self.group
+        return sum(self.gathered([weight]) * group * shard(weight, group) / max(weight.bytes, 1) for weight in weights)
+
+    def reduction(self, weights: Iterable[Weight]) -> float:
+        """The bytes of the buffer in which the gradients of weights are reduced."""
+        return sum(weight.elements * self.reduced_itemsize for weight in weights if weight.trained)
+
+    def held_in_blocks(self) -> float:
+        """The bytes beside activations. A part is held twice, as weights and as the buffer of its all-gather, which
+        torch frees when it gathers the next part."""
+        root = self.gathered(self.outside)
+        sizes = [self.gathered(block) for block in self.blocks]
+        held_twice = 2 * max(sizes) if self.gathers_again and sizes else sum(sizes) or root
+        return root + held_twice + 2 * max(map(self.reduction, self.blocks), default=0.0)
+
+    def held_at_first(self, shards: float) -> float:
+        """The bytes without activations in forward: the first block is gathered while the root is held twice.
+
+        Args:
+            shards: The bytes of the gradients' shards, which a single micro-step does not have yet.
+        """
+        first_block = self.gathered(self.blocks[0]) if self.blocks else 0.0
+        held = 2 * (self.gathered(self.outside) + first_block) + self.full_gradients
+        return held - shards if self.layout.micro_steps == 1 else held
+
+    def held_at_last(self) -> float:
+        """The bytes without activations at the end of backward: the root has full gradients beside its weights, and
+        then beside the buffer of their reduction."""
+        gradients = self.full_gradients or self.gathered(weight for weight in self.outside if weight.trained)
+        return max(self.gathered(self.outside), self.reduction(self.outside)) + gradients
+
+    def sent_in_step(self) -> float:
+        """The bytes that a process sends in a step: weights, and gradients within its group and to the other groups."""
+        layout = self.layout
+        gathers = self.sent(layout.weights)
+        if self.gathers_again:
+            gathers += sum(map(self.sent, self.blocks))
+        gradients = 0.0
+        for weight in layout.trained:
+            gradients += self.sent([weight]) * self.reduced_itemsize / (2 if self.half else weight.itemsize)
+        share = (self.group - 1) / self.group
+        scatter = share * gradients
+        if layout.device == "cpu":
+            scatter *= 2
+        scatters = 1 if self.holds_gradients else layout.micro_steps
+        groups = layout.processes // self.group
+        across = 2 * (groups - 1) / groups * gradients / self.group
+        return layout.micro_steps * share * gathers + scatters * scatter + across

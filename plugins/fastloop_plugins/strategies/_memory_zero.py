@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from fastloop import Layout, MemoryEstimate
 from fastloop.memory_estimates import Weight
@@ -65,10 +66,7 @@ def stage(layout: Layout, number: int, half: bool) -> MemoryEstimate:
         half: Whether the weights themselves have two bytes an element, with a sharded copy in fp32.
     """
 
-    def size(weight: Weight) -> int:
-        return 2 * weight.elements if half else weight.bytes
-
-    processes = layout.processes
+    size = partial(held_bytes, half=half)
     trained = layout.trained
     steps = layout.micro_steps
     weights = sum(map(size, layout.weights))
@@ -85,7 +83,7 @@ def stage(layout: Layout, number: int, half: bool) -> MemoryEstimate:
         weights_cast=half and number > 0,
     )
     if number == 0:
-        buckets = bucket if processes > 1 else 0.0
+        buckets = bucket if layout.processes > 1 else 0.0
         return replace(variant, buckets=buckets, sent_bytes=2 * layout.share * gradients)
     if number < 3:
         reduces_once = number == 1  # stage 1 reduces after the last micro-step, and stage 2 in each
@@ -96,9 +94,25 @@ def stage(layout: Layout, number: int, half: bool) -> MemoryEstimate:
         return replace(
             variant,
             gradients=gradients if holds_all else straddling(layout, size),
-            optimizer=(4 * elements + layout.state_bytes) / processes,
+            optimizer=(4 * elements + layout.state_bytes) / layout.processes,
             sent_bytes=reduced + layout.share * gradients,
         )
+    return shard_weights(layout, variant, half)
+
+
+def held_bytes(weight: Weight, half: bool) -> int:
+    """The bytes of a weight."""
+    return 2 * weight.elements if half else weight.bytes
+
+
+def shard_weights(layout: Layout, whole: MemoryEstimate, half: bool) -> MemoryEstimate:
+    """The bytes of stage 3, which shards weights, too.
+
+    Args:
+        whole: The bytes with whole weights, gradients and state.
+    """
+    size = partial(held_bytes, half=half)
+    processes = layout.processes
     small = [weight for weight in layout.weights if weight.elements <= PERSISTENT]
     sharded = [weight for weight in layout.weights if weight.elements > PERSISTENT]
     small_bytes = sum(map(size, small))
@@ -108,16 +122,17 @@ def stage(layout: Layout, number: int, half: bool) -> MemoryEstimate:
     for weight in layout.weights:
         shards += shard(weight, processes) * itemsize
     optimizer = 0.0
-    for weight in trained:
+    for weight in layout.trained:
         optimizer += shard(weight, processes) * (4 + weight.state / max(weight.elements, 1))
+    sent = layout.micro_steps * (2 * sharded_bytes + whole.gradients) + small_bytes
     return replace(
-        variant,
+        whole,
         weights=shards + small_bytes + layout.buffers,
-        gradients=sum(shard(weight, processes) for weight in trained) * itemsize,
+        gradients=sum(shard(weight, processes) for weight in layout.trained) * itemsize,
         optimizer=optimizer,
-        buckets=bucket + min(sharded_bytes, LIVE * itemsize),
-        buckets_kept=bucket,
-        sent_bytes=layout.share * (steps * (2 * sharded_bytes + gradients) + small_bytes),
+        buckets=whole.buckets + min(sharded_bytes, LIVE * itemsize),
+        buckets_kept=whole.buckets,
+        sent_bytes=layout.share * sent,
     )
 
 

@@ -145,6 +145,23 @@ class Compile(Plugin):
 
     @hookimpl
     def after_prepare(self, run: Run) -> None:
+        self._set_up_torch()
+        self._choose_mode(run)
+        self.before = seconds()
+        model = run.unwrap_model()  # inside the strategy's wrapper, which cannot be compiled
+        shards = sharded_modules(model)
+        targets = shards or self._targets(model)
+        # a block takes tensors whose last size is constant, and compiles fast
+        any_shape = self.dynamic is None and targets == [model] and "padded" in recipe_traits(run.recipe)
+        for module in targets:
+            compile_in_place(module, self, any_shape, hooks_outside=bool(shards))
+
+    def _set_up_torch(self) -> None:
+        """Patch torch's settings for the duration of the run.
+
+        Raises:
+            PluginError: Torch has no such backend.
+        """
         import torch
         from torch._dynamo import config as dynamo
         from torch._dynamo import list_backends, utils
@@ -175,6 +192,9 @@ class Compile(Plugin):
             self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
         if self.cache:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("compiled")))
+
+    def _choose_mode(self, run: Run) -> None:
+        """Set the mode, which is without CUDA graphs where none can be recorded."""
         self.used_mode = self.mode
         self.records = False
         wanted = self.mode in WITHOUT_GRAPHS
@@ -198,14 +218,6 @@ class Compile(Plugin):
             )
         elif wanted:
             self.records = True
-        self.before = seconds()
-        model = run.unwrap_model()  # inside the strategy's wrapper, which cannot be compiled
-        shards = sharded_modules(model)
-        targets = shards or self._targets(model)
-        # a block takes tensors whose last size is constant, and compiles fast
-        any_shape = self.dynamic is None and targets == [model] and "padded" in recipe_traits(run.recipe)
-        for module in targets:
-            compile_in_place(module, self, any_shape, hooks_outside=bool(shards))
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:

@@ -26,7 +26,8 @@ then has a weight for each of them.
       - lora: {r: 8, quantize: nf4, target_modules: all-linear}
 
 Each process loads the model in float32 before it is quantized, and again for the export. Layers whose number of inputs
-is not a multiple of 64 stay in float32. On several processes, use ``ddp``. Method: Dettmers et al., "QLoRA: Efficient
+is not a multiple of 64 stay in float32. With ``merge: false``, a warning says that the adapter computes other numbers
+on the base model in float32. On several processes, use ``ddp``. Method: Dettmers et al., "QLoRA: Efficient
 Finetuning of Quantized LLMs", 2023.
 """
 
@@ -36,7 +37,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Device, Package, RecipeError, When, hookimpl
+from fastloop import Device, Package, Problem, RecipeError, When, hookimpl
 from fastloop.problem import counted
 from fastloop_plugins.models.adapters import check_untied, importing_bitsandbytes, merge, quiet_peft, tied_and_adapted
 from fastloop_plugins.training._lora_export import replicate_adapters, task_type, write_base_config
@@ -140,6 +141,16 @@ class LoRA(LoRAOptions):
         if names := tied_and_adapted(wrapped):
             check_untied(model, names, where)
             self.log.info("the exported model has a weight of its own for each tied layer: %s", ", ".join(names))
+        if quantizes(self) and not self.merge:
+            self.log.warning(
+                Problem(
+                    "the adapter is trained on weights in 4 bits. evaluate, predict and peft add it to the base model "
+                    "as that is saved, so they compute other numbers than this run.",
+                    code="other-precision",
+                    place=where,
+                    remedy="Set merge: true to export the weights that it was trained on.",
+                )
+            )
         trained, total = wrapped.get_nb_trainable_parameters()
         self.log.info("%s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total)
         return wrapped

@@ -24,7 +24,7 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.runtime.hardware import Machine
-from fastloop.testing import ProcessResult, expect_problem
+from fastloop.testing import ProcessResult, expect_problem, find_problems
 from fastloop.testing.runs import DIES_AT, SAVES_EVERY, KillAtStep, Trained, train
 from fastloop.testing.starting import start
 from fastloop_plugins.training.lora import LoRA
@@ -302,6 +302,12 @@ def test_layers_that_are_trained_in_full_stay_in_float32(tuned):
     ]
     assert [name.partition("modules_to_save.")[2] for name in trained] == ["default.weight", "default.bias"]
     assert {layer.compute_dtype for layer in layers.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_warning_says_that_an_adapter_alone_computes_other_numbers(tuned, caplog, merge):
+    built(tuned(NF4 | {"merge": merge}))
+    assert bool(find_problems(caplog, "other-precision plugins.lora")) is not merge
 
 
 def test_a_checkpoint_without_scales_is_not_loaded(tuned):

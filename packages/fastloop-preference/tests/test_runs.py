@@ -123,6 +123,36 @@ def test_predictions_are_log_probabilities_relative_to_the_model_before_training
         assert read(trained / "dpo" / f"{name}.jsonl") == pytest.approx(expected, abs=1e-5)
 
 
+def test_predictions_of_a_continued_adapter_are_relative_to_it(trained):
+    """The model before training is the base with the adapter that the run began with."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(trained / "base")
+
+    adapter = trained / "adapter"
+    torch.manual_seed(0)
+    options = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    get_peft_model(base(), LoraConfig(**options)).save_pretrained(adapter)
+    given = {"model": {"name": str(trained / "base")}, "epochs": 1, "lr": 0.05}
+    folder = write_recipe(trained / "continued", "dpo", plugins=[{"lora": {"adapter": str(adapter)}}], **given)
+    (folder / "rows.jsonl").write_text((trained / "dpo" / "rows.jsonl").read_text())
+    predict = ("predict", "run", "rows.jsonl", "--out", "rewards.jsonl")
+    run_commands([(folder, "train", "recipe.yaml"), (folder, *predict)])
+    after = AutoModelForCausalLM.from_pretrained(folder / "run" / "model")
+    before = PeftModel.from_pretrained(base(), adapter)
+    expected = [0.1 * (sum_of(after, *text) - sum_of(before, *text)) for text in texts()]
+    assert read(folder / "rewards.jsonl") == pytest.approx(expected, abs=1e-5)
+
+
+def sum_of(model, tokens, start):
+    """The log-probability of the tokens from ``start`` on."""
+    with torch.no_grad():
+        every = model(tokens).logits[0, :-1].log_softmax(-1)
+    return float(every.gather(1, tokens[0, 1:, None])[start - 1 :].sum())
+
+
 def test_predictions_keep_the_columns_of_their_rows(trained):
     given, found = (
         [json.loads(line) for line in (trained / "dpo" / name).read_text().splitlines()]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fastloop_plugins.models.adapters import merge_adapter
 from fastloop_plugins.text.model import TextModel
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class SecondModel:
         options: Those of ``model``, such as ``name``.
         auto_class: The Auto class of transformers that builds it.
         key: The place of the options in the recipe, for messages.
+        adapter: The folder of an adapter to merge into the weights; None: there is none.
 
     Attributes:
         config: None until ``load_tokenizer``, as ``tokenizer``.
@@ -27,11 +29,14 @@ class SecondModel:
         RecipeError: An option is invalid.
     """
 
-    def __init__(self, recipe: Recipe, options: Mapping[str, Any], auto_class: str, key: str) -> None:
+    def __init__(
+        self, recipe: Recipe, options: Mapping[str, Any], auto_class: str, key: str, adapter: str | None = None
+    ) -> None:
         self._auto_class = auto_class
         classify = not auto_class.endswith("ForCausalLM")
         alone = replace(recipe, model=dict(options), inference=None, plugins={})  # `lora` trains no adapter of it
         self._model = TextModel(alone, classify, key)
+        self._adapter = adapter
         self.config: Any = None
         self.tokenizer: Any = None
 
@@ -55,4 +60,8 @@ class SecondModel:
         import transformers
 
         model = self._model.build(getattr(transformers, self._auto_class))
-        return model, self._model.new
+        new = self._model.new
+        if self._adapter is not None:
+            folder = self._model.recipe.find(self._adapter)
+            new = new - merge_adapter(model, folder, f"{self._model.where}: {folder}")
+        return model, new

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fastloop import UsageError
+from fastloop import Problem, UsageError
 from fastloop_plugins.text import SecondModel, add_loss, cache_token_ids, compute_all, split
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -106,7 +106,8 @@ def compute_reference(
 
 
 def load_model(run: Run, task: PolicyTask) -> nn.Module:
-    """The model that a run was trained from, for rows that the run did not have. Only ``model.name`` has one."""
+    """The model that a run was trained from, for rows that the run did not have: ``model.name``, with the adapter that
+    `lora` continued. Only ``model.name`` has one."""
     if run.recipe.model.get("name") is None:
         problem = "a reward needs the model before training, and this run did not begin from a model.name"
         raise UsageError(
@@ -114,7 +115,17 @@ def load_model(run: Run, task: PolicyTask) -> nn.Module:
             code="nothing-to-predict",
             place=run.recipe.place(task.name),
         )
-    other = SecondModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model")
+    lora = run.recipe.plugins.get("lora") or {}
+    if lora.get("quantize"):
+        logger.warning(
+            Problem(
+                "the model before training had weights in 4 bits. Rows that the run did not have are compared with it "
+                "in float32, so their rewards differ by that rounding.",
+                code="other-precision",
+                place=run.recipe.place(task.name),
+            )
+        )
+    other = SecondModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model", lora.get("adapter"))
     other.load_tokenizer(task.data.options.max_length)
     model, _ = other.build()
     add_loss(model)

@@ -57,7 +57,8 @@ def pytest_configure_node(node: Any) -> None:
     # Not above: pytest rewrites fastloop.testing, which forked imports, when that is loaded as a plugin.
     from forked import server_address
 
-    node.workerinput["fork_server"] = server_address(["preloaded"])
+    is_quick = node.config.option.markexpr == "not slow"  # whose processes need no adapters
+    node.workerinput["fork_server"] = server_address([] if is_quick else ["preloaded"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,8 +9,8 @@
   calls in one process.
 * predict: ``fastloop predict RUN FILE --with auto`` of a MiniLM-L6 on IMDB reviews of up to 512 tokens, with and
   without the plugin. Each sample is the whole command in a fresh process. `fastloop train` has trained the model
-  before, also with ``auto``. The plugin computes its first 256 rows in both ways, to compare them. In the arm "few
-  compared" it compares 16 rows.
+  before, also with ``auto``. The plugin computes its first 64 rows in both ways, to compare them. In the arm "many
+  compared" it compares 256 rows.
 
 Rounds alternate between ascending and descending order of the arms. Times are processor seconds, because other
 programs may use the machine. A ratio is the median over the rounds.
@@ -57,12 +57,12 @@ TOKENS = (256, 1024, 4096)
 WORK = 2e9
 """Products in a sample of a layer: about 0.02 s."""
 LENGTH = 512
-FEW = 16
-"""Rows that are compared in the arm "few compared"."""
+MANY = 256
+"""Rows that are compared in the arm "many compared"."""
 ARMS = {
     "bf16": "predict, auto",
     "int8": "predict, auto and int8-linears",
-    "few": "predict, auto and int8-linears, few compared",
+    "many": "predict, auto and int8-linears, many compared",
 }
 """Arm of predict -> its name in the table."""
 PACKAGES = ("torch", "transformers", "fastloop-train")
@@ -159,7 +159,7 @@ def main() -> None:
         command = ["-m", "fastloop", "predict", str(folder / "run"), str(folder / "test.jsonl")]
         command += [f"data.max_length={LENGTH}", "--with", "auto", "--out"]
         in_int8 = ["--with", "int8-linears"]
-        more = {"bf16": [], "int8": in_int8, "few": [*in_int8, f"plugins.int8-linears.rows={FEW}"]}
+        more = {"bf16": [], "int8": in_int8, "many": [*in_int8, f"plugins.int8-linears.rows={MANY}"]}
         for number, arm in rounds(list(ARMS), options.repeats):
             output = folder / f"{arm}.jsonl"
             output.unlink(missing_ok=True)  # predict keeps the file of a complete job
@@ -209,10 +209,11 @@ def report(results: dict[str, Any]) -> str:
             table(["layer", "tokens", "int8, us", "bf16, us", "bf16 / int8 (interval)"], lines),
             table(["command", "processor seconds (range)", "bf16 / int8 (interval)", "accuracy"], commands),
             f"Processor seconds, arms in turns: other programs may use the machine. The commands predict "
-            f"{results['rows']} reviews. The plugin computes {min(256, results['rows'])} of them in both ways, or "
-            f"{FEW} with few compared. Probabilities differ by at most {compared['largest']:.2g} and by "
-            f"{compared['mean']:.2g} on average; labels that differ: {compared['labels']}. The model was trained on "
-            f"{results['trained']} reviews. {results['threads']} thread. "
+            f"{results['rows']} reviews. The plugin computes {min(64, results['rows'])} of them in both ways, or "
+            f"{min(MANY, results['rows'])} with many compared. Probabilities differ by at most "
+            f"{compared['largest']:.2g} and by {compared['mean']:.2g} on average; labels that differ: "
+            f"{compared['labels']}. The model was trained on {results['trained']} reviews. "
+            f"{results['threads']} thread. "
             f"{show_machine(results['machine'])} {load(results['samples'])} {caution(len(spent['int8']))}".strip(),
         ]
     )

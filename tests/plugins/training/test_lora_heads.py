@@ -161,7 +161,7 @@ def test_new_weights_that_a_plugin_freezes_are_reported(headless, new_weight_war
     warnings = new_weight_warnings()
     assert len(warnings) == bool(frozen)
     for warning in warnings:
-        assert warning.startswith(f"{len(frozen)} weights")
+        assert warning.startswith(f"{len(frozen)} frozen weights")
         assert {name for name in POOLER | HEAD if name in warning} == frozen
 
 

@@ -14,7 +14,7 @@ error. Three lines test a plugin's declarations:
 Requires pytest: ``pip install 'fastloop-train[testing]'``.
 
 tiny, runs, tasks         # trains a tiny model, or a recipe with plugins; small tasks to train
-starting, time_limits     # real processes, and commands; those that hang end with all that they have started
+starting, first_uses, time_limits   # real processes and commands, and their imports; those that hang are ended
 conformance, promises, studies   # the suite for a plugin, its checks, and the trainings that they compare
 package_texts             # the texts of a plugin's package, compared with its class
 differences, problems, settings   # comparisons of trainings, errors and global settings

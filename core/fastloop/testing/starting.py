@@ -42,11 +42,14 @@ PRELOADED = [
     "torchmetrics.classification",
     "datasets",
     "omegaconf",
+    "rich.console",
     "rich.table",
+    "fastloop.testing.first_uses",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
     "torch._dynamo",
     "torch._inductor.config",
+    "torch.profiler",
     "deepspeed.accelerator",
 ]
 """Modules that every started process has imported, beside the modules of fastloop's own plugins. None may start a

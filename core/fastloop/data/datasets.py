@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import UsageError
-from fastloop.problem import counted
 from fastloop.runtime.random_states import DEPTH, Generator, find_generators, seed_all, seed_generators
 from fastloop.state import Batch
 
@@ -225,7 +224,8 @@ def check_dataset(dataset: Any, place: str) -> None:
 
 
 def fingerprint(dataset: Any) -> str:
-    """The number of samples, if known, and the dataset's ``DatasetProtocol.fingerprint``."""
-    size = counted(len(dataset), "sample") if hasattr(dataset, "__len__") else ""
+    """The number of samples, if known, and the dataset's ``DatasetProtocol.fingerprint``: ``1200 samples 5ab0``."""
+    # an identity, and no message: checkpoints store this text, and a resumed run compares it
+    size = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else ""
     own = getattr(dataset, "fingerprint", None)
     return f"{size} {own()}".strip() if callable(own) else size

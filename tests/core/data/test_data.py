@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, T
 
 from fastloop import Batch, RecipeError, Settings
 from fastloop.data import Loader, StepSampler
+from fastloop.data.datasets import fingerprint
 from fastloop.data.loaders import micro_batches
 from fastloop.data.sampler import AHEAD
 from fastloop.errors import DataError
@@ -433,3 +434,17 @@ def test_a_dataset_that_is_read_in_order_announces_nothing():
     ids = [index for batch in in_order.batches() for index in batch.ids]
     assert ids == list(range(40))
     assert {kind for kind, _ in dataset.events} == {"read"}
+
+
+class Named(list[int]):
+    """A dataset with a fingerprint of its own."""
+
+    def fingerprint(self) -> str:
+        return "5ab0"
+
+
+def test_the_identity_of_a_dataset_keeps_its_text_which_checkpoints_store():
+    assert fingerprint(range(1200)) == "1200 samples"
+    assert fingerprint([0]) == "1 samples"
+    assert fingerprint(Named([0, 1])) == "2 samples 5ab0"
+    assert fingerprint(object()) == ""

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from fastloop.checkpoint import pack
 from fastloop.checkpoint.build_record import without_parameters
 from fastloop.errors import UsageError
-from fastloop.plugins.plugin import hookimpl
+from fastloop.plugins.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:
     from fastloop.run import Run
+
+OPTIMIZER_REMEDY = "Remove this key from the optimizer's parameter groups, or give it a value that can be saved."
+SCHEDULER_REMEDY = "Torch keeps the attributes of a callable object in the state of LambdaLR: give it a function."
 
 
 @hookimpl(trylast=True)
@@ -22,22 +25,32 @@ def check_run(run: Run) -> None:
     """Refuse an optimizer or a scheduler with which the run could not continue.
 
     Raises:
-        UsageError: The optimizer computes the loss itself, or a setting cannot be saved.
+        UsageError: The optimizer computes the loss itself, and no plugin steps it. Or a setting cannot be saved.
     """
     where = run.recipe.where
+    core_steps = not _has_own_train_step(run)
     for optimizer in _optimizers(run.optimizer):
-        if _needs_closure(optimizer):
+        if core_steps and _needs_closure(optimizer):
             raise UsageError(
                 f"{type(optimizer).__name__}.step needs a function that computes the loss again, and fastloop computes "
                 "the loss of a step once.",
                 code="unsupported-optimizer",
                 place=f"{where}: train.optimizer",
-                remedy="Use another.",
+                remedy="Use another, or write a plugin whose train_step gives the optimizer such a function.",
             )
     for group in run.optimizer.param_groups:
-        _check_can_be_saved(without_parameters(group), "optimizer", where)
+        _check_can_be_saved(without_parameters(group), "optimizer", where, OPTIMIZER_REMEDY)
     if run.scheduler is not None:
-        _check_can_be_saved(run.scheduler.state_dict(), "scheduler", where)
+        _check_can_be_saved(run.scheduler.state_dict(), "scheduler", where, SCHEDULER_REMEDY)
+
+
+def _has_own_train_step(run: Run) -> bool:
+    """Whether a plugin implements ``train_step``, which may give the optimizer a closure. A wrapper leaves the step to
+    the core."""
+    for implementation in run.plugins.manager.hook.train_step.get_hookimpls():
+        if isinstance(implementation.plugin, Plugin) and not implementation.wrapper:
+            return True
+    return False
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
@@ -57,11 +70,12 @@ def _needs_closure(optimizer: Any) -> bool:
     return False
 
 
-def _check_can_be_saved(state: Any, name: str, where: str) -> None:
+def _check_can_be_saved(state: Any, name: str, where: str, remedy: str) -> None:
     """Raise an error if a checkpoint cannot hold a state.
 
     Args:
         name: The part of the run that has it, for messages.
+        remedy: That of the error.
     """
     try:
         pack(state, {}, name)
@@ -70,5 +84,5 @@ def _check_can_be_saved(state: Any, name: str, where: str) -> None:
             str(error),
             code="invalid-state",
             place=f"{where}: no checkpoint can hold the state of the {name}",
-            remedy="Torch keeps the attributes of a callable object in the state of LambdaLR: give it a function.",
+            remedy=remedy,
         ) from error

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from functools import partial
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from fastloop import Plugin, UsageError, hookimpl
+from fastloop import Batch, Plugin, Run, UsageError, hookimpl
 from fastloop.testing import expect_problem
 
 
@@ -42,6 +43,58 @@ class NamesGroup(Plugin):
         return AdamW([{"params": list(model.parameters()), "kept": self.kept}], lr=1e-2)
 
 
+class StepsWithClosure(Plugin):
+    """Gives the optimizer a function that computes the loss again, as ``LBFGS`` needs it.
+
+    Attributes:
+        losses: That of each call of the function.
+    """
+
+    name = "steps-with-closure"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    @hookimpl
+    def train_step(self, run: Run, batches: list[Batch]) -> Tensor:
+        first: list[Tensor] = []
+
+        def closure() -> Tensor:
+            run.optimizer.zero_grad()
+            loss = run.accumulate_gradients(batches)
+            first.append(loss)
+            return loss
+
+        run.optimizer.step(closure)
+        run.count_update(None)
+        self.losses += [loss.item() for loss in first]
+        return first[0]
+
+
+class WatchesSteps(Plugin):
+    """Wraps ``train_step``, and leaves the step to the core."""
+
+    name = "watches-steps"
+
+    @hookimpl(wrapper=True)
+    def train_step(self) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+def test_an_optimizer_that_needs_a_closure_runs_with_a_plugin_that_gives_one(tiny_run):
+    plugin = StepsWithClosure()
+    result = tiny_run([plugin], optimizer="LBFGS", epochs=1)
+    assert result.summary["status"] == "completed"
+    assert len(plugin.losses) > result.summary["steps"], "LBFGS computes the loss of a step several times"
+    assert plugin.losses[-1] < plugin.losses[0]
+
+
+def test_a_wrapper_of_the_core_step_gives_no_closure(tiny_run):
+    with expect_problem("unsupported-optimizer train.optimizer LBFGS.step", UsageError):
+        tiny_run([WatchesSteps()], optimizer="LBFGS", epochs=1)
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused(tiny_run):
     with expect_problem("unsupported-optimizer train.optimizer LBFGS.step", UsageError):
         tiny_run(optimizer="LBFGS", epochs=1)
@@ -62,5 +115,6 @@ def test_an_optimizer_that_no_checkpoint_can_hold_is_refused(tiny_run, kept):
     if kept == 3:
         assert tiny_run([NamesGroup(kept)], epochs=1).summary["status"] == "completed"
         return
-    with expect_problem("invalid-state optimizer.kept", UsageError):
+    with expect_problem("invalid-state optimizer.kept parameter groups", UsageError) as caught:
         tiny_run([NamesGroup(kept)], epochs=1)
+    assert "LambdaLR" not in str(caught.value)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fastloop.errors import MetricError, UsageError
 from fastloop.metric_states import align_states
-from fastloop.problem import Problem, counted
-from fastloop.undefined_metrics import misreads_nan, why_undefined
+from fastloop.problem import Problem, agree, counted
+from fastloop.undefined_metrics import ignored_target, misreads_nan, why_undefined
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -29,7 +29,7 @@ BUFFER_BYTES = 64 * 2**20
 """Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do
 not fill the device."""
 NAN_ROWS = "rows of predictions with NaN"
-"""The key of their number among the values of metrics, with which the host reads it."""
+"""The start of a key of their number among the values of metrics, with which the host reads it."""
 WRAPPED = ("module", "_orig_mod")
 """Attributes of DDP, DeepSpeed's engine and torch's compiled modules that hold the model inside."""
 
@@ -127,9 +127,11 @@ class EvaluationResults:
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.bytes = 0
         self.samples = 0
-        self.nan_rows: list[Tensor] = []  # of each update: the rows of predictions that hold a NaN
+        # target that metrics ignore -> of each update: the rows of predictions that hold a NaN, without those to ignore
+        self.nan_rows: dict[int | None, list[Tensor]] = {}
         if metrics is not None:
             metrics.reset()
+            self.nan_rows = {ignored_target(metric): [] for metric in metrics.values(copy_state=False)}
 
     def add(self, output: Output, weight: float, samples: int) -> None:
         """Add the output of a batch. Metrics ignore a batch without samples: its process only joined the collective
@@ -144,7 +146,7 @@ class EvaluationResults:
         if self.waiting and _signature(*pair) != _signature(*self.waiting[0]):
             self._update()
         if _signature(*pair) is None:
-            self._count_nan(output.predictions)
+            self._count_nan(*pair)
             self._measure(self.metrics.update, *pair)
             return
         assert output.targets is not None
@@ -157,17 +159,29 @@ class EvaluationResults:
         if self.waiting and self.metrics is not None:
             predictions = torch.cat([predictions for predictions, _ in self.waiting])
             targets = torch.cat([targets for _, targets in self.waiting])
-            self._count_nan(predictions)
+            self._count_nan(predictions, targets)
             self._measure(self.metrics.update, predictions, targets)
         self.waiting = []
         self.bytes = 0
 
-    def _count_nan(self, predictions: Any) -> None:
-        """Count the rows of predictions, (rows,) or (rows, columns), that hold a NaN. Other shapes have positions, of
-        which metrics may ignore some."""
-        if isinstance(predictions, Tensor) and predictions.dim() in (1, 2) and predictions.is_floating_point():
-            holds_nan = predictions.isnan().view(len(predictions), -1).any(1)
-            self.nan_rows.append(holds_nan.sum())
+    def _count_nan(self, predictions: Any, targets: Any) -> None:
+        """Count the rows of predictions, (rows,) or (rows, columns), that hold a NaN.
+
+        Where metrics ignore a target, the rows with this target do not count, if there is one target for each row.
+        Otherwise, and for predictions of other shapes, nothing is counted: metrics may ignore some positions.
+        """
+        if not isinstance(predictions, Tensor) or not predictions.is_floating_point():
+            return
+        if predictions.dim() not in (1, 2):
+            return
+        is_nan = predictions.isnan()
+        if is_nan.dim() == 2:
+            is_nan = is_nan.any(1)
+        for ignored, counts in self.nan_rows.items():
+            if ignored is None:
+                counts.append(is_nan.sum())
+            elif isinstance(targets, Tensor) and targets.shape == is_nan.shape:
+                counts.append((is_nan & (targets != ignored)).sum())
 
     def _measure(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the metrics. Its error is raised as one that names the split."""
@@ -195,10 +209,13 @@ class EvaluationResults:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             computed = self._compute()
-        if self.nan_rows:
-            computed[NAN_ROWS] = torch.stack(self.nan_rows).sum()
+        for ignored, counts in self.nan_rows.items():
+            computed[f"{NAN_ROWS}, ignoring {ignored}"] = torch.stack(counts).sum() if counts else 0.0
         losses, metrics = self._read_device(computed)
-        nan_rows = self._sum_over_processes(metrics.pop(NAN_ROWS, 0.0))
+        nan_rows = {}
+        for ignored in self.nan_rows:
+            count = metrics.pop(f"{NAN_ROWS}, ignoring {ignored}")
+            nan_rows[ignored] = self._sum_over_processes(count)
         reasons = self._find_undefined(metrics, nan_rows)
         for name, reason in reasons.items():
             log.warning(
@@ -258,11 +275,11 @@ class EvaluationResults:
             return int(count)
         return int(self.processes.all_reduce_sum(torch.tensor(count)))
 
-    def _find_undefined(self, values: Mapping[str, float], nan_rows: int) -> dict[str, str]:
+    def _find_undefined(self, values: Mapping[str, float], nan_rows: Mapping[int | None, int]) -> dict[str, str]:
         """Metric -> why the split, or its predictions, do not define it.
 
         Args:
-            nan_rows: Rows of predictions that hold a NaN, on all processes.
+            nan_rows: Target that metrics ignore -> the other rows of predictions that hold a NaN, on all processes.
         """
         if self.metrics is None:
             return {}
@@ -272,8 +289,9 @@ class EvaluationResults:
         for name, metric in self.metrics.items(copy_state=False):
             if name in values and not math.isnan(values[name]):
                 reason = self._measure(why_undefined, metric, values[name])
-                if nan_rows and misreads_nan(metric):
-                    reason = f"{counted(nan_rows, 'row')} of predictions hold NaN"
+                count = nan_rows[ignored_target(metric)]
+                if count and misreads_nan(metric):
+                    reason = f"{counted(count, 'row')} of predictions {agree(count, 'holds', 'hold')} NaN"
                 if reason is not None:
                     reasons[str(name)] = reason
         return reasons

@@ -66,14 +66,23 @@ def why_undefined(metric: Metric, value: float) -> str | None:
 
 def misreads_nan(metric: Metric) -> bool:
     """Whether a metric gives a number for predictions that are NaN: those of torchmetrics take NaN for the first class,
-    or for a probability of 0. A metric of a task or of a user may use NaN for values that do not count, and so may
-    one with an ``ignore_index`` or of aggregation."""
+    or for a probability of 0.
+
+    Some have a rule for NaN: those of aggregation, of nominal values (``nan_strategy``), and ``MultioutputWrapper``
+    (``remove_nans``). A metric of a task or of a user may use NaN for values that do not count.
+    """
     from torchmetrics.aggregation import BaseAggregator
 
     metric = unwrapped(metric)
     if not type(metric).__module__.startswith("torchmetrics.") or isinstance(metric, BaseAggregator):
         return False
-    return getattr(metric, "ignore_index", None) is None
+    return not hasattr(metric, "nan_strategy") and not getattr(metric, "remove_nans", False)
+
+
+def ignored_target(metric: Metric) -> int | None:
+    """The target of the rows that a metric ignores, its ``ignore_index``; None: it counts all rows."""
+    index = getattr(unwrapped(metric), "ignore_index", None)
+    return index if isinstance(index, int) else None
 
 
 def unwrapped(metric: Metric) -> Metric:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torchmetrics import Metric, MetricCollection, classification, regression
-from torchmetrics.wrappers import LambdaInputTransformer
+from torchmetrics import nominal as nominal_metrics
+from torchmetrics.wrappers import LambdaInputTransformer, MultioutputWrapper
 
 from fastloop import Trainer
 from fastloop.errors import MetricError
@@ -241,8 +242,40 @@ class CountsNan(Metric):
         return self.count
 
 
+@pytest.mark.parametrize("rows", [(0, 3), (0,)])
+def test_predictions_without_rows_hold_no_nan(rows):
+    metrics = MetricCollection({"count": CountsNan()})
+    results = EvaluationResults(metrics, "r.yaml", "test")
+    results.add(Output(torch.tensor(0.0), torch.zeros(rows), torch.zeros(0)), 1, 1)
+    assert results.read().metrics == {"count": 0.0}
+
+
+@pytest.mark.parametrize("targets", [[0, 0, 1], [-100, 0, 1]])
+def test_one_row_that_counts_makes_a_metric_nan_that_ignores_others(targets, caplog):
+    metrics = MetricCollection({"accuracy": classification.MulticlassAccuracy(3, average="micro", ignore_index=-100)})
+    predictions = torch.eye(3)[[0, 0, 1]]
+    predictions[0] = math.nan
+    results = EvaluationResults(metrics, "r.yaml", "test")
+    results.add(Output(torch.tensor(0.0), predictions, torch.tensor(targets)), 1, 1)
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        value = results.read().metrics["accuracy"]
+    if targets[0] == -100:
+        assert value == 1
+        assert not caplog.records
+    else:
+        assert math.isnan(value)
+        assert "'accuracy' is NaN for test: 1 row of predictions holds NaN" in caplog.text
+
+
 def test_metrics_for_which_nan_is_a_value_keep_theirs():
     assert evaluate(CountsNan(), torch.tensor([math.nan, 1.0]), torch.zeros(2)) == 1
+    pairs = torch.tensor([[0.0, 0.0], [1.0, 2.0], [math.nan, 1.0]])
+    outputs = MultioutputWrapper(regression.MeanSquaredError(), 1)
+    assert evaluate(outputs, pairs[:, :1], pairs[:, 1:]) == 0.5
+    nominal = torch.tensor([0.0, 1.0, 0.0, 1.0, math.nan])
+    targets = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])
+    dropping = nominal_metrics.CramersV(2, bias_correction=False, nan_strategy="drop")
+    assert evaluate(dropping, nominal, targets) == 1
     ignoring = classification.MulticlassAccuracy(3, ignore_index=-100)
     predictions = torch.tensor([[math.nan] * 3, [0.1, 0.9, 0.0]])
     assert evaluate(ignoring, predictions, torch.tensor([-100, 1])) == 1

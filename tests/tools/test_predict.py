@@ -241,12 +241,14 @@ def test_a_second_job_does_not_write_the_parts_of_a_running_one(trained, cli):
             signal.pause()
         finally:
             os._exit(1)
-    until(Path("out.csv.parts", "job.json").exists)
-    code, _, err = cli(*command)
-    assert code == 2
-    assert_problem(err, f"folder-in-use out.csv.parts {child} --out")
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    try:
+        until(Path("out.csv.parts", "job.json").exists)
+        code, _, err = cli(*command)
+        assert code == 2
+        assert_problem(err, f"folder-in-use out.csv.parts {child} --out")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert "the parts of another job are removed" in predict(cli, *command[1:])
     assert len(read("out.csv")) == 6
     assert not Path("out.csv.parts").exists()

@@ -38,7 +38,7 @@ Columns = Mapping[str, Any]
 
 
 class PredictionOutput:
-    """Predictions on their way to a file, or to stdout as JSON lines.
+    """Predictions on their way to a file, or to stdout as JSON lines. ``close`` ends the lock on the parts.
 
     Args:
         path: The file; None: stdout.
@@ -46,9 +46,8 @@ class PredictionOutput:
             cannot be repeated.
 
     Raises:
-        UsageError: The file's format is unknown, a link is in the place of the parts, or another process writes them.
-
-    ``close`` ends the lock on the parts.
+        UsageError: The file's format is unknown, or a link is in the place of the parts.
+        RecipeError: Another process writes the parts.
     """
 
     def __init__(self, path: Path | None, job: Mapping[str, Any] | None) -> None:
@@ -73,14 +72,20 @@ class PredictionOutput:
                 remedy="Remove it, or give another file.",
             )
         files.check_links(self.folder)
-        from fastloop.checkpoint.lock import Lock  # only here: it imports torch, and the help imports this module
-
         with files.naming(path):
-            self.folder.mkdir(exist_ok=True)
-            remedy = "Wait for it to end, or give another file."
-            self._lock = Lock(self.folder, f"--out {path}", remedy)
+            try:
+                self._lock = self._lock_folder(path)
+            except FileNotFoundError:  # another process has just ended its job, and removed the folder
+                self._lock = self._lock_folder(path)
             self._start_job(job)
         self.parts = self._complete_parts()
+
+    def _lock_folder(self, path: Path) -> Lock:
+        """Make the folder of the parts, and lock it for this process."""
+        from fastloop.checkpoint.lock import Lock  # only here: it imports torch, and the help imports this module
+
+        self.folder.mkdir(exist_ok=True)
+        return Lock(self.folder, f"--out {path}", "Wait for it to end, or give another file.")
 
     def _start_job(self, job: Mapping[str, Any] | None) -> None:
         """Keep the parts of an interrupted job. Remove those of another one."""
@@ -94,11 +99,14 @@ class PredictionOutput:
         files.write(file, identity, hidden=True)
 
     def _remove_parts(self) -> bool:
-        """Remove the files of a job, but not the lock. Returns whether there were any."""
+        """Remove everything in the folder but the lock. Returns whether there was anything."""
         assert self._lock is not None
         paths = [path for path in self.folder.iterdir() if path != self._lock.path]
         for path in paths:
-            path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         return bool(paths)
 
     def close(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -97,7 +99,9 @@ def predict(
     recipe = load(
         target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
     )
-    job = None if name == "-" else describe(recipe, target, name) | {"keep": kept.listed}
+    job = None  # stdout and stdin cannot continue
+    if out is not None and name != "-":
+        job = describe(recipe, target, name) | {"keep": kept.listed}
     with closing(PredictionOutput(out, job)) as output, signals.on_signals(signals.stop_now):
         if not output.complete:
             assert recipe.inference is not None
@@ -134,7 +138,11 @@ def read_source(name: str) -> Path | Iterable[str]:
         from fastloop_plugins.rows.suffixes import COMPRESSIONS, CONLL, FORMATS, installed_formats
 
         path = Path(name)
-        if path.exists():
+        try:
+            exists = path.exists()
+        except OSError:  # the text is longer than a name may be, such as 255 bytes
+            return [name]
+        if exists:
             return path
         if path.is_symlink():
             raise UsageError(f"{nothing_at(path)}.", code="file-missing", place=name)
@@ -175,8 +183,8 @@ def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: 
 
 
 def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
-    """Everything that determines the predictions: recipe, model, input and version. Files by size and time of
-    change."""
+    """Everything that determines the predictions: recipe, model, input and version. Files by a hash of their paths,
+    sizes and times of change."""
     assert recipe.inference is not None
     assert recipe.inference.model is not None
     paths = sorted(path for path in recipe.inference.model.iterdir() if path.is_file())
@@ -184,30 +192,37 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     if isinstance(recipe.inference.source, Path):
         sources.append(recipe.inference.source)
     elif name is None:
-        sources += data_paths(recipe)
+        sources += data_paths(recipe, recipe.inference.split)
     for source in sources:
         path = source.resolve()
         paths += sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
-    stats = [(path, path.stat()) for path in paths]
+    digest = hashlib.blake2b(digest_size=16)  # a folder of images may have millions
+    for path in paths:
+        stat = path.stat()
+        digest.update(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode())
     return {
         "version": __version__,
         "recipe": secrets.hidden(recipe.to_dict()),
         "input": [name, recipe.inference.split, recipe.inference.chunk],
-        "files": [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+        "files": digest.hexdigest(),
     }
 
 
-def data_paths(recipe: Recipe) -> list[Path]:
-    """The files and folders that the section ``data`` names: of rows, of images, and of code."""
+def data_paths(recipe: Recipe, split: str) -> list[Path]:
+    """The files and folders that the section ``data`` names for a split: of rows, of images, and of code. Those of all
+    splits, if the section names none for this one: it may be a part of another."""
     from fastloop_plugins.rows.paths import PATTERN, find_matches
 
     data = recipe.data
-    named: list[Any] = [data.get("images"), data.get("name"), str(data.get("module") or "").partition(":")[0]]
-    sections = [data, *(source for source in data.get("sources") or () if isinstance(source, Mapping))]
-    for section in sections:
-        given = section.get("files")
-        for item in given.values() if isinstance(given, Mapping) else [given]:
-            named += item if isinstance(item, list) else [item]
+    named: list[Any] = [str(data.get("module") or "").partition(":")[0]]
+    files = data.get("files")
+    own = files.get(split) if isinstance(files, Mapping) else None
+    if own:
+        named += [data.get("images"), data.get("name")]
+        named += own if isinstance(own, list) else [own]
+    else:
+        named += [_folder_of_split(recipe, data.get(key), split) for key in ("images", "name")]
+        named += _all_files(data)
     paths: list[Path] = []
     for item in named:
         if not isinstance(item, str) or not item:
@@ -218,6 +233,28 @@ def data_paths(recipe: Recipe) -> list[Path]:
         elif PATTERN.search(item):
             paths += find_matches(recipe, item)
     return paths
+
+
+def _folder_of_split(recipe: Recipe, folder: Any, split: str) -> Any:
+    """A folder of images or of saved rows -> its folder of a split, such as ``images/test``; the folder itself, if it
+    has no such one."""
+    splits = recipe.data.get("splits")
+    name = splits.get(split, split) if isinstance(splits, Mapping) else split
+    if not isinstance(folder, str) or not folder or not isinstance(name, str):
+        return folder
+    inner = recipe.find(folder) / name
+    return str(inner) if inner.is_dir() else folder
+
+
+def _all_files(data: Mapping[str, Any]) -> list[Any]:
+    """The files of all splits and sources."""
+    files: list[Any] = []
+    sections = [data, *(source for source in data.get("sources") or () if isinstance(source, Mapping))]
+    for section in sections:
+        given = section.get("files")
+        for item in given.values() if isinstance(given, Mapping) else [given]:
+            files += item if isinstance(item, list) else [item]
+    return files
 
 
 def predict_chunks(run: Run, chunks: Iterator[Any], kept: KeepOption, output: PredictionOutput, threaded: bool) -> None:

@@ -96,7 +96,9 @@ def test_prefixes_give_the_mask_of_the_markers():
 
 
 def test_a_template_that_rewrites_earlier_answers_needs_markers():
-    first = "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else '(' + m.content + ')') }}{% endfor %}"
+    first = (
+        "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else '(' + m.content + ')') }}{% endfor %}"
+    )
     with pytest.raises(RowError, match=r"message 2 .*{% generation %}"):
         chat_ids(byte_tokenizer(first, []), chat("a", "b", "c", "d"), "assistant")
     with pytest.raises(RowError, match=r"first.* assistant"):

@@ -24,7 +24,7 @@ from fastloop.checkpoint.store import ResumePoint
 from fastloop.errors import CheckpointError, NoCheckpoint
 from fastloop.problem import Problem, counted
 from fastloop.recipe import secrets
-from fastloop.runtime.random_states import restore_random_states
+from fastloop.runtime.random_states import are_states_of, restore_random_states
 
 if TYPE_CHECKING:
     from fastloop.plugins.plugin import Plugin
@@ -208,13 +208,34 @@ def _refuse_state_of(plugin: Plugin, path: Path) -> Iterator[None]:
 
 
 def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:
-    """Restore this process's entry of ``states``. With another number of processes, seed with the step and the rank."""
+    """Restore this process's entry of ``states``. With another number of processes, seed with the step and the rank.
+    Streams then begin with the first states of the main process: all processes read them in the same order."""
     if len(states) == run.world_size:
         restore_random_states(states[run.rank], run.loaders.own_generators)
+        _restore_first_states(run, states[run.rank])
     else:
         saved_by = counted(len(states), "process")
         log.info("saved by %s, resumed on %d: dropout uses other random numbers", saved_by, run.world_size)
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
+        _restore_first_states(run, states[0])
+
+
+def _restore_first_states(run: Run, states: dict[str, Any]) -> None:
+    """Restore the first states of the generators of streams. Log if the checkpoint has states of other generators."""
+    have_changed = "own" in states and not are_states_of(run.loaders.own_generators, states["own"])
+    for split, own in run.loaders._stream_generators.items():
+        first_states = states.get("first", {}).get(split)
+        if first_states is None:
+            continue
+        if are_states_of(own.generators, first_states):
+            own.first_states = first_states
+        else:
+            have_changed = True
+    if have_changed:
+        log.info(
+            "The checkpoint has the states of other generators than those that the datasets and collators keep. "
+            "Theirs stay as they are."
+        )
 
 
 def sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:

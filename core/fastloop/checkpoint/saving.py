@@ -51,12 +51,24 @@ def _collect_state(run: Run) -> dict[str, Any]:
         "clock": dict(run.clock.seconds),
         "data": run.loaders.fingerprints,
         "scalars": run.scalars.state(run.processes),
-        "random": run.processes.all_gather_object(random_states(run.loaders.own_generators)),
+        "random": run.processes.all_gather_object(_random_states(run)),
         "optimizer": run.strategy.optimizer_state(run),
         "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "plugins": {plugin.name: call(run=run) for plugin, call in run.plugins.each("save_state")},
     }
+
+
+def _random_states(run: Run) -> dict[str, Any]:
+    """This process's entry of ``random``. ``first`` has split -> the first states of the generators of a stream."""
+    states = random_states(run.loaders.own_generators)
+    first = {}
+    for split, own in run.loaders._stream_generators.items():
+        if own.generators:
+            first[split] = own.first_states
+    if first:
+        states["first"] = first
+    return states
 
 
 def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any], group: Any = None) -> None:

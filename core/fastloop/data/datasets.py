@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import UsageError
-from fastloop.runtime.random_states import DEPTH, Generator, find_generators, seed_all, seed_generators
+from fastloop.runtime.random_states import RandomGenerator, find_generators, seed_all, seed_generators
 from fastloop.state import Batch
 
 
@@ -110,7 +110,7 @@ class MapReader(Dataset[Any]):
         self.dataset = dataset
         self.collator: Any = None
         self.has_copies = False
-        self._generators: list[Generator] | None = None  # of this process's copy
+        self._generators: list[RandomGenerator] | None = None  # of this process's copy
         each = partial(map, partial(getitem, dataset))
         self.read: Callable[[list[int]], Iterable[Any]] = getattr(dataset, "__getitems__", None) or each
 
@@ -120,7 +120,7 @@ class MapReader(Dataset[Any]):
             seed_all(micro_batch.seed)
         if in_worker or self.has_copies:
             if self._generators is None:
-                self._generators = find_generators((self.dataset, self.collator), DEPTH + 1)
+                self._generators = find_generators(self.dataset, self.collator)
             seed_generators(self._generators, micro_batch.seed)
         try:
             samples = MicroBatchSamples(self.read(micro_batch))

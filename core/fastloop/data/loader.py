@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from fastloop.data.sampler import AnnouncedMicroBatches, MicroBatchIds, StepSamp
 from fastloop.errors import CheckpointError, DataError, FastloopError, UsageError
 from fastloop.problem import Problem, counted
 from fastloop.runtime.forks import without_stdin
+from fastloop.runtime.random_states import OwnGenerators
 from fastloop.runtime.regions import region
 from fastloop.runtime.tracebacks import user_line
 from fastloop.settings import Settings
@@ -42,7 +43,7 @@ class Loader:
             sampler's ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids
             of a map-style dataset in their order. None, or any other sampler: all samples in the default order.
         drop_last: Whether to drop an incomplete last batch without a sampler, too.
-        own_states: See ``Stream``.
+        own_generators: See ``Stream``.
 
     Raises:
         UsageError: No sample is left.
@@ -67,7 +68,7 @@ class Loader:
         split: str = "train",
         sampler: BatchSampler | None = None,
         drop_last: bool = False,
-        own_states: Sequence[Any] = (),
+        own_generators: OwnGenerators | None = None,
     ) -> None:
         self.dataset = dataset
         self.unreadable = 0
@@ -95,7 +96,7 @@ class Loader:
                 batches_per_step=self.micro_steps * world_size if drop_last else 0,
                 has_workers=bool(settings.of(split)["num_workers"]),
                 collator=collator,
-                own_states=own_states,
+                own_generators=own_generators,
             )
             self.loader = make_loader(self.stream, batch_size=micro_batch_size)
             return

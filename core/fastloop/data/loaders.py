@@ -13,7 +13,7 @@ from fastloop.data.datasets import check_dataset, fingerprint
 from fastloop.data.loader import Loader
 from fastloop.data.sampler import StepSampler
 from fastloop.errors import RecipeError
-from fastloop.runtime.random_states import DEPTH, Generator, find_generators, read_generators
+from fastloop.runtime.random_states import OwnGenerators, RandomGenerator, find_generators
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -95,8 +95,8 @@ class Loaders:
         self.train: Loader
         self.evaluation: dict[str, Loader] = {}
         self._orders: dict[str, str] = {}  # split -> fingerprint of its order; empty: the default order
-        self._own_states: dict[str, list[Any]] = {}  # split -> those of its own generators before anything is read
-        self._own_generators: list[Generator] | None = None
+        self._own_by_split: dict[str, OwnGenerators] = {}
+        self._own_generators: list[RandomGenerator] | None = None
 
     @property
     def first(self) -> str:
@@ -121,16 +121,25 @@ class Loaders:
                 )
         self.datasets = dict(datasets)
         for split, dataset in self.datasets.items():
-            self._own_states[split] = read_generators(find_generators(dataset))
+            self._own_by_split[split] = OwnGenerators(dataset)
 
     @property
-    def own_generators(self) -> list[Generator]:
+    def own_generators(self) -> list[RandomGenerator]:
         """The generators that datasets and collators keep for themselves. A checkpoint has their states: without
         workers, on one process, nothing seeds them."""
         if self._own_generators is None:
-            data = (list(self.datasets.values()), list(self.collators.values()))
-            self._own_generators = find_generators(data, DEPTH + 2)
+            self._own_generators = find_generators(*self.datasets.values(), *self.collators.values())
         return self._own_generators
+
+    @property
+    def _stream_generators(self) -> dict[str, OwnGenerators]:
+        """Split -> the generators of its dataset, for iterable ones. A checkpoint has their first states, with which a
+        resumed run reads the first epoch and evaluates."""
+        streams = {}
+        for split, loader in self._all.items():
+            if loader.stream is not None:
+                streams[split] = self._own_by_split[split]
+        return streams
 
     def build(self) -> None:
         """Build the loader of each split.
@@ -229,7 +238,7 @@ class Loaders:
         if split in self.evaluation:
             self.evaluation[split].close()
         self.datasets[split] = dataset
-        self._own_states[split] = read_generators(find_generators(dataset))
+        self._own_by_split[split] = OwnGenerators(dataset)
         self._own_generators = None
         self.samplers[split] = None
         self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or self.micro_batch_size)
@@ -280,5 +289,5 @@ class Loaders:
             split=split,
             sampler=self.samplers[split],
             drop_last=trains and train.drop_last,
-            own_states=self._own_states[split],
+            own_generators=self._own_by_split[split],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -16,10 +16,10 @@ from fastloop.data.datasets import Filler, Numbered
 from fastloop.data.digests import sample_digest
 from fastloop.errors import UsageError
 from fastloop.runtime.random_states import (
-    Generator,
+    OwnGenerators,
+    RandomGenerator,
     cpu_random_states,
     find_generators,
-    restore_generators,
     restore_random_states,
     seed_all,
     seed_generators,
@@ -63,7 +63,7 @@ class Stream(IterableDataset[Any]):
 
     Args:
         collator: Collates the samples of each micro-batch.
-        own_states: The states of the dataset's own generators before anything was read, see ``read_generators``.
+        own_generators: Those of the dataset. None: they have not drawn a number yet.
         batch: Samples of a micro-batch.
         batches_per_step: Micro-batches of a step, over all processes, to drop an incomplete last step; 0: keep it.
         has_workers: Whether workers read it. Persistent ones must see changes of the position.
@@ -79,12 +79,12 @@ class Stream(IterableDataset[Any]):
         batches_per_step: int = 0,
         has_workers: bool = False,
         collator: Any = None,
-        own_states: Sequence[Any] = (),
+        own_generators: OwnGenerators | None = None,
     ) -> None:
         self.dataset = dataset
         self.collator = collator
-        self.own_states = own_states
-        self._collator_generators: list[Generator] | None = None  # of this process's copy
+        self.own_generators = OwnGenerators(dataset) if own_generators is None else own_generators
+        self._collator_generators: list[RandomGenerator] | None = None  # of this process's copy
         self.batch = batch
         self.batches_per_step = batches_per_step
         self.rank = rank
@@ -109,9 +109,13 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.position.tolist()
         info = get_worker_info()
+        shards_itself = getattr(self.dataset, "shards_itself", False)
+        if not shards_itself and not hasattr(self.dataset, "read_ranges"):
+            # the same for all readers, which must agree on the order; set_epoch may seed them in another way
+            self.own_generators.start_epoch(epoch, self.seed)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        if getattr(self.dataset, "shards_itself", False):
+        if shards_itself:
             if info is not None:
                 seed_all(hash((self.seed, epoch, self.rank, info.id)) % 2**32)
             yield from self.dataset
@@ -132,7 +136,6 @@ class Stream(IterableDataset[Any]):
             readers: Number of readers.
         """
         # the same for all readers, which must agree on the order
-        self._start_own_generators(epoch)
         isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)
         with isolated:
             samples = iter(self.dataset)
@@ -166,15 +169,6 @@ class Stream(IterableDataset[Any]):
             filler = Filler(reversed(last_group))
             filler.stream_digest = digest
             yield filler
-
-    def _start_own_generators(self, epoch: int) -> None:
-        """Set the generators that the dataset keeps for itself. They would continue from the epoch before, so a resumed
-        run would read other samples. In epoch 0, they have the states that the user gave them."""
-        generators = find_generators(self.dataset)
-        if epoch == 0 and len(generators) == len(self.own_states):
-            restore_generators(generators, self.own_states)
-        else:
-            seed_generators(generators, hash((self.seed, epoch)) % 2**32)
 
     def _read_ranges(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
         """The samples of this reader's micro-batches, from a dataset that reads them by position."""

@@ -5,10 +5,13 @@ Each worker and process has a copy, none repeats another's, and a resumed run co
 
 from __future__ import annotations
 
+import logging
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from fastloop import Plugin, Trainer, hookimpl
-from fastloop.runtime.random_states import find_generators
+from fastloop import Plugin, Trainer, checkpoint, hookimpl
+from fastloop.data.streams import Stream
+from fastloop.runtime import random_states
+from fastloop.runtime.random_states import (
+    OwnGenerators,
+    find_generators,
+    restore_random_states,
+    seed_all,
+    seed_generators,
+)
 
 SAMPLES = 24
 DRAWS: dict[str, Callable[[Any], float]] = {
@@ -92,14 +103,119 @@ def test_the_generator_in_a_transform_is_found(kind):
     assert find_generators(data) == [data.dataset.transforms[0].generator]
 
 
-def test_the_generators_that_all_code_shares_are_not_found():
-    class UsesModules(Noisy):
-        def __init__(self) -> None:
-            super().__init__("numpy")
-            self.libraries = [np, np.random, random, torch]
+SHARED: dict[str, Any] = {
+    "modules": [np, np.random, random, torch],
+    "methods": [random.choice, random.random, np.random.choice],
+    "random_state=None of scikit-learn": np.random.mtrand._rand,
+    "torch": torch.default_generator,
+}
 
-    data = UsesModules()
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_the_generators_that_all_code_shares_are_not_found(shared: str) -> None:
+    data = Noisy("numpy")
+    data.shared = SHARED[shared]
     assert find_generators(data) == [data.transforms[0].generator]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_generators_of_cuda_that_all_code_shares_are_not_found() -> None:
+    torch.cuda.init()
+    assert find_generators([torch.cuda.default_generators]) == []
+
+
+def test_an_iterable_dataset_leaves_the_generators_that_all_code_shares_as_they_are() -> None:
+    data = Shuffled()
+    data.choose = random.choice
+    random.seed(5)
+    expected = random.getstate()
+    stream = Stream(data, batch=4, rank=0, world_size=1, seed=0)
+    stream.position[0] = 1  # an epoch that seeds own generators
+    list(stream)
+    assert random.getstate() == expected
+
+
+def test_a_generator_without_a_state_is_not_found() -> None:
+    generator = random.Random(0)
+    assert find_generators([random.SystemRandom(), generator]) == [generator]
+
+
+class Slotted:
+    """A transform whose attributes are in slots. One of them is not set."""
+
+    __slots__ = ("__generator", "unset")
+
+    def __init__(self, generator: Any) -> None:
+        self.__generator = generator
+
+
+def of_defaults(generator: Any) -> Callable[..., Any]:
+    def collate(samples: list[Any], generator: Any = generator) -> float:
+        return generator.random()
+
+    return collate
+
+
+def of_keyword_defaults(generator: Any) -> Callable[..., Any]:
+    def collate(samples: list[Any], *, generator: Any = generator) -> float:
+        return generator.random()
+
+    return collate
+
+
+PLACES: dict[str, Callable[[random.Random], Any]] = {
+    "slot": Slotted,
+    "default": of_defaults,
+    "default of a keyword": of_keyword_defaults,
+    "method in C": lambda generator: generator.random,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_generator_is_found_where_python_keeps_it(place: str) -> None:
+    generator = random.Random(0)
+    assert find_generators([PLACES[place](generator)]) == [generator]
+
+
+def test_the_search_ends_among_many_samples() -> None:
+    class Samples:
+        def __init__(self) -> None:
+            self.visited = 0
+            self.rows = [[Sample(self) for _ in range(100)] for _ in range(100)]
+            self.many = [self.rows, [[Sample(self) for _ in range(100)] for _ in range(100)]]
+            self.transform = Noise("numpy")
+
+    class Sample:
+        def __init__(self, owner: Samples) -> None:
+            self.owner = owner
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "__dict__":
+                object.__getattribute__(self, "owner").visited += 1
+            return object.__getattribute__(self, name)
+
+    data = Samples()
+    assert find_generators(data) == [data.transform.generator]
+    assert 0 < data.visited <= 10_000  # of 20,000
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_seeded_generators_draw_other_numbers_than_the_global_ones(kind: str) -> None:
+    draws = {
+        "numpy": lambda: np.random.default_rng(7).random(),
+        "numpy, old": np.random.random_sample,
+        "torch": lambda: float(torch.rand(())),
+        "python": random.random,
+    }
+    seed_all(7)
+    shared = draws[kind]()
+    pair = [Noise(kind), Noise(kind)]
+    seed_generators([noise.generator for noise in pair], 7)
+    numbers = [noise() for noise in pair]
+    assert len({shared, *numbers}) == 3
+    seed_generators([noise.generator for noise in pair], 7)
+    assert [noise() for noise in pair] == numbers
 
 
 @pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.slow)])
@@ -252,3 +368,114 @@ def test_an_iterable_dataset_draws_an_order_for_each_epoch_with_any_number_of_wo
     assert sorted(second) == sorted(first)
     assert second != first
     assert train(Shuffled(), workers=2) == alone
+
+
+class Unseeded(Shuffled):
+    """Its order is another one in each process."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
+
+
+def inputs_of(steps: list[Any]) -> list[float]:
+    return [number for inputs, _ in steps for number in inputs]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_run_resumed_in_its_first_epoch_reads_each_sample_once(is_same: bool) -> None:
+    data = Unseeded()
+    before = train(data, output="cut", stop=2)
+    after = train(data if is_same else Unseeded(), output="cut", resume=True)
+    assert len(before) == 2
+    assert sorted(inputs_of(before + after[:4])) == list(range(SAMPLES))
+
+
+def test_a_resumed_run_evaluates_the_samples_in_the_order_of_the_first_run() -> None:
+    """Its first states are those of the checkpoint, also for a dataset that was read already."""
+    data = Unseeded()
+    first = OwnGenerators(data).first_states
+    train(data, output="cut", stop=8)
+    train(data, output="cut", resume=True)
+    saved = checkpoint.read(checkpoint.find_newest(Path("cut")).checkpoint)[1]
+    assert saved["random"][0]["first"] == {"train": first, "validation": first}
+
+
+class Ordered(IterableDataset[Any]):
+    """Samples in their order, with a target of 0."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(SAMPLES):
+            yield torch.full((1,), float(index)), torch.zeros(1)
+
+
+OTHERS: dict[str, Callable[[], list[Any]]] = {
+    "PCG64 to MT19937": lambda: [np.random.Generator(np.random.MT19937(0))],
+    "PCG64 to Python's": lambda: [random.Random(0)],
+    "PCG64 to torch's": lambda: [torch.Generator()],
+    "PCG64 to NumPy's old one": lambda: [np.random.RandomState(0)],
+    "one more": lambda: [np.random.default_rng(0), np.random.default_rng(0)],
+    "none": list,
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+@pytest.mark.parametrize("data", ["map-style", "iterable"])
+def test_a_resumed_run_with_other_generators_keeps_theirs_and_says_so(data: str, change: str, caplog: Any) -> None:
+    samples = torch.arange(float(SAMPLES))[:, None]
+    made: Any = TensorDataset(samples, samples) if data == "map-style" else Ordered()
+    made.generators = [np.random.default_rng(0)]
+    train(made, output="cut", stop=2)
+    made.generators = OTHERS[change]()
+    caplog.set_level(logging.INFO, "fastloop")
+    assert len(train(made, output="cut", resume=True)) == 10
+    lines = [line for line in caplog.messages if "has the states of other generators" in line]
+    assert len(lines) == 1
+
+
+def test_a_checkpoint_without_own_generators_resumes_silently(caplog: Any) -> None:
+    train(Ordered(), output="cut", stop=2)
+    data = Ordered()
+    data.generator = np.random.default_rng(0)
+    caplog.set_level(logging.INFO, "fastloop")
+    assert len(train(data, output="cut", resume=True)) == 10
+    assert "resumed from" in caplog.text
+    assert "other generators" not in caplog.text
+
+
+def test_the_states_of_an_own_generator_that_are_malformed_are_an_error() -> None:
+    generator = np.random.default_rng(0)
+    state = {"bit_generator": "PCG64"}
+    with pytest.raises(KeyError):
+        restore_random_states(random_states.random_states() | {"own": [state]}, [generator])
+
+
+def test_a_dataset_is_searched_once_for_all_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+
+    def search(*values: Any) -> list[Any]:
+        searched.append(values)
+        return find_generators(*values)
+
+    monkeypatch.setattr(random_states, "find_generators", search)
+    stream = Stream(Shuffled(), batch=4, rank=0, world_size=1, seed=0)
+    for epoch in range(3):
+        stream.position[0] = epoch
+        list(stream)
+    assert len(searched) == 1
+
+
+def test_a_copy_of_a_stream_sets_the_generators_of_its_own_dataset() -> None:
+    stream = Stream(Shuffled(), batch=4, rank=0, world_size=1, seed=0)
+    copied = pickle.loads(pickle.dumps(stream))
+    stream.dataset.generator.random()
+    assert list(copied) == list(stream)
+
+
+def test_set_epoch_may_seed_the_generator_of_a_dataset() -> None:
+    class SeedsItself(Shuffled):
+        def set_epoch(self, epoch: int) -> None:
+            self.generator.bit_generator.state = np.random.PCG64(10 + epoch).state
+
+    read = inputs_of(train(SeedsItself()))
+    assert read[:SAMPLES] == np.random.default_rng(10).permutation(SAMPLES).tolist()
+    assert read[SAMPLES:] == np.random.default_rng(11).permutation(SAMPLES).tolist()

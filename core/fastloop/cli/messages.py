@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, NoReturn
 
 from fastloop.distributed import ranks, signals
@@ -96,17 +96,21 @@ class FirstOfEachText(logging.Filter):
 
 
 @contextmanager
-def without_repeated_messages() -> Iterator[None]:
-    """Show each message once, in a command that builds the same run again."""
+def filtered_messages(messages_filter: logging.Filter) -> Iterator[None]:
+    """Show only the messages that a filter lets pass."""
     handlers = [handler for handler in logging.getLogger("fastloop").handlers if isinstance(handler, Messages)]
-    first_of_each_text = FirstOfEachText()
     for handler in handlers:
-        handler.addFilter(first_of_each_text)
+        handler.addFilter(messages_filter)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(first_of_each_text)
+            handler.removeFilter(messages_filter)
+
+
+def without_repeated_messages() -> AbstractContextManager[None]:
+    """Show each message once, in a command that builds the same run again."""
+    return filtered_messages(FirstOfEachText())
 
 
 def report_as_json() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Generator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from fastloop.cli.ending import end
-from fastloop.cli.messages import without_repeated_messages
+from fastloop.cli.messages import filtered_messages, without_repeated_messages
 from fastloop.cli.startup import start_run
 from fastloop.distributed import ranks
 from fastloop.errors import UsageError
@@ -33,6 +34,18 @@ OVERFIT_STEPS = 500
 NEAR_ZERO = 0.05
 """A loss is near zero below this share of the loss of the first pass. Dropout keeps the loss of most models above
 zero."""
+DEV_RUN_DONE = "fast-dev-run"
+"""Why the first run of ``--fast-dev-run`` stops."""
+OVERFIT_DONE = "overfit: the loss is near zero"
+"""Why ``--overfit`` stops early."""
+
+
+class WithoutEndOfCheck(logging.Filter):
+    """Drops the message that training stopped because the check is done: the check prints its result."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not (text.startswith("stopped at step ") and text.endswith((f": {DEV_RUN_DONE}", f": {OVERFIT_DONE}")))
 
 
 class FastDevRun(Plugin):
@@ -59,7 +72,7 @@ class FastDevRun(Plugin):
     @hookimpl
     def after_step(self, run: Run) -> None:
         if self.stops:
-            run.state.request_stop("fast-dev-run")
+            run.state.request_stop(DEV_RUN_DONE)
 
 
 class Overfit(Plugin):
@@ -115,7 +128,7 @@ class Overfit(Plugin):
         if self.first is None:
             self.first = self.last
         elif self.is_near_zero():
-            run.state.request_stop("overfit: the loss is near zero")
+            run.state.request_stop(OVERFIT_DONE)
 
     @hookimpl
     def export_model(self, folder: Path) -> Path:
@@ -255,7 +268,7 @@ def remove(folder: Path) -> None:
 
 def _train(resolved: ResolvedRecipe, plugin: Plugin, resume: Path | None = None) -> Run:
     """Train a recipe with one more plugin."""
-    with start_run(resolved, [plugin], resume) as run:
+    with start_run(resolved, [plugin], resume) as run, filtered_messages(WithoutEndOfCheck()):
         from fastloop.lifecycle import execute  # only here: it imports torch, and errors of the recipe come before
 
         execute(run)

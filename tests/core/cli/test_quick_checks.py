@@ -62,6 +62,7 @@ def test_a_fast_dev_run_trains_evaluates_saves_resumes_and_leaves_nothing():
     lines = done.stdout.splitlines()
     assert (lines.count("data: 64 rows"), lines.count("warning: data: 3 rows are empty")) == (1, 1)
     assert len(set(lines)) == len(lines)
+    assert "stopped at step" not in done.stdout
     assert [path for path in sorted(Path().rglob("*")) if path not in before and "__pycache__" not in path.parts] == []
 
 
@@ -86,6 +87,7 @@ def test_overfit_reports_whether_the_loss_falls_to_near_zero():
     done = train("--overfit", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "overfit: the loss fell to near zero" in done.stdout.splitlines()[-1]
+    assert "stopped at step" not in done.stdout
     summary = json.loads(Path("out.overfit/summary.json").read_text())
     assert summary["samples"] == 8 * summary["steps"]
     assert summary["validation"] is None

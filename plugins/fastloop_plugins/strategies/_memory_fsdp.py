@@ -77,7 +77,7 @@ def sharded(layout: Layout, group: int) -> MemoryEstimate:
             gradients=layout.gradient_bytes,
             optimizer=layout.state_bytes,
         )
-    parts = Parts(layout, group)
+    parts = GatheredParts(layout, group)
     gradients = parts.full_gradients
     shards = sum(shard(weight, group) for weight in layout.trained)
     return MemoryEstimate(
@@ -92,7 +92,7 @@ def sharded(layout: Layout, group: int) -> MemoryEstimate:
     )
 
 
-class Parts:
+class GatheredParts:
     """The parts of a model that are gathered at once: its blocks, and the rest, which is the root.
 
     Args:

@@ -5,6 +5,7 @@ From rows to samples::
     data                      # the ``data`` section of ``causal-lm``
     rows                      # the columns of a row -> a conversation
     template, endings         # a conversation -> token ids and their loss mask
+    message_forms             # other forms of a message, as a template takes it
     time_limit                # ends a template that takes too long
     tokens                    # token ids -> samples, in memory and streamed
     model                     # the ``model`` section of ``causal-lm``

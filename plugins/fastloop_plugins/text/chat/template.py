@@ -16,6 +16,7 @@ from fastloop.recipe.paths import nothing_at
 from fastloop_plugins.rows.roles import ROLES, meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
+from fastloop_plugins.text.chat.message_forms import decode_arguments, text_parts, with_content
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.time_limit import FAILURES, limited_rendering
 
@@ -44,6 +45,8 @@ BUILT_IN = {"chatml": CHATML}
 """Name -> chat template, with markers of the assistant's tokens."""
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The statement before the assistant's tokens, as transformers finds it."""
+KNOWN_ORDERS = 1024
+"""Orders of roles that a renderer remembers at most: each long chat with tools may have one of its own."""
 MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """All such statements, which jinja alone does not know."""
 REMEDY = "Mark its answers by {% generation %} in a template (data.chat_template=FILE), or give data.train_on=all."
@@ -167,6 +170,7 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.train_on = train_on
         self._written: set[tuple[str, ...]] = set()  # orders of roles that the template is known to write
+        self._tried: set[tuple[str, str, str, bool]] = set()  # see _check_place
 
     def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
@@ -284,42 +288,64 @@ class ChatRenderer:
         if isinstance(content, list) and not self._takes_parts:
             prepared["content"] = text_of(message)
         elif isinstance(content, str) and self._takes_parts and not self._takes_text:
-            prepared["content"] = _parts(content)
+            prepared["content"] = text_parts(content)
         if "tool_calls" in prepared and self._encodes_arguments:
-            prepared["tool_calls"] = [_decode_arguments(call) for call in prepared["tool_calls"]]
+            prepared["tool_calls"] = [decode_arguments(call) for call in prepared["tool_calls"]]
         return prepared
 
     def _check_roles(self, messages: list[dict[str, Any]], tools: Any) -> None:
         """Raise an error if a message leaves no trace in the text.
 
         A template may write a role at some places alone, such as a system message that comes first. So each order of
-        roles is tried once, with a probe for each content.
+        roles is tried once, with a probe for each content. A template may reject that, because it reads contents such
+        as JSON. Then each message is tried alone.
         """
         order = (*(message["role"] for message in messages), "with tools" if tools else "")
         if order in self._written:
             return
         probes = [f"{PROBE}{number:04}" for number in range(len(messages))]
-        probed = [_with_content(message, probe) for message, probe in zip(messages, probes, strict=True)]
+        probed = [with_content(message, probe) for message, probe in zip(messages, probes, strict=True)]
         text = self._try(probed, tools)
+        if text is None and self._try(messages, tools) is None:
+            return  # the template rejects the conversation itself, which its own rendering reports
         for index, message in enumerate(messages):
-            if not message.get("tool_calls"):
-                self._check_trace(messages, index, tools, text, probes[index])
+            if message.get("tool_calls"):
+                continue
+            if text is None:
+                self._check_place(messages, index, tools, probes[index])
+            else:
+                self._check_trace(messages, index, text, probes[index])
+        if len(self._written) >= KNOWN_ORDERS:
+            self._written.clear()
         self._written.add(order)
 
-    def _check_trace(
-        self, messages: list[dict[str, Any]], index: int, tools: Any, text: str | None, probe: str
-    ) -> None:
+    def _check_place(self, messages: list[dict[str, Any]], index: int, tools: Any, probe: str) -> None:
+        """Raise an error if a message leaves no trace in the text of a conversation with a single probe.
+
+        If the template rejects this, too, it says nothing about the message.
+
+        A rendering for each message of each conversation takes too long. So each role is tried once between the same
+        neighbors: in ``user, assistant, user, assistant, user``, four of the five messages.
+        """
+        message = messages[index]
+        before = messages[index - 1]["role"] if index else ""
+        after = messages[index + 1]["role"] if index + 1 < len(messages) else ""
+        place = (before, message["role"], after, bool(tools))
+        if place in self._tried:
+            return
+        text = self._try([*messages[:index], with_content(message, probe), *messages[index + 1 :]], tools)
+        if text is not None:
+            self._check_trace(messages, index, text, probe)
+        self._tried.add(place)
+
+    def _check_trace(self, messages: list[dict[str, Any]], index: int, text: str, probe: str) -> None:
         """Raise an error if a message leaves no trace in the text.
 
         Args:
-            text: The conversation with a probe for each content; None: the template rejects it. One with a single probe
-                is then tried. If the template rejects this, too, it says nothing about the message.
-            probe: That of the message.
+            text: The conversation, with the probe for the content of the message.
         """
         message = messages[index]
-        if text is None:
-            text = self._try([*messages[:index], _with_content(message, probe), *messages[index + 1 :]], tools)
-        if text is None or probe in text:
+        if probe in text:
             return
         role = message["role"]
         begin = f"the chat template leaves out message {index + 1}, whose role is {role!r}."
@@ -357,7 +383,7 @@ class ChatRenderer:
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template reads the parts of a content, and does not write them as Python or JSON."""
-        text = self._try([{"role": "user", "content": _parts(PROBE)}]) or ""
+        text = self._try([{"role": "user", "content": text_parts(PROBE)}]) or ""
         return PROBE in text and not re.search(f"['\"]{PROBE}", text)
 
     @cached_property
@@ -465,29 +491,3 @@ def answer_end(tokenizer: Any) -> AnswerEnd:
 def _answer_indices(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """The indices of the messages of the assistant."""
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _with_content(message: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """A message with another text, in the form that it has. One with tool calls stays as it is."""
-    if message.get("tool_calls"):
-        return dict(message)
-    return {**message, "content": _parts(text) if isinstance(message.get("content"), list) else text}
-
-
-def _parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
-
-
-def _decode_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A call with its arguments as a mapping, if they are JSON text of one."""
-    function = call.get("function", call)
-    try:
-        arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    decoded = {**function, "arguments": arguments}
-    if "function" in call:
-        return {**call, "function": decoded}
-    return decoded

@@ -20,6 +20,7 @@ from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.data.skip_unreadable import SkipUnreadable
 from fastloop_plugins.rows.roles import meant_role
 from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.text.chat import template as template_module
 from fastloop_plugins.text.chat.prompts import chat_chunks
 from fastloop_plugins.text.chat.rows import Chat, describe_chat
 from fastloop_plugins.text.chat.template import ChatRenderer
@@ -158,6 +159,43 @@ def test_a_template_that_rejects_a_first_answer_names_the_condition():
         encoded(alternates, *STARTS["messages"])
     with pytest.raises(RowError, match=r"must alternate\.$"):
         encoded(alternates, {"role": "system", "content": "a"}, answer("b"))
+
+
+READS_CONTENTS = """{% for m in messages %}{% if m.role == 'tool' and not m.content.startswith('{') %}
+{{ raise_exception('no JSON') }}{% endif %}{% if m.role != 'critic' or loop.first %}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Rejects a tool's result that is no JSON, and so a probe. Writes a critic at the beginning only."""
+
+
+def test_a_template_that_rejects_probes_is_tried_once_for_each_place_of_a_role(monkeypatch):
+    turn = [user("a"), answer("one"), {"role": "tool", "content": "{}"}, answer("two")]
+    renderer = ChatRenderer(byte_tokenizer(READS_CONTENTS, IM), "all")
+    renderings = []
+    render = renderer.tokenizer.apply_chat_template
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        renderings.append(arguments)
+        return render(*arguments, **options)
+
+    monkeypatch.setattr(renderer.tokenizer, "apply_chat_template", counting)
+    renderer.encode(Chat(turn * 20))
+    assert len(renderings) < 20
+    renderings.clear()
+    renderer.encode(Chat(turn * 21))
+    assert len(renderings) == 3, "with all probes, as it is, and for its tokens"
+    with pytest.raises(RowError, match="leaves out message 5, whose role is 'critic'"):
+        renderer.encode(Chat([*turn, {"role": "critic", "content": "no"}, answer("b")]))
+
+
+def test_a_renderer_remembers_a_limited_number_of_orders(monkeypatch):
+    monkeypatch.setattr(template_module, "KNOWN_ORDERS", 3)
+    renderer = ChatRenderer(byte_tokenizer(CHATML, IM))
+    for count in range(1, 9):
+        renderer.encode(Chat([user("a"), answer("b")] * count))
+        assert 1 <= len(renderer._written) <= 3
 
 
 # -- train_on: last ----------------------------------------------------------------------------------------------------

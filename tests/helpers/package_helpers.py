@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -126,7 +127,8 @@ class CleanVenv:
     install, as a checkout has, is not on the venv's path.
 
     Args:
-        folder: Its folder. A venv that is there already is used as it is.
+        folder: Its folder. A complete venv that is there already is used as it is. One whose creation failed halfway
+            is made again.
 
     Attributes:
         python: Its interpreter.
@@ -135,8 +137,12 @@ class CleanVenv:
     def __init__(self, folder: Path, *wheels: Path) -> None:
         self.folder = folder
         self.python = Path(sysconfig.get_path("scripts", "venv", vars={"base": str(folder)}), "python")
-        if folder.exists():
+        complete = folder / "complete"
+        if complete.exists():
             return
+        for unfinished in (folder, *folder.parent.glob(f"beside*-{folder.name}")):
+            if unfinished.exists():
+                shutil.rmtree(unfinished)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=600)
         site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
         others = [Path(path) for path in sys.path if path.endswith("-packages") and Path(path).is_dir()]
@@ -147,6 +153,7 @@ class CleanVenv:
         (site / "beside.pth").write_text("\n".join(map(str, beside)) + "\n")
         if wheels:
             self.install(*wheels)
+        complete.touch()
 
     def install(self, *wheels: Path) -> None:
         """Install wheels, without what they require: an index is not asked."""

@@ -6,6 +6,7 @@ import json
 import zipfile
 
 import pytest
+from package_helpers import CleanVenv
 
 pytestmark = pytest.mark.slow
 
@@ -53,3 +54,15 @@ def test_its_command_runs(clean_venv, tmp_path):
     done = clean_venv.run(clean_venv.python.with_name("fastloop"), "--version", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fastloop ")
+
+
+def test_a_venv_whose_creation_failed_is_made_again(tmp_path):
+    folder = tmp_path / "venv"
+    (folder / "bin").mkdir(parents=True)
+    (tmp_path / "beside0-venv").mkdir()
+    venv = CleanVenv(folder)
+    done = venv.run("-c", "import pytest", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder / "mine").touch()
+    CleanVenv(folder)
+    assert (folder / "mine").exists(), "a complete one is used as it is"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from fastloop.errors import UsageError
+from fastloop.problem import agree
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables with the number of processes: of torchrun and accelerate, Intel MPI, Open MPI and MVAPICH. Accelerate reads
@@ -124,7 +125,7 @@ def _check_complete(size_name: str, has_rank: bool) -> None:
     needed = ("MASTER_ADDR", "MASTER_PORT") if size_name == "WORLD_SIZE" else ("MASTER_ADDR",)
     missing += [name for name in needed if not os.environ.get(name)]
     if missing:
-        are = "is" if len(missing) == 1 else "are"
+        are = agree(len(missing), "is", "are")
         raise UsageError(
             f"the environment variable {size_name} is {world_size()}, and {' and '.join(missing)} {are} not set. Each "
             "of several processes needs this.",

@@ -62,7 +62,7 @@ class ActivationCheckpointing(Plugin):
                 Problem(
                     f"{len(stateful)} of {len(blocks)} blocks ({type(stateful[0]).__name__}) "
                     f"{agree(len(stateful), 'has', 'have')} batch or spectral norm, which must not see a batch twice: "
-                    "they are not recomputed.",
+                    f"{agree(len(stateful), 'it is', 'they are')} not recomputed.",
                     code="not-recomputed",
                 )
             )

@@ -127,7 +127,7 @@ def check_causal(
         difference = (logits[:1, :half] - alone).abs().max() / alone.abs().max()
         return _router_weight(model, rows, output, where), float(difference)
 
-    facts = agree(run, model, where, find) or (0.0, 0.0)
+    facts = on_all_processes(run, model, where, find) or (0.0, 0.0)
     if block["input_ids"].numel() * sum(parameter.numel() for parameter in model.parameters()) <= AFFORDABLE:
         check_trains(run, model, {**block, "use_cache": False}, where)
     return facts
@@ -204,7 +204,7 @@ def _check_shape(
                 remedy="Use another model.",
             )
 
-    agree(run, model, where, find, remedy)
+    on_all_processes(run, model, where, find, remedy)
 
 
 def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Any], where: str) -> None:
@@ -222,7 +222,7 @@ def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Any], where: s
         model.train()  # afterwards, each module has its own mode again
         model(**inputs)
 
-    agree(run, model, where, find, PADDING_REMEDY)
+    on_all_processes(run, model, where, find, PADDING_REMEDY)
 
 
 def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: str = "") -> None:
@@ -244,7 +244,7 @@ def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: 
         model.train()
         forward()
 
-    agree(
+    on_all_processes(
         run,
         model,
         f"{run.recipe.where}: train.micro_batch_size: found 1",
@@ -287,10 +287,10 @@ def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], 
                 remedy=remedy,
             )
 
-    agree(run, model, where, find)
+    on_all_processes(run, model, where, find)
 
 
-def agree(
+def on_all_processes(
     run: Run, model: nn.Module, where: str, find: Callable[[], Found], remedy: str = TOKENIZER_REMEDY
 ) -> Found | None:
     """Call ``find`` on each process that has weights, and return the first result on every process; None if no process

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Problem, RecipeError
-from fastloop_plugins.models.checks import agree
+from fastloop_plugins.models.checks import on_all_processes
 from fastloop_plugins.text.next_token_loss import IGNORED
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def check_padding(
             return PaddingSide(left=True, change=0.0)
         return PaddingSide(left=False, change=on_the_right)
 
-    side = agree(run, model, text_model.where, find)
+    side = on_all_processes(run, model, text_model.where, find)
     if side is None:
         side = PaddingSide(left=False, change=0.0)
     width.left = side.left
@@ -200,7 +200,7 @@ def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str
                 break
         return change
 
-    change = agree(run, model, where, find) or 0.0
+    change = on_all_processes(run, model, where, find) or 0.0
     if change > ROUNDING:
         effect = (
             f"{type(model).__name__} reads padding: beside a longer prompt, it changes the logits of a short "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Problem
+from fastloop.problem import agree
 from fastloop_plugins._mapped import GrowingArray, concatenate, spans, zeros
 from fastloop_plugins.text.chat.rows import describe_chat
 
@@ -207,11 +208,13 @@ def _describe_equal(
     counts = []
     count = int(repeated.sum())
     if count:
-        counts.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train repeat an earlier one")
+        verb = agree(count, "repeats", "repeat")
+        counts.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train {verb} an earlier one")
     for number, role in enumerate(repeats.roles):
         count = int((shared & (repeats.split == number)).sum())
         if count:
-            counts.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} are in train, too")
+            verb = agree(count, "is", "are")
+            counts.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} {verb} in train, too")
     if not counts:
         return []
     in_own_files = []

@@ -182,7 +182,7 @@ def test_blocks_that_change_themselves_as_they_compute_are_left_alone(pair, capl
     plain, ours = pair(model=model)
     assert equal(plain, ours)
     assert (
-        "1 of 3 blocks (Block) has batch or spectral norm, which must not see a batch twice: they are not recomputed"
+        "1 of 3 blocks (Block) has batch or spectral norm, which must not see a batch twice: it is not recomputed"
         in caplog.text
     )
     assert [block.forwards for block in ours.model.blocks][1] == plain.model.blocks[1].forwards

@@ -367,8 +367,8 @@ def warn_about_long_rows(data: LanguageTextData, tokenizer: Any, texts: Sequence
     if long:
         logger.warning(
             Problem(
-                f"{long} of {len(lengths)} rows have more than {size} tokens (data.max_length), and are "
-                "cut there: a streamed row is one sample.",
+                f"{long} of {len(lengths)} rows {agree(long, 'has', 'have')} more than {size} tokens "
+                f"(data.max_length), and {agree(long, 'is', 'are')} cut there: a streamed row is one sample.",
                 code="texts-cut",
                 place="data",
                 remedy="To train on all of a text, divide it into several rows.",

@@ -220,7 +220,7 @@ def test_every_class_of_torchmetrics_has_the_value_of_one_process_or_is_refused_
         chosen = measured_classes()
     assert len(chosen) > 120
     inputs_of = {name: kind for name, (kind, _) in chosen.items()}
-    first, second = (ended.result for ended in processes(2, evaluate_shares, inputs_of, folder=tmp_path, limit=60))
+    first, second = (ended.result for ended in processes(2, evaluate_shares, inputs_of, folder=tmp_path))
     refused = {key for key, value in first.items() if value == "ProcessesDisagree"}
     assert refused == {key for key, value in second.items() if value == "ProcessesDisagree"}
     expected: dict[tuple[str, str], Any] = {}

@@ -123,6 +123,7 @@ def test_predictions_are_log_probabilities_relative_to_the_model_before_training
         assert read(trained / "dpo" / f"{name}.jsonl") == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft uses this deprecated name of transformers
 def test_predictions_of_a_continued_adapter_are_relative_to_it(trained):
     """The model before training is the base with the adapter that the run began with."""
     from peft import LoraConfig, PeftModel, get_peft_model

@@ -202,20 +202,21 @@ class EvaluationResults:
         """The results of this process. Torchmetrics reduces the metrics over processes. A metric that the split does
         not define, such as AUROC of one class, is NaN, with a warning.
 
-        The host reads the device once. A metric may read it more often."""
+        The host reads the device once, and with several processes once for each count of NaN. A metric may read it more
+        often."""
         self._update()
         if self.metrics is not None and self.processes is not None:
             align_states(self.metrics, self.processes, self.where, self.split)
+        nan_totals = self._sum_nan_rows()  # before the metrics, whose computation may fail on a single process
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             computed = self._compute()
-        for ignored, counts in self.nan_rows.items():
-            computed[f"{NAN_ROWS}, ignoring {ignored}"] = torch.stack(counts).sum() if counts else 0.0
+        for ignored, total in nan_totals.items():
+            computed[f"{NAN_ROWS}, ignoring {ignored}"] = total
         losses, metrics = self._read_device(computed)
         nan_rows = {}
-        for ignored in self.nan_rows:
-            count = metrics.pop(f"{NAN_ROWS}, ignoring {ignored}")
-            nan_rows[ignored] = self._sum_over_processes(count)
+        for ignored in nan_totals:
+            nan_rows[ignored] = int(metrics.pop(f"{NAN_ROWS}, ignoring {ignored}"))
         reasons = self._find_undefined(metrics, nan_rows)
         for name, reason in reasons.items():
             log.warning(
@@ -269,11 +270,16 @@ class EvaluationResults:
         values = {**computed, **dict(zip(read_together, numbers[count:], strict=True))}
         return numbers[:count], {name: float(value) for name, value in values.items()}
 
-    def _sum_over_processes(self, count: float) -> int:
-        """A count of this process -> that of all. The values of metrics are those of all processes, too."""
-        if self.metrics is None or self.processes is None or self.processes.world_size == 1:
-            return int(count)
-        return int(self.processes.all_reduce_sum(torch.tensor(count)))
+    def _sum_nan_rows(self) -> dict[int | None, Tensor]:
+        """Target that metrics ignore -> the other rows of predictions that hold a NaN, on all processes. The values of
+        metrics are those of all processes, too. With one process, the host does not wait for the device."""
+        totals: dict[int | None, Tensor] = {}
+        for ignored, counts in self.nan_rows.items():
+            total = torch.stack(counts).sum() if counts else torch.tensor(0)
+            if self.processes is not None and self.processes.world_size > 1:
+                total = self.processes.all_reduce_sum(total.cpu())
+            totals[ignored] = total
+        return totals
 
     def _find_undefined(self, values: Mapping[str, float], nan_rows: Mapping[int | None, int]) -> dict[str, str]:
         """Metric -> why the split, or its predictions, do not define it.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.checkpoint import pack
 from fastloop.checkpoint.build_record import without_parameters
 from fastloop.errors import UsageError
+from fastloop.optimizers.several import Optimizers
 from fastloop.plugins.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ def _has_own_train_step(run: Run) -> bool:
 def _optimizers(optimizer: Any) -> list[Any]:
     """The optimizer without the wrapper that scales losses, or those of a dict."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    members = getattr(inner, "members", None)
-    return [inner] if members is None else list(members.values())
+    if isinstance(inner, Optimizers):
+        return list(inner.members.values())
+    return [inner]
 
 
 def _needs_closure(optimizer: Any) -> bool:

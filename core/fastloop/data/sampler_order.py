@@ -1,6 +1,7 @@
 """The order of a sampler from ``build_sampler`` as a function of seed and epoch.
 
-A run can resume in it on any number of processes.
+It is the sampler of a plugin, or of a ``DataLoader`` that a user gave to ``Trainer``. A run can resume in its order on
+any number of processes.
 """
 
 from __future__ import annotations

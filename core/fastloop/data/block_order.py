@@ -6,6 +6,7 @@ epoch, together with the pages around it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ def draw_block_order(size: int, block: int, generator: torch.Generator) -> NDArr
     """
     block = min(block, size)
     order: NDArray[Any] = np.empty(size, np.int32 if size < 2**31 else np.int64)
-    blocks = torch.randperm(-(-size // block), generator=generator).numpy()
+    blocks = torch.randperm(math.ceil(size / block), generator=generator).numpy()
     inside = np.arange(block)
     start = 0
     for first in range(0, len(blocks), MIXED_BLOCKS):

@@ -13,6 +13,10 @@ from torch.utils.data import Sampler
 
 from fastloop.data.block_order import BlockAnnouncer, draw_block_order
 
+AHEAD = 16
+"""Micro-batches whose samples a dataset begins to read from its disk before they are needed: enough to keep a disk
+busy, and few megabytes of memory."""
+
 
 class MicroBatchIds(list[int]):
     """The sample ids of one micro-batch.
@@ -25,11 +29,6 @@ class MicroBatchIds(list[int]):
     seed: int = 0
     is_filler: bool = False
     is_last_micro_batch: bool = False
-
-
-AHEAD = 16
-"""Micro-batches whose samples a dataset begins to read from its disk before they are needed: enough to keep a disk
-busy, and few megabytes of memory."""
 
 
 class StepSampler(Sampler[MicroBatchIds]):
@@ -147,7 +146,9 @@ class StepSampler(Sampler[MicroBatchIds]):
                 ids = MicroBatchIds(parts[first] if is_filler else parts[own])
                 ids.is_filler = is_filler
                 ids.is_last_micro_batch = first + self.world_size >= len(parts)
-                ids.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:own])))) % 2**32
+                # in a step that starts at sample 80, with parts of 3, 3 and 2 samples, the third starts at sample 86
+                place = start + sum(len(part) for part in parts[:own])
+                ids.seed = hash((self.seed, self.epoch, place)) % 2**32
                 yield ids
 
 

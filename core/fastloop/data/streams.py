@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker  # a test looks for its private name
+from torch.utils.data._utils import worker as torch_worker  # a test looks for its private name
 
 from fastloop.data.datasets import Filler, Numbered
 from fastloop.data.digests import sample_digest
@@ -40,8 +40,8 @@ class IsolatedRandomState:
         self.outer: dict[str, Any]
 
     def __enter__(self) -> None:
-        self.info = worker._worker_info
-        worker._worker_info = None
+        self.info = torch_worker._worker_info
+        torch_worker._worker_info = None
         self.outer = cpu_random_states()
         if self.inner is None:
             seed_all(self.seed)
@@ -51,7 +51,7 @@ class IsolatedRandomState:
     def __exit__(self, *error: object) -> None:
         self.inner = cpu_random_states()
         restore_random_states(self.outer)
-        worker._worker_info = self.info
+        torch_worker._worker_info = self.info
 
 
 class Stream(IterableDataset[Any]):
@@ -120,7 +120,9 @@ class Stream(IterableDataset[Any]):
                 seed_all(hash((self.seed, epoch, self.rank, info.id)) % 2**32)
             yield from self.dataset
             return
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        # on 2 processes with 3 workers each, process 1 has the readers 1, 3 and 5 of 6
+        worker = 0 if info is None else info.id
+        workers = 1 if info is None else info.num_workers
         reader = self.rank + self.world_size * worker
         readers = self.world_size * workers
         if hasattr(self.dataset, "read_ranges"):
@@ -139,7 +141,7 @@ class Stream(IterableDataset[Any]):
         isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)
         with isolated:
             samples = iter(self.dataset)
-            deque(islice(samples, start), maxlen=0)
+            deque(islice(samples, start), maxlen=0)  # read the samples before ``start``, and drop them
         pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
         last_group: list[Any] = []
         digest = ""

@@ -100,7 +100,7 @@ class Loader:
             )
             self.loader = make_loader(self.stream, batch_size=micro_batch_size)
             return
-        order: Any = sampler.sampler if sampler is not None and callable(sampler.sampler) else None
+        order = _user_order(sampler)
         dropped_batch = 0
         if drop_last:
             dropped_batch = batch_size if shuffle or sampler is None else sampler.batch_size
@@ -125,9 +125,7 @@ class Loader:
                 code="no-batch",
                 remedy="Make the batch size smaller.",
             )
-        reader: Any = (settings.reader_class or MapReader)(dataset)
-        reader.collator = collator
-        reader.has_copies = world_size > 1
+        reader = _make_reader(dataset, collator, settings, has_copies=world_size > 1)
         self.loader = make_loader(reader, batch_sampler=_announced(self.sampler, dataset))
 
     @property
@@ -242,6 +240,22 @@ def _loader_maker(
         return partial(settings.thread_loader_class or DataLoader, **arguments)
     arguments |= {name: reading[name] for name in settings.WORKERS}
     return partial(reading["loader_class"] or DataLoader, **arguments)
+
+
+def _user_order(sampler: BatchSampler | None) -> Any:
+    """The order of a user's sampler: epoch -> sample ids, such as a ``SamplerOrder``; None: the default order."""
+    if sampler is not None and callable(sampler.sampler):
+        return sampler.sampler
+    return None
+
+
+def _make_reader(dataset: Any, collator: Callable[[list[Any]], Any], settings: Settings, has_copies: bool) -> Any:
+    """The reader of a map-style dataset: a ``MapReader``, or an object of the class that a plugin has set."""
+    make = settings.reader_class or MapReader
+    reader: Any = make(dataset)
+    reader.collator = collator
+    reader.has_copies = has_copies
+    return reader
 
 
 def _announced(sampler: StepSampler, dataset: Any) -> Sampler[MicroBatchIds]:

@@ -23,6 +23,8 @@ ENDED = object()
 CALL_NOTHING: Callable[..., Any] = "".format
 """The function of a hook without implementations: a method of C that accepts any arguments, returns at once, and costs
 no Python call. Most hooks of a step have no implementation."""
+Call = tuple[Any, Sequence[str]]
+"""An implementation of a hook, pluggy's ``HookImpl``, and the names of its arguments."""
 OnError = Callable[[Any, str, Exception | SystemExit], bool]
 """``on_error(plugin, hook, error)`` returns whether to continue as if the implementation had returned None."""
 
@@ -67,11 +69,21 @@ def make_caller(
     Returns the first result that is not None if ``is_first``, otherwise a list of these results, or an empty sequence.
     A wrapper may replace it.
     """
-    wrappers: list[tuple[Any, Sequence[str]]] = []
-    calls: list[tuple[Any, Sequence[str]]] = []
+    wrappers: list[Call] = []
+    calls: list[Call] = []
     for implementation in implementations:
         group = wrappers if implementation.wrapper else calls
         group.append((implementation, implementation.argnames))
+    call_each = _make_call_each(name, calls, is_first, on_error)
+    if wrappers:
+        return _make_call_wrapped(name, wrappers, call_each, on_error)
+    if not calls and not is_first:
+        return CALL_NOTHING
+    return call_each
+
+
+def _make_call_each(name: str, calls: Sequence[Call], is_first: bool, on_error: OnError) -> Callable[..., Any]:
+    """A function that calls implementations that are no wrappers, one after the other."""
 
     def call_each(**arguments: Any) -> Any:
         results = []
@@ -87,6 +99,14 @@ def make_caller(
                     return result
                 results.append(result)
         return None if is_first else results
+
+    return call_each
+
+
+def _make_call_wrapped(
+    name: str, wrappers: Sequence[Call], call_each: Callable[..., Any], on_error: OnError
+) -> Callable[..., Any]:
+    """A function that runs each wrapper to its yield, calls ``call_each``, and runs the wrappers to their end."""
 
     def call_wrapped(**arguments: Any) -> Any:
         entered: list[tuple[Any, Generator[None, Any, Any]]] = []
@@ -112,7 +132,10 @@ def make_caller(
                 on_error(entering, name, error)
         for plugin, running in reversed(entered):  # each sees the result or the error of what it surrounds
             try:
-                running.send(result) if failure is None else running.throw(failure)
+                if failure is None:
+                    running.send(result)
+                else:
+                    running.throw(failure)
                 raise PluginError(
                     f"{name} is a wrapper, and has a second yield.",
                     code="invalid-wrapper",
@@ -132,8 +155,4 @@ def make_caller(
         finally:
             del failure  # its traceback refers to this frame
 
-    if wrappers:
-        return call_wrapped
-    if not calls and not is_first:
-        return CALL_NOTHING
-    return call_each
+    return call_wrapped

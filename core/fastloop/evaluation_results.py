@@ -28,8 +28,6 @@ log = logging.getLogger("fastloop")
 BUFFER_BYTES = 64 * 2**20
 """Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do
 not fill the device."""
-NAN_ROWS = "rows of predictions with NaN"
-"""The start of a key of their number among the values of metrics, with which the host reads it."""
 WRAPPED = ("module", "_orig_mod")
 """Attributes of DDP, DeepSpeed's engine and torch's compiled modules that hold the model inside."""
 
@@ -211,12 +209,7 @@ class EvaluationResults:
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             computed = self._compute()
-        for ignored, total in nan_totals.items():
-            computed[f"{NAN_ROWS}, ignoring {ignored}"] = total
-        losses, metrics = self._read_device(computed)
-        nan_rows = {}
-        for ignored in nan_totals:
-            nan_rows[ignored] = int(metrics.pop(f"{NAN_ROWS}, ignoring {ignored}"))
+        losses, metrics, nan_rows = self._read_device(computed, nan_totals)
         reasons = self._find_undefined(metrics, nan_rows)
         for name, reason in reasons.items():
             log.warning(
@@ -254,21 +247,28 @@ class EvaluationResults:
                 )
         return values
 
-    def _read_device(self, computed: Mapping[str, Any]) -> tuple[list[float], dict[str, float]]:
-        """The loss of each batch, and the values of the metrics. Those on the device of the losses are read with them:
-        ``[loss, loss, loss, accuracy, f1]``."""
+    def _read_device(
+        self, computed: Mapping[str, Any], nan_totals: Mapping[int | None, Tensor]
+    ) -> tuple[list[float], dict[str, float], dict[int | None, int]]:
+        """The loss of each batch, the values of the metrics, and the numbers of rows with NaN. Those on the device of
+        the losses are read in one transfer: ``[loss, loss, loss, accuracy, f1, rows]``."""
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
         wide = torch.float32 if losses.device.type == "mps" else torch.float64  # represents narrower dtypes exactly
-        parts = [losses.to(wide)]
-        read_together = []
-        for name, value in computed.items():
-            if isinstance(value, Tensor) and value.dim() == 0 and value.device == losses.device:
-                read_together.append(name)
-                parts.append(value.to(wide)[None])
-        numbers: list[float] = torch.cat(parts).tolist()
-        count = len(self.losses)
-        values = {**computed, **dict(zip(read_together, numbers[count:], strict=True))}
-        return numbers[:count], {name: float(value) for name, value in values.items()}
+        values = [*computed.values(), *nan_totals.values()]
+        together = []
+        for value in values:
+            if _is_scalar_on(value, losses.device):
+                together.append(value.to(wide)[None])
+        transferred: list[float] = torch.cat([losses.to(wide), *together]).tolist()
+        of_values = iter(transferred[len(self.losses) :])
+        numbers = []
+        for value in values:
+            numbers.append(next(of_values) if _is_scalar_on(value, losses.device) else float(value))
+        metrics = dict(zip(computed, numbers[: len(computed)], strict=True))
+        nan_rows = {}
+        for ignored, number in zip(nan_totals, numbers[len(computed) :], strict=True):
+            nan_rows[ignored] = int(number)
+        return transferred[: len(self.losses)], metrics, nan_rows
 
     def _sum_nan_rows(self) -> dict[int | None, Tensor]:
         """Target that metrics ignore -> the other rows of predictions that hold a NaN, on all processes. The values of
@@ -301,6 +301,11 @@ class EvaluationResults:
                 if reason is not None:
                     reasons[str(name)] = reason
         return reasons
+
+
+def _is_scalar_on(value: Any, device: torch.device) -> bool:
+    """Whether a value is a tensor without dimensions on a device."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.device == device
 
 
 def _signature(predictions: Any, targets: Any) -> tuple[Any, ...] | None:

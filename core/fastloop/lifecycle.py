@@ -337,7 +337,9 @@ def _share_new_weights(run: Run, model: nn.Module) -> None:
     A process that builds the model on the meta device reads no checkpoint, so it does not know them. Buffers and
     weights that the task does not train, such as those of an unused pooler, are left out.
     """
-    named = {name for names in run.processes.all_gather_object(run.new_weights) for name in names}
+    named: set[str] = set()
+    for names_of_process in run.processes.all_gather_object(run.new_weights):
+        named.update(names_of_process)
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     new_weights = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied weight has several names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,49 @@ def test_names_of_a_dataset_stay_when_rows_are_left_out():
     DatasetDict({"train": Dataset.from_dict(rows, features)}).save_to_disk("saved")
     data = text_data(None, name="saved", label_map={-1: None}, splits={"validation": None, "test": None})
     assert named_rows(data) == [("a", "no"), ("c", "yes")]
+
+
+def save_splits(feature: Callable[[list[str]], Any], **splits: tuple[list[str], list[Any]]) -> None:
+    """Save a dataset whose splits have names of classes, and labels, each."""
+    from datasets import Dataset, DatasetDict, Features, Value
+
+    made = {}
+    for split, (classes, labels) in splits.items():
+        features = Features({"text": Value("string"), "label": feature(classes)})
+        made[split] = Dataset.from_dict({"text": ["a", "b"], "label": labels}, features)
+    DatasetDict(made).save_to_disk("saved")
+
+
+NUMBERED: dict[str, tuple[list[str], dict[str, Any], Any]] = {
+    "alike": (["no", "yes"], {}, [("a", "no"), ("b", "yes")]),
+    "in another order": (["yes", "no"], {}, [("a", "yes"), ("b", "no")]),
+    "and renamed": (["yes", "no"], {"label_map": {0: "not", 1: "yes"}}, [("a", "yes"), ("b", "not")]),
+    "with another class": (["maybe", "yes"], {}, "unknown-label saved, validation, row 1: 'maybe'"),
+}
+"""How the validation split numbers its classes: their names, options, and its rows or the problem."""
+
+
+@pytest.mark.parametrize("case", NUMBERED)
+def test_a_split_of_a_dataset_may_number_the_classes_of_train(case):
+    from datasets import ClassLabel
+
+    classes, options, expected = NUMBERED[case]
+    save_splits(lambda names: ClassLabel(names=names), train=(["no", "yes"], [0, 1]), validation=(classes, [0, 1]))
+    options |= {"name": "saved", "splits": {"test": None}}
+    if isinstance(expected, str):
+        assert_problem(problem_of(**options), expected)
+    else:
+        assert named_rows(text_data(**options), "validation") == expected
+
+
+def test_a_number_that_the_features_do_not_name_is_no_class_of_a_set():
+    """The features of ``datasets`` accept -1."""
+    from datasets import ClassLabel
+    from datasets import Sequence as ListOf
+
+    save_splits(lambda names: ListOf(ClassLabel(names=names)), train=(["x", "y", "z"], [[0, 1], [-1]]))
+    problem = problem_of(name="saved", label_type="classes", splits={"validation": None, "test": None})
+    assert_problem(problem, "unknown-label saved, train, row 2: -1, 0 2: 'x', 'y', 'z'.")
 
 
 def test_marks_of_missing_labels_come_with_the_map_that_leaves_them_out(caplog):

@@ -76,6 +76,10 @@ def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where:
     values: dict[str, list[PartLabels]] = {}
     for role, tables in parts.items():
         values[role] = [read_label_column(table, options, notes) for table in tables]
+    names_of_train = parts["train"][0].classes
+    if names_of_train is not None:
+        for role, those in values.items():
+            values[role] = [_renumbered(part, names_of_train, options.label_offset) for part in those]
 
     names = mapped_names(options)
     if names:
@@ -87,7 +91,7 @@ def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where:
             values[role] = [convert_numbers(part, options, notes) for part in those]
 
     files = ", ".join(table.where for table in parts["train"])
-    dataset_names = None if names else parts["train"][0].classes
+    dataset_names = None if names else names_of_train
     classes = _classes_of_train(values["train"], dataset_names, options, files, notes)
     for role, those in values.items():
         _check_known(those, classes, role, options)
@@ -178,6 +182,21 @@ def _named_by_dataset(values: PartLabels, names: Sequence[str], offset: int) -> 
         else:
             named.append(label)
     return replace(values, labels=named)
+
+
+def _renumbered(values: PartLabels, names: Sequence[str], offset: int) -> PartLabels:
+    """Labels of a part by the numbers of the training split. The features of a split may list the same classes in
+    another order. A class that training lacks keeps its name.
+
+    Args:
+        names: The names of the training split, in the order of their numbers.
+    """
+    own = values.part.classes
+    if own is None or list(own) == list(names):
+        return values
+    number_of_name = {name: number for number, name in enumerate(names, offset)}
+    named = _named_by_dataset(values, own, offset)
+    return replace(named, labels=[number_of_name.get(str(label), label) for label in named.labels])
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

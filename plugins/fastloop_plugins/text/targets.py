@@ -185,5 +185,22 @@ def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
                 place=part.row(number),
                 remedy="Or name columns of 0 and 1: data.label=[A,B].",
             )
-        names = part.classes
-        yield frozenset(names[name] if names is not None and isinstance(name, int) else str(name) for name in value)
+        yield frozenset(_class_name(part, number, name) for name in value)
+
+
+def _class_name(part: Table, number: int, label: Any) -> str:
+    """The name of a class of a row.
+
+    Raises:
+        RecipeError: Its number is none of the dataset's, which has names for its numbers.
+    """
+    names = part.classes
+    if names is None or not isinstance(label, int):
+        return str(label)
+    if not 0 <= label < len(names):
+        raise RecipeError(
+            f"found the class {label}, expected 0 to {len(names) - 1}: {list_labels(names)}.",
+            code="unknown-label",
+            place=f"{part.row(number)}: data.label",
+        )
+    return names[label]

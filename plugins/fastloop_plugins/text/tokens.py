@@ -56,7 +56,7 @@ Encoder = Callable[[Any, Any, dict[str, Any]], Iterator[list[int]]]
 CHARACTERS = 50
 """Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a
 minute."""
-ENCODING = 7
+ENCODING = 8
 """Increase it when the same texts and arguments give other rows or facts, so that cached ones are not used."""
 
 

@@ -6,6 +6,7 @@ From rows to samples::
     rows                      # the columns of a row -> a conversation
     template, endings         # a conversation -> token ids and their loss mask
     message_forms             # other forms of a message, as a template takes it
+    traces                    # finds parts of a conversation that a template leaves out
     time_limit                # ends a template that takes too long
     tokens                    # token ids -> samples, in memory and streamed
     model                     # the ``model`` section of ``causal-lm``

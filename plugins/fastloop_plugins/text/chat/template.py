@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,9 +16,10 @@ from fastloop.recipe.paths import nothing_at
 from fastloop_plugins.rows.roles import ROLES, meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
-from fastloop_plugins.text.chat.message_forms import decode_arguments, text_parts, with_content
-from fastloop_plugins.text.chat.rows import Chat, text_of
+from fastloop_plugins.text.chat.message_forms import decode_arguments, encode_arguments, text_parts
+from fastloop_plugins.text.chat.rows import TOOLS, Chat, text_of
 from fastloop_plugins.text.chat.time_limit import FAILURES, limited_rendering
+from fastloop_plugins.text.chat.traces import Traces
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -45,8 +46,6 @@ BUILT_IN = {"chatml": CHATML}
 """Name -> chat template, with markers of the assistant's tokens."""
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The statement before the assistant's tokens, as transformers finds it."""
-KNOWN_ORDERS = 1024
-"""Orders of roles that a renderer remembers at most: each long chat with tools may have one of its own."""
 MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """All such statements, which jinja alone does not know."""
 REMEDY = "Mark its answers by {% generation %} in a template (data.chat_template=FILE), or give data.train_on=all."
@@ -169,8 +168,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, train_on: str = "assistant") -> None:
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self._written: set[tuple[str, ...]] = set()  # orders of roles that the template is known to write
-        self._tried: set[tuple[str, str, str, bool]] = set()  # see _check_place
+        self.traces = Traces(self.names, self._try)
 
     def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
@@ -249,6 +247,18 @@ class ChatRenderer:
             ids: list[int] = self._apply(self._prepare(chat), chat.tools, add_generation_prompt=True)["input_ids"]
             return ids
 
+    def check_tools(self, chat: Chat) -> None:
+        """Check that the template reads the tools of a conversation.
+
+        Raises:
+            RowError: There are tools, and the template does not read them.
+        """
+        if chat.tools and TOOLS not in self.names():
+            raise RowError(
+                f"the row has {TOOLS}, which the chat template does not read. Give one that does: "
+                f"data.chat_template=FILE. Or rename the column {TOOLS!r}."
+            )
+
     def names(self) -> frozenset[str]:
         """``names_in`` the template, or in all templates that the tokenizer has."""
         return frozenset().union(*map(names_in, self.templates()))
@@ -278,7 +288,7 @@ class ChatRenderer:
                     f"message {number} has tool_calls, which the chat template does not read. Give one that does: "
                     f"data.chat_template=FILE, or a built-in name ({', '.join(BUILT_IN)})."
                 )
-        self._check_roles(messages, chat.tools)
+        self.traces.check(messages, chat.tools)
         return messages
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,76 +299,9 @@ class ChatRenderer:
             prepared["content"] = text_of(message)
         elif isinstance(content, str) and self._takes_parts and not self._takes_text:
             prepared["content"] = text_parts(content)
-        if "tool_calls" in prepared and self._encodes_arguments:
-            prepared["tool_calls"] = [decode_arguments(call) for call in prepared["tool_calls"]]
+        if "tool_calls" in prepared and self._converts_arguments is not None:
+            prepared["tool_calls"] = [self._converts_arguments(call) for call in prepared["tool_calls"]]
         return prepared
-
-    def _check_roles(self, messages: list[dict[str, Any]], tools: Any) -> None:
-        """Raise an error if a message leaves no trace in the text.
-
-        A template may write a role at some places alone, such as a system message that comes first. So each order of
-        roles is tried once, with a probe for each content. A template may reject that, because it reads contents such
-        as JSON. Then each message is tried alone.
-        """
-        order = (*(message["role"] for message in messages), "with tools" if tools else "")
-        if order in self._written:
-            return
-        probes = [f"{PROBE}{number:04}" for number in range(len(messages))]
-        probed = [with_content(message, probe) for message, probe in zip(messages, probes, strict=True)]
-        text = self._try(probed, tools)
-        if text is None and self._try(messages, tools) is None:
-            return  # the template rejects the conversation itself, which its own rendering reports
-        for index, message in enumerate(messages):
-            if message.get("tool_calls"):
-                continue
-            if text is None:
-                self._check_place(messages, index, tools, probes[index])
-            else:
-                self._check_trace(messages, index, text, probes[index])
-        if len(self._written) >= KNOWN_ORDERS:
-            self._written.clear()
-        self._written.add(order)
-
-    def _check_place(self, messages: list[dict[str, Any]], index: int, tools: Any, probe: str) -> None:
-        """Raise an error if a message leaves no trace in the text of a conversation with a single probe.
-
-        If the template rejects this, too, it says nothing about the message.
-
-        A rendering for each message of each conversation takes too long. So each role is tried once between the same
-        neighbors: in ``user, assistant, user, assistant, user``, four of the five messages.
-        """
-        message = messages[index]
-        before = messages[index - 1]["role"] if index else ""
-        after = messages[index + 1]["role"] if index + 1 < len(messages) else ""
-        place = (before, message["role"], after, bool(tools))
-        if place in self._tried:
-            return
-        text = self._try([*messages[:index], with_content(message, probe), *messages[index + 1 :]], tools)
-        if text is not None:
-            self._check_trace(messages, index, text, probe)
-        self._tried.add(place)
-
-    def _check_trace(self, messages: list[dict[str, Any]], index: int, text: str, probe: str) -> None:
-        """Raise an error if a message leaves no trace in the text.
-
-        Args:
-            text: The conversation, with the probe for the content of the message.
-        """
-        message = messages[index]
-        if probe in text:
-            return
-        role = message["role"]
-        begin = f"the chat template leaves out message {index + 1}, whose role is {role!r}."
-        if role in self.names():
-            raise RowError(
-                f"{begin} It writes this role at other places of a conversation. Put the message there, or give a "
-                "template that writes it: data.chat_template=FILE."
-            )
-        known = [name for name in (*ROLES, "developer", "ipython") if name in self.names()]
-        raise RowError(
-            f"{begin} It names the roles {', '.join(known) or 'none'}. Rename the role in the data, or give a template "
-            "that writes it: data.chat_template=FILE."
-        )
 
     # -- what a template takes -----------------------------------------------------------------------------------------
 
@@ -387,14 +330,27 @@ class ChatRenderer:
         return PROBE in text and not re.search(f"['\"]{PROBE}", text)
 
     @cached_property
-    def _encodes_arguments(self) -> bool:
-        """Whether the template writes arguments as JSON, so that JSON text would be encoded twice."""
-        function = {"name": "probe", "arguments": json.dumps({PROBE: ""})}
-        calls = [{"id": "123456789", "type": "function", "function": function}]
-        text = self._try([{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}])
-        return f'\\"{PROBE}\\"' in (text or "")
+    def _converts_arguments(self) -> Callable[[Mapping[str, Any]], Mapping[str, Any]] | None:
+        """Gives the arguments of a call the form that the template takes; None: it takes both forms, or neither.
 
-    def _try(self, messages: list[dict[str, Any]], tools: Any = None) -> str | None:
+        A template that writes arguments as JSON would encode JSON text twice. Another one joins them to its text, and
+        would write a mapping as Python does.
+        """
+        of_text = self._render_arguments(json.dumps({PROBE: PROBE}))
+        of_mapping = self._render_arguments({PROBE: PROBE})
+        takes_text = PROBE in of_text and f'\\"{PROBE}\\"' not in of_text
+        takes_mapping = PROBE in of_mapping and f"'{PROBE}'" not in of_mapping
+        if takes_text == takes_mapping:
+            return None
+        return encode_arguments if takes_text else decode_arguments
+
+    def _render_arguments(self, arguments: Any) -> str:
+        """The text of a call with these arguments; empty if the template rejects it."""
+        calls = [{"id": "123456789", "type": "function", "function": {"name": "probe", "arguments": arguments}}]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        return self._try([{"role": "user", "content": "a"}, answer]) or ""
+
+    def _try(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str | None:
         """The rendered text; None if the template rejects it."""
         import jinja2
 
@@ -405,7 +361,7 @@ class ChatRenderer:
 
     # -- rendering -----------------------------------------------------------------------------------------------------
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any, **arguments: Any) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, **arguments: Any) -> str:
         text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **arguments)
         return text
 

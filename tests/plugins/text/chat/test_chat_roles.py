@@ -20,7 +20,7 @@ from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.data.skip_unreadable import SkipUnreadable
 from fastloop_plugins.rows.roles import meant_role
 from fastloop_plugins.rows.table import RowError
-from fastloop_plugins.text.chat import template as template_module
+from fastloop_plugins.text.chat import traces
 from fastloop_plugins.text.chat.prompts import chat_chunks
 from fastloop_plugins.text.chat.rows import Chat, describe_chat
 from fastloop_plugins.text.chat.template import ChatRenderer
@@ -191,11 +191,11 @@ def test_a_template_that_rejects_probes_is_tried_once_for_each_place_of_a_role(m
 
 
 def test_a_renderer_remembers_a_limited_number_of_orders(monkeypatch):
-    monkeypatch.setattr(template_module, "KNOWN_ORDERS", 3)
+    monkeypatch.setattr(traces, "KNOWN_ORDERS", 3)
     renderer = ChatRenderer(byte_tokenizer(CHATML, IM))
     for count in range(1, 9):
         renderer.encode(Chat([user("a"), answer("b")] * count))
-        assert 1 <= len(renderer._written) <= 3
+        assert 1 <= len(renderer.traces._written) <= 3
 
 
 # -- train_on: last ----------------------------------------------------------------------------------------------------

@@ -124,6 +124,27 @@ def test_arguments_in_json_text_are_not_encoded_twice():
     )
 
 
+WRITTEN_ARGUMENTS = {
+    "as JSON": (", \"arguments\": ' + (call['arguments'] | tojson) + '}", '"arguments": {"city": "Zürich"}}'),
+    "joined as text": (", \"arguments\": ' + call['arguments'] + '}", '"arguments": {"city": "Zürich"}}'),
+    "as Python writes them": (", \"arguments\": ' ~ call['arguments'] ~ '}", '"arguments": {"city": "Zürich"}}'),
+    "one by one": (
+        "' }}{% for k in call['arguments'].keys() %}{{ k + '=' + call['arguments'][k] }}{% endfor %}{{ '",
+        "city=Zürich",
+    ),
+}
+"""How a template writes arguments, and the text of those of a call."""
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'], ids=["mapping", "JSON"])
+@pytest.mark.parametrize("how", WRITTEN_ARGUMENTS)
+def test_arguments_have_the_form_that_the_template_takes(how, arguments):
+    statement, expected = WRITTEN_ARGUMENTS[how]
+    template = CHATML.replace(", \"arguments\": ' + (call['arguments'] | default({}) | tojson) + '}", statement)
+    assert template != CHATML
+    assert expected in encoded(template, user("a"), answer("", tool_calls=call(arguments)))
+
+
 # -- keys of a message -------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +310,42 @@ def test_a_message_that_the_template_writes_at_other_places_is_named(template, m
     with expect_problem(f"invalid-row rows.jsonl, line 2: message {left_out}, 'system'. other places", RecipeError):
         memory(*rows, chat_template="own.jinja")
     assert trained(memory(rows[0], chat_template="own.jinja"), 0) == "c<|im_end|>\n"
+
+
+READS_RESULTS = (
+    "{% for m in messages %}{% if m.role == 'tool' and not m.content.startswith('{') %}"
+    "{{ raise_exception('no JSON') }}{% endif %}{% endfor %}"
+)
+TWO_CALLS = [*call({"city": "Rome"}), *call({"city": "Oslo"})]
+LEFT_OUT = {
+    "the content beside a call": (
+        CHATML.replace("{{ message['content'] or '' }}", "{{ '' if message['tool_calls'] else message['content'] }}"),
+        answer("Let me look.", tool_calls=call({"city": "Rome"})),
+        "content of message 2",
+    ),
+    "all calls but the first": (
+        CHATML.replace("in message['tool_calls'] or []", "in (message['tool_calls'] or [])[:1]"),
+        answer("", tool_calls=TWO_CALLS),
+        "call 2 of message 2",
+    ),
+    "calls of another role": (CHATML, user("Rain?", tool_calls=call({"city": "Rome"})), "call 1 of message 2"),
+    "calls of one that rejects probes": (
+        READS_RESULTS + CHATML.replace("in message['tool_calls'] or []", "in (message['tool_calls'] or [])[:1]"),
+        answer("", tool_calls=TWO_CALLS),
+        "call 2 of message 2",
+    ),
+}
+"""A template, a message, and the part of it that the template leaves out."""
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_part_of_a_message_that_the_template_leaves_out_is_named(case, train_on):
+    template, message, part = LEFT_OUT[case]
+    rest = [{"role": "tool", "content": "{}"}, answer("No.")]
+    encoded(template, user("a"), answer("", tool_calls=call({"city": "Rome"})), *rest, train_on=train_on)
+    with pytest.raises(RowError, match=f"leaves out (the )?{part}"):
+        encoded(template, user("a"), message, *rest, train_on=train_on)
 
 
 # -- forms -------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,156 @@
+"""Checks that a chat template writes each part of a conversation. A part that it leaves out would be lost without a
+word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastloop_plugins.rows.roles import ROLES
+from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.text.chat.endings import PROBE
+from fastloop_plugins.text.chat.message_forms import with_argument, with_content
+from fastloop_plugins.text.chat.rows import text_of
+
+Messages = Sequence[Mapping[str, Any]]
+Shape = tuple[str, bool, int]
+"""The role of a message, whether its content is checked, and its number of calls."""
+KNOWN_ORDERS = 1024
+"""Orders of shapes that are remembered at most: each long chat with tools may have one of its own."""
+FILE = "give a template that writes it: data.chat_template=FILE."
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a message.
+
+    Attributes:
+        message: The index of its message.
+        call: The index of a tool call in there; None: the part is the content.
+    """
+
+    message: int
+    call: int | None = None
+
+    def replaced(self, messages: Messages, probe: str) -> list[Mapping[str, Any]]:
+        """The messages with a probe for this part."""
+        message = messages[self.message]
+        if self.call is None:
+            message = with_content(message, probe)
+        else:
+            message = with_argument(message, self.call, probe)
+        return [*messages[: self.message], message, *messages[self.message + 1 :]]
+
+
+def shape_of(message: Mapping[str, Any]) -> Shape:
+    """The shape of a message. A content without text beside tool calls is not checked."""
+    calls = len(message.get("tool_calls") or ())
+    return message["role"], not calls or bool(text_of(message)), calls
+
+
+def parts_of(messages: Messages) -> list[Part]:
+    """The parts of a conversation."""
+    parts = []
+    for index, message in enumerate(messages):
+        _, has_content, calls = shape_of(message)
+        if has_content:
+            parts.append(Part(index))
+        for call in range(calls):
+            parts.append(Part(index, call))
+    return parts
+
+
+class Traces:
+    """Finds parts of conversations that leave no trace in the text of a template.
+
+    A template may write a role at some places alone, such as a system message that comes first. So each order of
+    shapes is tried once, with a probe for each part. A template may reject that, because it reads contents such as
+    JSON. Then each part is tried alone.
+
+    Args:
+        names: Returns all names that the template reads.
+        render: Returns the text of messages with tools; None if the template rejects them.
+    """
+
+    def __init__(self, names: Callable[[], frozenset[str]], render: Callable[[Messages, Any], str | None]) -> None:
+        self._names = names
+        self._render = render
+        self._written: set[tuple[Any, ...]] = set()  # orders of shapes that the template is known to write
+        self._tried: set[tuple[Any, ...]] = set()  # see _check_place
+
+    def check(self, messages: Messages, tools: Any) -> None:
+        """Check each part of a conversation.
+
+        Raises:
+            RowError: A part leaves no trace.
+        """
+        order = (*map(shape_of, messages), bool(tools))
+        if order in self._written:
+            return
+        parts = parts_of(messages)
+        probes = [f"{PROBE}{number:04}" for number in range(len(parts))]
+        probed = messages
+        for part, probe in zip(parts, probes, strict=True):
+            probed = part.replaced(probed, probe)
+        text = self._render(probed, tools)
+        if text is None and self._render(messages, tools) is None:
+            return  # the template rejects the conversation itself, which its own rendering reports
+        for part, probe in zip(parts, probes, strict=True):
+            if text is None:
+                self._check_place(messages, part, tools, probe)
+            else:
+                self._check_trace(messages, part, text, probe)
+        if len(self._written) >= KNOWN_ORDERS:
+            self._written.clear()
+        self._written.add(order)
+
+    def _check_place(self, messages: Messages, part: Part, tools: Any, probe: str) -> None:
+        """Check a part in the text of a conversation with a single probe.
+
+        If the template rejects this, too, it says nothing about the part.
+
+        A rendering for each part of each conversation takes too long. So each shape is tried once between the same
+        neighbors: in ``user, assistant, user, assistant, user``, four of the five messages.
+        """
+        index = part.message
+        before = shape_of(messages[index - 1]) if index else None
+        after = shape_of(messages[index + 1]) if index + 1 < len(messages) else None
+        place = (before, shape_of(messages[index]), part.call, after, bool(tools))
+        if place in self._tried:
+            return
+        text = self._render(part.replaced(messages, probe), tools)
+        if text is not None:
+            self._check_trace(messages, part, text, probe)
+        self._tried.add(place)
+
+    def _check_trace(self, messages: Messages, part: Part, text: str, probe: str) -> None:
+        """Raise an error if a part leaves no trace in the text.
+
+        Args:
+            text: The conversation, with the probe for the part.
+        """
+        if probe in text:
+            return
+        message = messages[part.message]
+        role = message["role"]
+        number = part.message + 1
+        if part.call is not None:
+            raise RowError(
+                f"the chat template leaves out call {part.call + 1} of message {number}, whose role is {role!r}. Put "
+                f"each call in a message of the assistant of its own, or {FILE}"
+            )
+        if message.get("tool_calls"):
+            raise RowError(
+                f"the chat template leaves out the content of message {number}, because it has tool_calls. Remove the "
+                f"content, or {FILE}"
+            )
+        begin = f"the chat template leaves out message {number}, whose role is {role!r}."
+        if role in self._names():
+            raise RowError(
+                f"{begin} It writes this role at other places of a conversation. Put the message there, or {FILE}"
+            )
+        known = [name for name in (*ROLES, "developer", "ipython") if name in self._names()]
+        raise RowError(
+            f"{begin} It names the roles {', '.join(known) or 'none'}. Rename the role in the data, or {FILE}"
+        )

@@ -14,6 +14,7 @@ import transformers
 import yaml
 from inference_runs import CLASSES, TRAIN, train, write_recipe
 from safetensors.torch import load_file
+from training_runs import execute
 
 from fastloop import CheckpointError, PluginError, RecipeError
 from fastloop.lifecycle import build
@@ -117,6 +118,23 @@ def test_peft_loads_the_adapter_by_its_auto_class(place):
     assert torch.equal(found.get_base_model().classifier.weight, head)
     config = transformers.AutoConfig.from_pretrained("run/model/base_config.json")
     assert tuple(config.id2label.values()) == CLASSES
+
+
+@pytest.mark.slow
+def test_a_resumed_run_exports_the_other_form_without_files_of_the_earlier_one(place, cli):
+    """transformers reads a whole model beside an adapter, and an adapter beside a whole model."""
+    recipe = recipe_of(place, LORA | {"merge": False}, model="base")
+    recipe["train"]["save_every"] = 8
+    execute(built(recipe))
+    for epochs, merge in ((2, True), (3, False)):
+        recipe["train"]["epochs"] = epochs
+        recipe["plugins"] = [{"lora": LORA | {"merge": merge}}]
+        summary = execute(built(recipe, resume=Path("out")))
+        assert summary["model_step"] == 8 * epochs
+        assert math.isclose(metrics_of(cli, "out")["loss"], summary["test"]["loss"], rel_tol=1e-5)
+        assert Path("out/model/config.json").exists() is merge
+        assert Path("out/model/adapter_config.json").exists() is not merge
+        assert ("PeftModel" in Path("out/model/README.md").read_text()) is not merge
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,17 @@ from xml.etree import ElementTree
 import forked
 import pytest
 import yaml
-from inference_runs import CLASSES, texts, train, write_csv, write_recipe
+from inference_runs import CLASSES, TRAIN, texts, train, write_csv, write_recipe
 from safetensors.torch import load_file, save_file
 from text_helpers import TINY, TINY_GPT
+from training_runs import execute
 
+from fastloop import Plugin, Run, hookimpl
+from fastloop.errors import FastloopError
+from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe
-from fastloop.testing import assert_problem
+from fastloop.testing import assert_problem, find_problems
 from fastloop_tools.shared.matrix_picture import draw
 
 CODE = """
@@ -411,6 +415,44 @@ def other_model(trained: Path) -> Path:
     }
     Path("other.yaml").write_text(yaml.safe_dump(recipe | {"train": {"device": "cpu"}}))
     return Path("other.yaml")
+
+
+class EndsEarly(Plugin):
+    """Fails at a step."""
+
+    name = "ends-early"
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        if run.state.step == 13:
+            raise RuntimeError("too early")
+
+
+@pytest.mark.slow
+def test_a_model_from_before_the_run_was_resumed_is_a_warning(tmp_path, cli):
+    path = write_recipe(tmp_path, train=TRAIN | {"epochs": 1, "save_every": 2})
+    train(path)
+    run = tmp_path / "run"
+    recipe = load_recipe(str(path), ["train.epochs=2"])
+    completed = (run / "summary.json").read_bytes()
+    changed = (run / "summary.json").stat().st_mtime_ns
+
+    def warnings() -> list[Any]:
+        code, out, err = cli("evaluate", str(run))
+        assert code == 0, err
+        return find_problems(out, "older-model model")
+
+    assert not warnings()
+    with pytest.raises(FastloopError, match="too early"):
+        execute(build(resolve(recipe), [EndsEarly()], resume=run))
+    (warning,) = warnings()
+    assert "step 13" in str(warning)
+    (run / "summary.json").write_bytes(completed)  # as after a loss of power
+    os.utime(run / "summary.json", ns=(changed, changed))
+    (warning,) = warnings()
+    assert "step 12" in str(warning)
+    execute(build(resolve(recipe), resume=run))
+    assert not warnings()
 
 
 def test_files_that_are_refused(trained, cli):

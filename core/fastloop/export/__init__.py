@@ -1,4 +1,8 @@
-"""The export of a trained model for use outside fastloop, and its model card: the hook ``export_model``.
+"""The export of a trained model for use outside fastloop: the hook ``export_model``.
+
+model           # the weights
+card            # the README
+earlier_files   # files of an earlier export in the folder
 
 The command ``fastloop export`` converts an exported model afterwards: ``fastloop_tools.export``.
 """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.checkpoint.store import save_tensors
 from fastloop.export.card import ModelCard, is_own
+from fastloop.export.earlier_files import find_exported, remove_unwritten
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import files
 
@@ -25,12 +26,17 @@ def export_model(run: Run, folder: Path) -> Path:
 
 
 @hookimpl(wrapper=True, tryfirst=True, specname="export_model")
-def write_card(run: Run, folder: Path) -> Generator[None, Path, Path]:
-    """Write the README of the exported model, unless a user has written one. It replaces the empty form of PEFT."""
+def finish_export(run: Run, folder: Path) -> Generator[None, Path, Path]:
+    """Remove the files of an earlier export that the new one has not written. Then write the README of the exported
+    model, unless a user has written one. It replaces the empty form of PEFT."""
     readme = folder / "README.md"
     stays = readme.exists() and not is_own(readme)
+    before = find_exported(folder) if run.is_main else {}
     path = yield
-    if stays or not run.is_main or not folder.is_dir():
+    if not run.is_main or not folder.is_dir():
+        return path
+    remove_unwritten(folder, before)
+    if stays:
         return path
     model: Any = run.unwrap_model()
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter that is not merged

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import Problem
+from fastloop.cli.messages import show_messages
 from fastloop.cli.startup import started_from
 from fastloop.errors import CheckpointError, UsageError
 from fastloop.problem import clause
@@ -17,7 +18,7 @@ from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.runtime.files import check_links
 from fastloop.runtime.step_folders import step_folder
 from fastloop_plugins.models.adapters import is_adapter
-from fastloop_tools.inference.target import SELECTION, load
+from fastloop_tools.inference.target import SELECTION, load, warn_about_older_model
 
 log = logging.getLogger("fastloop")
 
@@ -46,6 +47,8 @@ def find_weights(
         assert recipe.inference is not None
         assert recipe.inference.model is not None
         weights = recipe.inference.model
+        show_messages()
+        warn_about_older_model(weights)
     else:
         run = Path(target)
         if not (run / "recipe.yaml").is_file():
@@ -153,7 +156,6 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
     if not is_checkpoint and is_adapter(weights) == adapter:
         return weights
     from fastloop import checkpoint
-    from fastloop.cli.messages import show_messages
     from fastloop.cli.startup import start_run
     from fastloop.plugins.resolve import resolve
 

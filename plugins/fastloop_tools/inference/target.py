@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import mimetypes
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -18,7 +18,8 @@ from fastloop.cli.startup import reduced_gc, start_run, started_from
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.recipe.paths import nothing_at
-from fastloop.runtime.files import check_links
+from fastloop.runtime.files import check_links, read_json_object
+from fastloop.runtime.step_folders import checkpoints, step_of
 
 if TYPE_CHECKING:
     from fastloop import Plugin
@@ -144,6 +145,36 @@ def find_model(target: str) -> ModelPlace:
     )
 
 
+def warn_about_older_model(model: Path) -> None:
+    """Log that the run of an exported model has trained on since: it was resumed, and still trains, was stopped or
+    failed. Call it after ``show_messages``."""
+    run = model.parent
+    file = run / "summary.json"
+    summary = read_json_object(file)
+    steps = summary.get("steps")
+    if model.name != "model" or not isinstance(steps, int):
+        return
+    is_older = summary.get("model_step") is None
+    for checkpoint in checkpoints(run):
+        with suppress(OSError):  # a run that still trains removes checkpoints
+            is_newer = (checkpoint / "manifest.json").stat().st_mtime > file.stat().st_mtime
+            step = step_of(checkpoint) or 0
+            if is_newer and step > steps:
+                is_older = True
+                steps = step
+    if is_older:
+        log.warning(
+            Problem(
+                f"the run has reached step {steps}, and has not exported its model since: it was resumed, and still "
+                "trains, was stopped or failed. The model is an earlier one.",
+                code="older-model",
+                place=str(model),
+                remedy="For that of the newest checkpoint:",
+                command=f"fastloop export {quote(str(run))} --checkpoint last",
+            )
+        )
+
+
 def default_split(target: str, arguments: Sequence[str]) -> str:
     """The split that `fastloop evaluate` evaluates by default: ``test``, or ``validation`` for a run whose summary has
     no metrics of a test split, which is logged.
@@ -153,8 +184,6 @@ def default_split(target: str, arguments: Sequence[str]) -> str:
     """
     if any("=" not in argument or argument.startswith("data") for argument in arguments):
         return "test"
-    from fastloop.runtime.files import read_json_object
-
     summary = read_json_object(Path(target) / "summary.json")
     if summary.get("test") or not summary.get("validation"):
         return "test"
@@ -211,6 +240,7 @@ def open_inference(
     inference = recipe.inference
     if inference is None or inference.model is None:
         return start_run(resolved, extra)
+    warn_about_older_model(inference.model)
     from fastloop_tools.inference.weights import ExportedWeights  # imports torch
 
     return start_run(resolved, [*extra, ExportedWeights(inference.model)])

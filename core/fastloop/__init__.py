@@ -12,6 +12,7 @@ its files in its ``__init__``. The files beside this one::
     implementations, default_hooks   # the hooks that the core implements
     lifecycle, run            # a run: built, trained, exported and closed; the argument ``run`` of hooks
     loop, step_totals         # an epoch, a step and an evaluation
+    unstepped                 # the parameters that the optimizer of a run does not step
     schedule                  # the steps and epochs after which the loop evaluates, saves and stops
     state                     # counters, batches, and requests of plugins to stop, evaluate or save at another time
     settings                  # the settings that plugins return in ``configure``

@@ -39,6 +39,7 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.files import apply_umask, check_links, sync_folder
 from fastloop.schedule import Schedule
+from fastloop.unstepped import UnsteppedParameters
 
 log = logging.getLogger("fastloop")
 
@@ -328,6 +329,7 @@ def _build_model(run: Run) -> None:
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
     run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
+    run._unstepped = UnsteppedParameters(run._built_model, run.optimizer, run.recipe.where)
     run._shared_buffers = SharedBuffers(run._built_model, run.processes, run.strategy.shares_buffers)
 
 

@@ -146,6 +146,7 @@ def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None 
             if not run.hooks.recover(run=run, error=error, split=split):
                 raise
         run.optimizer.zero_grad()  # drop the gradients of the failed step
+        run._unstepped.clear_gradients(run.state.step + 1)
 
 
 def take_step(run: Run, batches: list[Batch]) -> Tensor:
@@ -242,6 +243,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
     with region("optimizer"):
         run._skipped_steps.update()
         run.optimizer.zero_grad()
+        run._unstepped.clear_gradients(run.state.step + 1)
     run._clipped_at = -1
     run.updates += 1
 

@@ -37,6 +37,7 @@ from fastloop.schedule import Schedule
 from fastloop.settings import Settings
 from fastloop.state import INTERRUPTED, Batch, State
 from fastloop.step_totals import StepTotals
+from fastloop.unstepped import UnsteppedParameters
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -114,6 +115,7 @@ class Run:
         self.schedule: Schedule
         self.build_record: BuildRecord
         self._skipped_steps: SkippedSteps
+        self._unstepped: UnsteppedParameters
         self._shared_buffers: SharedBuffers
         self.scalars = Scalars(
             enabled=any(plugins.each("log_scalars")),

@@ -175,6 +175,42 @@ def test_a_second_pass_draws_the_same_dropout_if_the_random_states_are_restored(
     assert all(Twice.same) if restored else not any(Twice.same)
 
 
+class Head(Plugin):
+    """Steps the last layer only, and lets the other one keep its gradients."""
+
+    name = "head"
+    numerics = "changes-training"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[tuple[Tensor, Tensor]] = []
+
+    @hookimpl
+    def build_optimizer(self, run, model) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[3].parameters(), lr=0.1)
+
+    @hookimpl
+    def before_optimizer_step(self, run) -> None:
+        norm = run.gradient_norm()
+        run.optimizer.zero_grad()
+        run.model[0].zero_grad()
+        run.accumulate_gradients(self.batches)
+        self.norms.append((norm, total_norm(gradients(run))))
+
+    @hookimpl
+    def before_step(self, batches) -> None:
+        self.batches = batches
+
+
+def test_gradients_that_no_optimizer_applies_do_not_add_up(tiny_run):
+    """The norm, by which clipping scales, is that of the step."""
+    head = Head()
+    tiny_run([head], model=tiny_model(dropout=0.0), epochs=1)
+    ours, theirs = zip(*head.norms, strict=True)
+    assert ours == theirs
+    assert len(ours) == 9
+
+
 def test_a_second_pass_adds_to_the_gradients(tiny_run):
     class Adds(Plain):
         @hookimpl

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from fastloop.unstepped import stepped_parameters
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 LISTED = 5
 """Maximum number of modules in a message."""
-
-
-def stepped_parameters(optimizer: Any) -> list[Tensor]:
-    """The parameters that an optimizer steps: its ``model_parameters()`` if it has that method, else those in its
-    ``param_groups``."""
-    if hasattr(optimizer, "model_parameters"):
-        return list(optimizer.model_parameters())
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def missing_parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:

@@ -78,6 +78,7 @@ class DDP(TimedStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.frozen: list[tuple[str, nn.Parameter]] = []  # when DistributedDataParallel was built
         if self.compress is not None:
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
@@ -111,6 +112,7 @@ class DDP(TimedStrategy):
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         wrapped, optimizer = super().prepare(run, model, optimizer)
         if run.world_size > 1:
+            self.frozen = [named for named in model.named_parameters() if not named[1].requires_grad]
             if not model.state_dict().keys() & dict(model.named_buffers()).keys():
                 # training changes no buffer that is not saved
                 wrapped.broadcast_buffers = False  # type: ignore[assignment]
@@ -139,6 +141,18 @@ class DDP(TimedStrategy):
                 place=f"{run.recipe.where}: plugins.ddp.static_graph",
                 remedy=f"Set it to false, or train.micro_batch_size to {fits}.",
             )
+
+    @hookimpl
+    def after_backward(self, run: Run) -> None:
+        for name, parameter in self.frozen:
+            if parameter.grad is not None:
+                raise PluginError(
+                    f"{name} was frozen when the run was built, and trains now. DDP does not average its gradients, so "
+                    "each process would train other weights.",
+                    code="unfrozen-parameters",
+                    place=f"{run.recipe.where}: plugins.ddp: step {run.state.step + 1}",
+                    remedy="Freeze it in before_fit instead, and set plugins.ddp.find_unused_parameters: true.",
+                )
 
     @hookimpl(wrapper=True)
     def compute_loss(self) -> Generator[None, Any, Any]:

@@ -176,6 +176,37 @@ def test_a_layer_left_out_on_purpose_does_not_excuse_one_that_is_replaced(tiny_r
         tiny_run([Builds(skip=2), ReplacesInPrepare()])
 
 
+class Unfreezes(Plugin):
+    """Freezes the first layer in one hook, and trains it from the second step on."""
+
+    name = "unfreezes"
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    @hookimpl
+    def before_prepare(self, model: Any) -> None:
+        model[0].requires_grad_(self.hook != "before_prepare")
+
+    @hookimpl
+    def before_fit(self, run: Any) -> None:
+        run.unwrap_model()[0].requires_grad_(False)
+
+    @hookimpl
+    def before_step(self, run: Any) -> None:
+        run.unwrap_model()[0].requires_grad_(run.state.step > 0)
+
+
+@pytest.mark.parametrize(("hook", "trains"), [("before_prepare", False), ("before_fit", True)])
+def test_a_layer_trains_later_if_the_optimizer_holds_it_and_is_a_warning_otherwise(tiny_run, caplog, hook, trains):
+    result = tiny_run([Unfreezes(hook)])
+    assert torch.equal(result.weights["0.weight"], tiny_model().state_dict()["0.weight"]) is not trains
+    assert len(warnings_of(caplog)) == (0 if trains else 1)
+    if not trains:
+        assert_problem(caplog, "parameters-left-out 0.weight 0.bias before_fit")
+
+
 def test_frozen_parameters_need_no_optimizer(tiny_run, caplog):
     model = tiny_model()
     model[0].requires_grad_(False)

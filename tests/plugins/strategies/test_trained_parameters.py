@@ -35,6 +35,11 @@ RUNS += [
     for name in REPLACED
     for hook in ("before_prepare", "after_prepare", "before_fit")
 ]
+UNUSED = {"ddp": {"find_unused_parameters": True}}
+RUNS += [
+    {"name": "frozen when built", "plugins": [UNUSED], "freezes": "before_prepare"},
+    {"name": "frozen later", "plugins": [UNUSED], "freezes": "before_fit"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +69,17 @@ def test_a_weight_that_is_replaced_before_the_first_step_is_refused_with_the_plu
     error = results[f"{name}, before_fit"]["error"]
     for name in ("'replaces'", "head (weight)", "before_fit"):
         assert name in error
+
+
+def test_ddp_refuses_parameters_that_it_does_not_average(results):
+    """Each process would train other weights."""
+    error = results["frozen when built"]["error"]
+    for name in ("step 2", "frozen when the run was built", "before_fit", "plugins.ddp.find_unused_parameters"):
+        assert name in error
+
+
+def test_ddp_averages_parameters_that_are_frozen_once_it_is_built(results):
+    result = results["frozen later"]
+    assert result["error"] is None
+    first, second = result["after"]
+    assert first == second != result["before"]

@@ -1,0 +1,79 @@
+"""The parameters of a model that its optimizer does not step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastloop.problem import Problem
+
+log = logging.getLogger("fastloop")
+
+LISTED = 3
+"""Parameters that a message names."""
+
+
+def stepped_parameters(optimizer: Any) -> list[Tensor]:
+    """The parameters that an optimizer steps: its ``model_parameters()`` if it has that method, else those in its
+    ``param_groups``."""
+    if hasattr(optimizer, "model_parameters"):
+        return list(optimizer.model_parameters())
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class UnsteppedParameters:
+    """Clears the gradients of parameters that the optimizer does not step.
+
+    The optimizer's own ``zero_grad`` leaves them. So they would add up over the steps, and clipping would count them.
+
+    Args:
+        model: As built, on its device.
+        optimizer: As prepared.
+        where: The recipe, for messages.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, where: str) -> None:
+        self._parameters = list(model.named_parameters())
+        self._frozen = {id(parameter) for _, parameter in self._parameters if not parameter.requires_grad}
+        self._optimizer = optimizer
+        self._where = where
+        self._unstepped: list[tuple[str, Tensor]] = []
+        self._stepped_count = -1
+
+    def clear_gradients(self, step: int) -> None:
+        """Clear the gradients. Warn once of parameters that have one, and were frozen when the optimizer was built: it
+        does not hold them, so they do not change.
+
+        Args:
+            step: The number of the current step.
+        """
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if count != self._stepped_count:  # the first step, or a plugin has added a group
+            stepped = {id(parameter) for parameter in stepped_parameters(self._optimizer)}
+            self._unstepped = [named for named in self._parameters if id(named[1]) not in stepped]
+            self._stepped_count = count
+        unfrozen = []
+        for name, parameter in self._unstepped:
+            if parameter.grad is not None:
+                parameter.grad = None
+                if id(parameter) in self._frozen:
+                    unfrozen.append(name)
+        if unfrozen:
+            self._frozen.clear()
+            self._warn(unfrozen, step)
+
+    def _warn(self, names: list[str], step: int) -> None:
+        listed = ", ".join(names[:LISTED])
+        if len(names) > LISTED:
+            listed += f" and {len(names) - LISTED} more"
+        log.warning(
+            Problem(
+                f"the optimizer does not hold {listed}, frozen when it was built and not any more. So they do not "
+                "change.",
+                code="parameters-left-out",
+                place=f"{self._where}: step {step}",
+                remedy="Freeze what training unfreezes later in before_fit: then the optimizer holds it.",
+            )
+        )

@@ -19,6 +19,7 @@ import torch
 import yaml
 from cards import load_by_card
 from inference_runs import CLASSES, TRAIN, texts, train, write_recipe
+from long_form import LONG
 from safetensors.torch import load_file
 from text_helpers import TINY_GPT
 
@@ -308,7 +309,7 @@ def test_a_missing_extra_names_the_command(trained, cli, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["roberta", "llama", "modernbert"])
+@pytest.mark.parametrize("architecture", ["modernbert", *(["roberta", "llama"] if LONG else [])])
 def test_architectures(tmp_path, cli, architecture):
     config = {"model_type": architecture, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 32, "max_position_embeddings": 64}
@@ -526,14 +527,15 @@ def test_the_code_of_a_card_runs_where_the_export_was_started(trained, cli, caps
     words = capsys.readouterr().out.split()
     labels = [word for word in words if word in CLASSES]
     assert len(labels) == 2, "one for each text of the example"
+    if form == "onnx":
+        check_that_a_card_cuts_texts(folder)
 
 
-@pytest.mark.slow
-def test_the_code_of_an_onnx_card_cuts_texts_that_are_too_long_for_the_model(trained, cli):
-    export(cli, trained / "run", "--to", "onnx", "--out", "cut")
-    page = Path("cut/README.md")
+def check_that_a_card_cuts_texts(folder: Path) -> None:
+    """The code of an ONNX card cuts texts that are too long for the model."""
+    page = folder / "README.md"
     page.write_text(page.read_text().replace("a second one", "a stirring film " * 200))
-    names = load_by_card(Path("cut"))
+    names = load_by_card(folder)
     assert names["inputs"]["input_ids"].shape == (2, names["tokenizer"].model_max_length)
     assert names["outputs"][0].shape == (2, len(CLASSES))
 

@@ -12,6 +12,7 @@ import scale_runs
 import torch
 import yaml
 from checkpoint_helpers import save_checkpoint, text_recipe, write_rows
+from long_form import LONG
 from scale_runs import ENCODER, saved_by_a_real_step, sharding_of_torch, tiny
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
@@ -102,7 +103,7 @@ def test_the_peak_of_a_step_is_that_of_the_allocator(fake):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plugins", [[], BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("plugins", [BF16, *([[]] if LONG else [])], ids=["bf16", "fp32"][: 1 + LONG])
 def test_few_equal_blocks_stand_for_all(plugins, monkeypatch):
     """Six blocks, of which two and three are computed, give the numbers of all six."""
     monkeypatch.setitem(scale_runs.LLAMA, "num_hidden_layers", 6)

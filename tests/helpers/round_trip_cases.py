@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from long_form import LONG
 from round_trip_data import (
     ARCHITECTURES,
     CLASSES,
@@ -265,15 +266,14 @@ def _pairs() -> list[Case]:
 
 
 ONNX = {
-    ("pair", "headed", "merged"),
     ("seq2seq", "headed", "full"),
     ("number", "bare", "unmerged"),
-    ("tags", "bare", "full"),
     ("completion", "headed", "full"),
     ("image", "bare", "full"),
-    ("module", "scratch", "full"),
 }
 """Kind, start and method of the cases that are also exported to ONNX, which takes seconds."""
+if LONG:
+    ONNX |= {("pair", "headed", "merged"), ("tags", "bare", "full"), ("module", "scratch", "full")}
 
 
 def _fresh_heads() -> list[Case]:

@@ -125,8 +125,10 @@ LONG_ONLY = {
     "fsdp 4 uneven",
     "fsdp 4 of one group",
 }
-LONG_ONLY |= {"ddp 2 to ddp 4", "fsdp 2 to fsdp 4", "hsdp 4 held", "hsdp 4 meta"}
-"""Runs of the long form: another one has the same option, the other strategy or more."""
+LONG_ONLY |= {"ddp 2 to ddp 4", "fsdp 2 to fsdp 4", "hsdp 4 held", "hsdp 4 meta", "fsdp 2 async to plain"}
+LONG_ONLY |= {"ddp 2 bf16", "ddp 2 best", "ddp 2 compiled", "ddp 2 ema", "fsdp 2 best"}
+"""Runs of the long form: another one has the same option, the other strategy or more. ``test_worlds.py`` compares
+`amp`, `checkpoint-best`, `compile` and `ema` under both strategies."""
 
 
 def chosen(runs: list[Any]) -> list[Any]:
@@ -135,7 +137,7 @@ def chosen(runs: list[Any]) -> list[Any]:
     return [run for run, name in zip(runs, names, strict=True) if LONG or name not in LONG_ONLY]
 
 
-STARTS = [(1, PLAIN), (2, chosen(TWO)), (4, chosen(FOUR)), (2, TWO_AFTER_FOUR), (1, AFTER)]
+STARTS = [(1, PLAIN), (2, chosen(TWO)), (4, chosen(FOUR)), (2, TWO_AFTER_FOUR), (1, chosen(AFTER))]
 """Number of processes, and the runs of one start."""
 save_at_end(
     (runs for _, runs in STARTS),

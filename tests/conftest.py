@@ -51,10 +51,23 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, platform_support.cores() * 3 // 2)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Fork pytest-xdist's workers, where a forked process can do all that a new one can."""
+    count = session.config.getoption("numprocesses", None)
+    if not count or sys.platform != "linux" or torch.accelerator.is_available():
+        return (yield)
+    # Not above: pytest rewrites fastloop.testing, which forked imports, when that is loaded as a plugin.
+    from forked_workers import forked_workers
+
+    with forked_workers(session.config.invocation_params.args):
+        return (yield)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """pytest-xdist: the workers fork from one process, which imports torch and the plugins once for all of them."""
-    # Not above: pytest rewrites fastloop.testing, which forked imports, when that is loaded as a plugin.
+    """pytest-xdist: the commands of tests fork from one process, which imports torch and the plugins once for all
+    workers."""
     from forked import server_address
 
     is_quick = node.config.option.markexpr == "not slow"  # whose processes need no adapters
@@ -83,6 +96,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
     try:
         return (yield)
     finally:
+        gc.freeze()  # the imported modules and the tests: a collection need not visit them
         gc.enable()
         gc.set_threshold(ALLOCATIONS)
         sys.dont_write_bytecode = before

@@ -23,9 +23,10 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import TracebackType
@@ -244,18 +245,22 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     zygote: Zygote | None = None
 
+    @staticmethod
+    def forked_arguments(command: Sequence[Any]) -> Sequence[str] | None:
+        """The arguments of ``python`` in a command to fork for; None for another command, which starts as usual."""
+        is_unbuffered = len(command) > 1 and command[1] == "-u"
+        arguments = command[2:] if is_unbuffered else command[1:]
+        is_ours = command[0] == sys.executable and (
+            arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1].startswith("fastloop"))
+        )
+        return arguments if is_ours else None
+
     def _execute_child(
         self, args: Any, executable: Any, preexec: Any, close: Any, fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
         _, _, _, stdin, _, _, stdout, _, stderr, *_, new_session, _ = rest
-        is_unbuffered = len(args) > 1 and args[1] == "-u"
-        arguments = args[2:] if is_unbuffered else args[1:]
-        ours = args[0] == sys.executable and (
-            arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1].startswith("fastloop"))
-        )
-        if self.zygote is not None:
-            ours = ours and not fds
-        if not ours:
+        arguments = self.forked_arguments(args)
+        if arguments is None or (self.zygote is not None and fds):
             super()._execute_child(args, executable, preexec, close, fds, cwd, env, *rest)  # type: ignore[misc]
             return
         self._child_created = True
@@ -269,24 +274,28 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             with FORKING:
                 self.pid = os.fork()
             if self.pid == 0:
-                _become(arguments, env, cwd, (stdin, stdout, stderr), fds, new_session)
+                run_python = partial(_python, arguments, env, cwd)
+                run_in_fork(run_python, (stdin, stdout, stderr), fds, new_session)
         self._close_pipe_fds(*rest[3:9])  # type: ignore[attr-defined] # the child's ends
 
 
 def become(request: Request, streams: Sequence[int]) -> NoReturn:
     """Become a command that a zygote starts."""
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
-    _become(request.arguments, request.environment, request.folder, streams, (), request.new_session)
+    run_python = partial(_python, request.arguments, request.environment, request.folder)
+    run_in_fork(run_python, streams, new_session=request.new_session)
 
 
-def _become(
-    arguments: Sequence[str],
-    environment: Any,
-    folder: Any,
-    streams: Sequence[int],
-    others: Sequence[int],
-    new_session: bool,
+def run_in_fork(
+    main: Callable[[], None], streams: Sequence[int], others: Sequence[int] = (), new_session: bool = False
 ) -> NoReturn:
+    """Call ``main`` in a process that was just forked, as the program of a new one, and exit.
+
+    Args:
+        streams: File descriptors of stdin, stdout and stderr; -1: that of the parent.
+        others: Further file descriptors that stay open.
+        new_session: Whether the process has a session of its own.
+    """
     code = 1
     try:
         # temporary folders that the parent removes itself
@@ -305,7 +314,7 @@ def _become(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        _python(arguments, environment, folder)
+        main()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

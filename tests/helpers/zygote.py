@@ -42,14 +42,22 @@ class Zygote:
         self._lock = threading.Lock()
 
     @classmethod
-    def start(cls, become: Become) -> Zygote:
-        """Fork a zygote from this process, which has no other thread yet."""
-        if ctypes.CDLL(None, use_errno=True).prctl(ADOPT_ORPHANS, 1, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl")
+    def start(cls, become: Become, prepare: Callable[[], None] | None = None) -> Zygote:
+        """Fork a zygote from this process, which has no other thread yet.
+
+        Args:
+            prepare: The zygote calls it before it forks others.
+        """
+        adopt_orphans(True)
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
-            ours.close()
-            _serve(theirs, become)
+            try:
+                ours.close()
+                if prepare is not None:
+                    prepare()
+                _serve(theirs, become)
+            finally:
+                os._exit(1)  # after an error: the launcher's code must not run here
         theirs.close()
         return cls(ours)
 
@@ -64,6 +72,12 @@ class Zygote:
             socket.send_fds(self.connection, [SIZE.pack(len(message))], streams)
             self.connection.sendall(message)
             return PID.unpack(_receive(self.connection, PID.size))[0]
+
+
+def adopt_orphans(is_on: bool) -> None:
+    """Let processes whose parent ends become children of this one, or no longer."""
+    if ctypes.CDLL(None, use_errno=True).prctl(ADOPT_ORPHANS, int(is_on), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def _serve(connection: socket.socket, become: Become) -> NoReturn:

@@ -1,9 +1,11 @@
-"""Processes of a launcher with threads come from its zygote: ``tests/helpers/zygote.py``."""
+"""Processes of a launcher with threads come from its zygote: ``tests/helpers/zygote.py``. So do workers of
+pytest-xdist."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import forked
@@ -55,3 +57,9 @@ def test_a_process_from_a_zygote_is_a_child_of_the_launcher_without_its_threads(
         "variable": "own",
         "has_torch": True,
     }
+
+
+def test_a_worker_of_pytest_is_forked_from_a_process_that_has_collected_the_tests():
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("needs a worker of pytest-xdist")
+    assert "forked_workers" in sys.modules, "a new Python imports every file of tests anew"

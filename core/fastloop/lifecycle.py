@@ -172,11 +172,7 @@ def release(run: Run) -> None:
     Plugins keep the run that they are part of. Without this, the reference cycle would keep the model and the state of
     its optimizer until Python's garbage collector happens to run.
     """
-    manager = run.plugins.manager
-    for plugin in run.plugins:
-        manager.silence(plugin)
-        manager.unregister(plugin)
-    run.plugins = PluginSet([])
+    run.plugins = run.plugins.emptied()
     run.hooks = run.plugins.hooks
 
 

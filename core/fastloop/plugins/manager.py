@@ -273,6 +273,18 @@ class PluginSet:
         self.manager.register_core()
         return HookCallers(self.manager, self.manager.handle_error)
 
+    def emptied(self) -> PluginSet:
+        """Unregister the plugins of a set whose hooks were called. Returns a set with the core's hooks alone."""
+        manager = self.manager
+        for plugin in self.plugins:
+            manager.silence(plugin)
+            manager.unregister(plugin)
+        manager.failure = None  # it would keep its plugin
+        emptied = PluginSet([])
+        emptied.manager = manager  # a new one would register the core's hooks again
+        emptied.hooks = HookCallers(manager, manager.handle_error)
+        return emptied
+
     def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:
         """Each plugin that implements a hook, with a function that calls it, in call order."""
         for impl in reversed(getattr(self.manager.hook, hook).get_hookimpls()):

@@ -295,8 +295,9 @@ def train(data: Any, collate: Any = None, *, workers: int = 0, output: str = "ru
     """The inputs and targets of each step of two epochs, which has four samples."""
     steps = Steps(options.pop("stop", None))
     loader = DataLoader(data, batch_size=4, num_workers=workers, collate_fn=collate)
+    evaluated = DataLoader(data, batch_size=4, collate_fn=collate)  # a start of workers takes a tenth of a second
     options |= {"loss": mean_square, "epochs": 2, "evaluate_every": 2, "device": "cpu", "output": output}
-    trainer = Trainer(nn.Linear(1, 1), loader, loader, plugins=[steps], **options)
+    trainer = Trainer(nn.Linear(1, 1), loader, evaluated, plugins=[steps], **options)
     with nullcontext() if steps.stop is None else pytest.raises(KeyboardInterrupt):
         trainer.fit()
     return steps.seen

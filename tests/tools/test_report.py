@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,10 +16,12 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from torch import nn
 
+from fastloop import Trainer
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop.testing import assert_problem, expect_problem
+from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
 from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, tick_labels, ticks
 from fastloop_tools.report.metrics import MOST, Series, read_log
 from fastloop_tools.report.page import MANY, Bar, final_metrics, scale
@@ -93,11 +94,30 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs that differ."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, plugins, lr in (("plain", ["log"], 1e-2), ("averaged", ["log", "ema"], 2e-2)):
+        trainer = Trainer(
+            tiny_model(),
+            tiny_data(),
+            tiny_data(32, seed=1),
+            plugins=plugins,
+            loss=nn.functional.cross_entropy,
+            epochs=3,
+            lr=lr,
+            batch_size=8,
+            output=folder / name,
+        )
+        trainer.fit()
+    return folder
+
+
 @pytest.fixture
-def folders(tiny_run: Callable[..., Any], tmp_path: Path) -> list[str]:
-    """Two runs that differ, an ablation and a profile."""
-    tiny_run(["log"], output=tmp_path / "plain", epochs=3)
-    tiny_run(["log", "ema"], output=tmp_path / "averaged", epochs=3, lr=2e-2)
+def folders(trained: Path, tmp_path: Path) -> list[str]:
+    """Copies of two runs that differ, an ablation and a profile."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     for name, record in (("bench-tiny", ABLATION), ("profile-tiny", PROFILE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / name.replace("-tiny", ".json")).write_text(json.dumps(record))

@@ -7,8 +7,10 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -201,9 +203,18 @@ def logged(caplog):
     return caplog
 
 
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory):
+    """The folder of a complete run."""
+    folder = tmp_path_factory.mktemp("complete")
+    with contextlib.chdir(folder):
+        execute(build([], {}))
+    return folder / "run"
+
+
 @pytest.mark.parametrize("key", TRAIN)
-def test_a_changed_key_of_train_is_refused_or_applied(logged, key):
-    execute(build([], {}))
+def test_a_changed_key_of_train_is_refused_or_applied(logged, complete, key):
+    shutil.copytree(complete, "run")
     before = {**dataclasses.asdict(Train()), **BASE, "lr": 0.05, "batch_size": 8, "seed": 7, "device": "cpu"}[key]
     now = TRAIN[key]
     assert_refused_or_applied(f"train.{key}", before, now, logged, plugins=[], task={}, **{key: now})

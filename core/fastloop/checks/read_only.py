@@ -201,8 +201,11 @@ def _some_elements(tensor: Tensor) -> Tensor:
     A weight of shape (8, 4, 3, 3) in channels-last has the strides (36, 1, 12, 4): in the order of its strides, (8, 3,
     3, 4), it is contiguous and can be flattened without a copy.
     """
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    flat = tensor.detach().permute(order).flatten()
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(order)
+    flat = tensor.flatten()
     step = -(-flat.numel() // ELEMENTS)
     return as_bytes(flat[::step])
 

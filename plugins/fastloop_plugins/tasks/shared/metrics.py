@@ -14,6 +14,7 @@ from fastloop.problem import typed_clause
 from fastloop.runtime.delayed_imports import stand_in_for
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torchmetrics import Metric, MetricCollection
 
     from fastloop.recipe import Recipe
@@ -155,8 +156,9 @@ def classifier_metrics(
     """``accuracy`` and ``f1``, and the recipe's metrics, of logits (N, num_classes) and labels (N,).
 
     Metrics of two classes, such as ``BinaryAUROC``, get the probability of the positive class, and ``f1`` of two
-    classes is its own: see ``binary_metrics``. With a threshold, metrics of predicted classes, such as
-    ``MulticlassRecall``, get the classes that it decides.
+    classes is its own: see ``binary_metrics``. Metrics of probabilities, such as ``MulticlassAUROC``, get those: see
+    ``with_probabilities``. With a threshold, metrics of predicted classes, such as ``MulticlassRecall``, get the
+    classes that it decides.
 
     Raises:
         RecipeError: A name is taken, or a metric is for two classes and there are others.
@@ -183,12 +185,13 @@ def classifier_metrics(
     arguments: dict[str, Any] = {"num_classes": num_classes, "task": "multiclass"}
     if threshold is not None:
         arguments["threshold"] = threshold
-    metrics = make_metrics(metric_classes, options, where, arguments, metrics)
+    metrics = with_probabilities(make_metrics(metric_classes, options, where, arguments, metrics))
+    binary = binary_metrics(metric_classes, options)
     for name, cls in metric_classes.items():
         # also what a class such as MatthewsCorrCoef makes, by its argument ``task``
         if threshold is not None and isinstance(metrics[name], MulticlassStatScores | MulticlassConfusionMatrix):
             metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decision.classes)
-        if not cls.__name__.startswith("Binary"):
+        if name not in binary:
             continue
         if num_classes != 2:
             raise RecipeError(
@@ -200,8 +203,45 @@ def classifier_metrics(
     return collect(metrics, where)
 
 
-def binary_metrics(metric_classes: Mapping[str, type[Metric]], num_classes: int) -> list[str]:
+def scored_metrics(
+    metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Mapping[str, Any]], num_classes: int
+) -> list[str]:
     """The names of the metrics of ``classifier_metrics`` that score one of two classes."""
-    if num_classes != 2:
-        return []
-    return ["f1", *(name for name, cls in metric_classes.items() if cls.__name__.startswith("Binary"))]
+    return ["f1", *binary_metrics(metric_classes, options)] if num_classes == 2 else []
+
+
+def binary_metrics(metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of the recipe's metrics that take the probability of one class: those of a class such as
+    ``BinaryAUROC`` or one derived from it, and those such as ``AUROC`` with ``task: binary``."""
+    names = []
+    for name, cls in metric_classes.items():
+        has_binary_class = any(base.__name__.startswith("Binary") for base in cls.__mro__)
+        if has_binary_class or options[name].get("task") == "binary":
+            names.append(name)
+    return names
+
+
+def with_probabilities(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The same metrics of logits (N, classes), with probabilities for those that compute with them.
+
+    torchmetrics takes logits for probabilities if all of an update are between 0 and 1, as a model before training may
+    give them.
+    """
+    from torchmetrics.classification import (
+        MulticlassCalibrationError,
+        MulticlassHingeLoss,
+        MulticlassPrecisionRecallCurve,
+    )
+    from torchmetrics.wrappers import LambdaInputTransformer
+
+    of_probabilities = (MulticlassCalibrationError, MulticlassHingeLoss, MulticlassPrecisionRecallCurve)
+    made = dict(metrics)
+    for name, metric in metrics.items():
+        if isinstance(metric, of_probabilities):
+            made[name] = LambdaInputTransformer(metric, transform_pred=_probabilities)
+    return made
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    """The probability of each class, float32."""
+    return logits.float().softmax(1)

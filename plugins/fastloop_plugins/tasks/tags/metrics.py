@@ -32,7 +32,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from fastloop import Problem, RecipeError
-from fastloop_plugins.tasks.shared.metrics import collect, make_metrics
+from fastloop_plugins.tasks.shared.metrics import collect, make_metrics, with_probabilities
 from fastloop_plugins.tasks.tags.batches import IGNORED
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ def tag_metrics(
         )
     known = {"num_classes": len(names), "task": "multiclass", "ignore_index": IGNORED}
     where = f"{where}.metrics"
-    return collect(make_metrics(metric_classes, options, where, known, made), where)
+    return collect(with_probabilities(make_metrics(metric_classes, options, where, known, made)), where)
 
 
 def tag_columns(

@@ -12,6 +12,14 @@ from recipe_runs import LR, assert_same, make_run, torch_loop, trained, user_cod
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
+from torchmetrics import AUROC, AveragePrecision, F1Score, MatthewsCorrCoef
+from torchmetrics.classification import (
+    BinaryFBetaScore,
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassCalibrationError,
+    MulticlassHingeLoss,
+)
 from torchmetrics.functional.classification import binary_auroc, binary_f1_score, multiclass_recall
 from training_runs import execute
 
@@ -21,6 +29,9 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.testing import TEXTS, expect_problem, write_texts
+from fastloop_plugins.tasks.shared.metrics import classifier_metrics, scored_metrics
+from fastloop_plugins.tasks.shared.two_classes import Decision
+from fastloop_plugins.tasks.tags.metrics import tag_metrics
 
 WEIGHTS = [1.0, 2.5, 0.25]
 
@@ -219,6 +230,49 @@ def test_metrics_and_a_threshold_beside_the_built_in_ones():
     assert found["auroc"] == pytest.approx(binary_auroc(probability, labels).item(), abs=1e-6)
     assert found["recall"] == pytest.approx(multiclass_recall(logits, labels, 2).item())
     assert found["acc"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+
+
+@pytest.mark.parametrize("make", [classifier_metrics, tag_metrics], ids=["texts", "words"])
+@pytest.mark.parametrize(
+    "cls", [MulticlassAUROC, MulticlassAveragePrecision, MulticlassCalibrationError, MulticlassHingeLoss]
+)
+def test_metrics_of_probabilities_get_them_if_logits_look_like_some(cls, make):
+    """torchmetrics takes values between 0 and 1 for probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.rand(40, 3, generator=generator)
+    labels = torch.randint(3, (40,), generator=generator)
+    if make is classifier_metrics:
+        metrics = classifier_metrics({"m": cls}, {"m": {}}, "r", 3, Decision())
+    else:
+        metrics = tag_metrics(["O", "B-a", "B-b"], None, {"m": cls}, {"m": {}}, "r")
+    expected = cls(3)
+    metrics["m"].update(logits, labels)
+    expected.update(logits.softmax(1), labels)
+    assert metrics["m"].compute() == pytest.approx(expected.compute().item())
+
+
+class Doubled(BinaryFBetaScore):
+    """A metric of a user."""
+
+    def __init__(self) -> None:
+        super().__init__(beta=2.0)
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [(Doubled, {}), *((cls, {"task": "binary"}) for cls in (AUROC, F1Score, AveragePrecision, MatthewsCorrCoef))],
+)
+@pytest.mark.parametrize("positive", [0, 1])
+def test_metrics_of_two_classes_get_the_probability_of_one_however_they_are_named(cls, arguments, positive):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 2, generator=generator)
+    labels = torch.randint(2, (40,), generator=generator)
+    metrics = classifier_metrics({"m": cls}, {"m": arguments}, "r", 2, Decision(positive=positive))
+    assert scored_metrics({"m": cls}, {"m": arguments}, 2) == ["f1", "m"]
+    expected = cls(**arguments)
+    metrics["m"].update(logits, labels)
+    expected.update(logits.softmax(1)[:, positive], (labels == positive).long())
+    assert metrics["m"].compute() == pytest.approx(expected.compute().item())
 
 
 @pytest.mark.parametrize("threshold", [None, 0.4])

@@ -29,6 +29,8 @@ OWN: Mapping[str, Callable[[float], float]] = {
 """Schedule of fastloop -> the share of the peak after a share of the steps that follow the warm-up, both 0 to 1."""
 LENGTHS = ("total_steps", "T_max", "num_training_steps")
 """Parameters that mean the run's optimizer steps."""
+LENGTH_OF_POLYNOMIAL = "total_iters"
+"""That of ``PolynomialLR``. In other schedules of torch, the parameter means the steps of a warm-up."""
 INSTEAD = {"total_steps": "epochs", "num_training_steps": "num_stable_steps"}
 """Parameter -> another one that determines it."""
 BY_METRIC = ("ReduceLROnPlateau", "reduce_lr_on_plateau", "greedy")
@@ -111,12 +113,14 @@ def make_schedule(
     Raises:
         UsageError: The run has no known end, or the schedule does not take the arguments.
     """
-    from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.lr_scheduler import LRScheduler, PolynomialLR
 
     where = f"{run.recipe.where}: plugins.lr-scheduler"
     given = dict(arguments)
     taken = inspect.signature(made).parameters
     lengths = [key for key in LENGTHS if key in taken and key not in given and INSTEAD.get(key) not in given]
+    if made is PolynomialLR and LENGTH_OF_POLYNOMIAL not in given:
+        lengths.append(LENGTH_OF_POLYNOMIAL)
     if run.total_steps is None and (lengths or isinstance(warmup, float)):
         raise UsageError(
             "the data has no known length, so the run has no known end.",

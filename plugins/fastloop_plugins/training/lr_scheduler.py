@@ -12,10 +12,11 @@ transformers, or ``file.py:name``, called with ``(optimizer, **arguments)``:
       - lr-scheduler: {schedule: OneCycleLR, arguments: {pct_start: 0.1}}
       - lr-scheduler: {schedule: warmup_stable_decay, warmup: 0.05, arguments: {num_decay_steps: 100}}
 
-The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and ``num_warmup_steps``, unless
-``arguments`` does. Schedules step once an optimizer step, so ``step_size`` counts steps. A run resumes only with the
-same options. With ``CosineAnnealingLR`` or ``OneCycleLR``, it also needs the same number of steps. With other
-schedules, a run that is longer or shorter than before continues at the rate that its new length has at this step.
+The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and ``num_warmup_steps``, and
+``total_iters`` of ``PolynomialLR``, unless ``arguments`` does. Schedules step once an optimizer step, so ``step_size``
+counts steps. A run resumes only with the same options. With ``CosineAnnealingLR``, ``OneCycleLR`` or ``PolynomialLR``,
+it also needs the same number of steps. With other schedules, a run that is longer or shorter than before continues at
+the rate that its new length has at this step.
 """
 
 from __future__ import annotations

@@ -31,6 +31,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "OneCycleLR": ({"schedule": "OneCycleLR"}, lambda opt: lr_scheduler.OneCycleLR(opt, LR, total_steps=STEPS)),
     "CosineAnnealingLR": ({"schedule": "CosineAnnealingLR"}, lambda opt: lr_scheduler.CosineAnnealingLR(opt, STEPS)),
+    "PolynomialLR": ({"schedule": "PolynomialLR"}, lambda opt: lr_scheduler.PolynomialLR(opt, STEPS)),
+    "PolynomialLR of 4 steps": (
+        {"schedule": "PolynomialLR", "arguments": {"total_iters": 4}},
+        lambda opt: lr_scheduler.PolynomialLR(opt, 4),
+    ),
     "warm restarts": (
         {"schedule": "CosineAnnealingWarmRestarts", "arguments": {"T_0": 5, "eta_min": 1e-3}},
         lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 5, eta_min=1e-3),
@@ -64,7 +69,7 @@ def test_a_resumed_run_has_the_weights_of_a_whole_one(case):
     check_interrupted(Case(plugins=[{"lr-scheduler": CASES[case][0]}]), "Ctrl-C", 5)
 
 
-@pytest.mark.parametrize("schedule", ["CosineAnnealingLR", "OneCycleLR"])
+@pytest.mark.parametrize("schedule", ["CosineAnnealingLR", "OneCycleLR", "PolynomialLR"])
 def test_a_schedule_of_torch_does_not_resume_with_another_length(schedule):
     execute(make_run("output=cut", plugins=[{"lr-scheduler": {"schedule": schedule}}]))
     with pytest.raises(CheckpointError, match=rf"scheduler\..* = {STEPS}, .* 40"):

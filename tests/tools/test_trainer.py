@@ -241,6 +241,19 @@ def test_outputs_of_different_shapes_are_a_list():
     assert [len(row) for row in found["ids"]] == [2, 3, 4, 2, 3, 4]
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_the_elements_of_a_sequence_are_named_by_their_place(kind):
+    class Two(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return kind([super().forward(inputs), inputs, 3])
+
+    model = Two(8, 3)
+    found = make(model).predict(tiny_data(4))
+    inputs = tiny_data(4).tensors[0]
+    assert list(found) == ["output_0", "output_1"]
+    assert torch.equal(found["output_1"], inputs)
+
+
 def test_a_model_without_outputs_is_refused():
     class Silent(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> Any:

@@ -97,8 +97,8 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     """The outputs of a batch, which needs no labels: name -> a tensor on the CPU for each sample.
 
     A mapping calls ``model(**batch)``; a tuple or list calls the model with its first element, and anything else with
-    the batch itself. A tensor is named ``output``. From an object or mapping, all tensors with a value for each sample
-    are returned, without the loss.
+    the batch itself. A tensor is named ``output``, and the elements of a tuple ``output_0``, ``output_1``. From a
+    tuple, an object or a mapping, all tensors with a value for each sample are returned, without the loss.
 
     Raises:
         UsageError: The model returned no such tensor.
@@ -118,8 +118,10 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
         fields: dict[str, Any] = {"output": result}
     elif isinstance(result, Mapping):
         fields = dict(result)
+    elif isinstance(result, tuple | list):
+        fields = {f"output_{index}": value for index, value in enumerate(result)}
     else:
-        fields = vars(result)
+        fields = getattr(result, "__dict__", {})
     columns = {}
     for name, value in fields.items():
         has_samples = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size

@@ -291,3 +291,43 @@ def test_fsdp_refuses_an_object_that_holds_whole_parameters(processes: Callable[
     for process in processes(2, with_strategy, "fsdp", True):
         assert "they replaced 4 of the parameters that it holds (in before_prepare: fsdp" in process.result
         assert "Pass a function instead, which is called with the changed model" in process.result
+
+
+class Holds(nn.Module):
+    """A model that holds its loss."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.layers = tiny_model()
+        self.loss = loss
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.layers(inputs)
+
+
+class Centers(nn.Module):
+    """A loss with a parameter for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.eye(3))
+
+    def forward(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (predictions - self.centers[targets]).square().mean()
+
+
+@pytest.mark.parametrize("holder", ["nothing", "model", "optimizer", "frozen"])
+def test_parameters_of_a_loss_are_a_warning_unless_they_train_or_are_frozen(caplog, holder):
+    loss = Centers()
+    model = Holds(loss) if holder == "model" else tiny_model()
+    optimizer = None
+    if holder == "optimizer":
+        optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    elif holder == "frozen":
+        loss.requires_grad_(False)
+    Trainer(model, tiny_data(16), batch_size=8, loss=loss, optimizer=optimizer, plugins=QUIET, max_steps=2).fit()
+    assert torch.equal(loss.centers, torch.eye(3)) is (holder in ("nothing", "frozen"))
+    if holder == "nothing":
+        assert_problem(caplog, "parameters-left-out loss Centers centers")
+    else:
+        assert "has parameters, such as" not in caplog.text

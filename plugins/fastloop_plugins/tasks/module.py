@@ -26,7 +26,13 @@ from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop.problem import clause
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
-from fastloop_plugins.tasks.shared.losses import ClassLoss, targets_of, torch_loss, with_arguments
+from fastloop_plugins.tasks.shared.losses import (
+    ClassLoss,
+    targets_of,
+    torch_loss,
+    warn_of_untrained,
+    with_arguments,
+)  # fmt: skip
 from fastloop_plugins.tasks.shared.metrics import collect, find_metrics, make_metrics
 
 if TYPE_CHECKING:
@@ -219,6 +225,10 @@ class Module(Plugin):
     @hookimpl
     def build_metrics(self) -> MetricCollection | None:
         return self.collection
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        warn_of_untrained(self.found.get("plugins.module.loss"), run, f"{self.file}: plugins.module.loss")
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:

@@ -17,7 +17,7 @@ from fastloop import Batch, Output, Plugin, Run, UsageError, hookimpl
 from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
 from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter, target_rule
 from fastloop_plugins.tasks.shared.forward import forward, outputs, warn_of_unused_loss
-from fastloop_plugins.tasks.shared.losses import check_mean
+from fastloop_plugins.tasks.shared.losses import check_mean, warn_of_untrained
 from fastloop_plugins.tasks.shared.micro_batches import warn_of_other_means
 from fastloop_plugins.tasks.shared.token_losses import loss_for_model
 from fastloop_tools.trainer.optimizers import UserOptimizer
@@ -144,6 +144,7 @@ class TrainerTask(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
+        warn_of_untrained(self.loss, run, "loss")
         for split, loader in self.splits.items():
             for name, value in loader.reading.items():
                 plugin = run.settings.writers.get(name)

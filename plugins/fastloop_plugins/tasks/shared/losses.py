@@ -299,6 +299,38 @@ def check_mean(loss: Any, where: str) -> None:
             raise UsageError(f"found {name}=False. {NEEDS_MEAN} Remove it.", code="conflicting-values", place=where)
 
 
+def warn_of_untrained(loss: Any, run: Run, place: str) -> None:
+    """Warn of parameters of a loss that require gradients, and that neither the model nor the optimizer holds.
+
+    Args:
+        loss: A function, a module or a ``partial``; None: the model computes the loss.
+        place: The argument or key of the loss, for messages.
+    """
+    from torch import nn
+
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    if not isinstance(function, nn.Module):
+        return
+    held = {id(parameter) for parameter in run.unwrap_model().parameters()}
+    for group in run.optimizer.param_groups:
+        held.update(id(parameter) for parameter in group["params"])
+    for name, parameter in function.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            logger.warning(
+                Problem(
+                    f"{type(function).__name__} has parameters, such as {name}, that the optimizer does not hold. So "
+                    "they do not change.",
+                    code="parameters-left-out",
+                    place=place,
+                    remedy=(
+                        "To train them, let the model hold and call the loss. Otherwise set requires_grad to False on "
+                        "them."
+                    ),
+                )
+            )
+            return
+
+
 def with_arguments(function: Callable[..., Any], value: str | Mapping[str, Any], where: str) -> Callable[..., Any]:
     """A function ``(predictions, targets)`` with the keyword arguments in a recipe's value.
 

@@ -28,7 +28,7 @@ from fastloop.cli.summary import summary_rows
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.testing import TEXTS, expect_problem, write_texts
+from fastloop.testing import TEXTS, assert_problem, expect_problem, write_texts
 from fastloop_plugins.tasks.shared.metrics import classifier_metrics, scored_metrics
 from fastloop_plugins.tasks.shared.two_classes import Decision
 from fastloop_plugins.tasks.tags.metrics import tag_metrics
@@ -230,6 +230,28 @@ def test_metrics_and_a_threshold_beside_the_built_in_ones():
     assert found["auroc"] == pytest.approx(binary_auroc(probability, labels).item(), abs=1e-6)
     assert found["recall"] == pytest.approx(multiclass_recall(logits, labels, 2).item())
     assert found["acc"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+
+
+CENTERS = """
+import torch
+from torch import nn
+
+class Centers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.eye(3))
+
+    def forward(self, predictions, targets):
+        return (predictions - self.centers[targets]).square().mean()
+
+centers = Centers()
+"""
+
+
+def test_parameters_of_a_loss_are_a_warning(caplog):
+    Path("losses.py").write_text(CENTERS)
+    make_run(loss="losses.py:centers")
+    assert_problem(caplog, "parameters-left-out plugins.module.loss Centers centers")
 
 
 @pytest.mark.parametrize("make", [classifier_metrics, tag_metrics], ids=["texts", "words"])

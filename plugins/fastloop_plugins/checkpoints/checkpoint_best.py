@@ -118,8 +118,9 @@ class CheckpointBest(Plugin):
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
         kept = [asdict(one) for one in self.kept]
+        metric = self.monitored.definition
         if not run.is_main:
-            return {"kept": kept, "saved": {}}
+            return {"kept": kept, "saved": {}, "metric": metric}
         now = run.state.step
         best = list(self.saved.get(now, ()))
         for one in self.kept:
@@ -129,7 +130,7 @@ class CheckpointBest(Plugin):
         # with saves at steps 2, 4 and 6 and train.keep_checkpoints: 2, those at 4 and 6 stay after this one
         there = sorted(self.saved.keys() & {now, *self.there(run)})
         stay = there[-run.recipe.train.keep_checkpoints :]
-        return {"kept": kept, "saved": {step: self.saved[step] for step in stay}}
+        return {"kept": kept, "saved": {step: self.saved[step] for step in stay}, "metric": metric}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
@@ -139,6 +140,7 @@ class CheckpointBest(Plugin):
         check_form(state, {"kept": [kept], "saved": {0: [0]}})
         self.kept = [Kept(**fields) for fields in state["kept"]]
         self.saved = state["saved"]
+        self.monitored.compare_definition(state.get("metric"))
 
     @staticmethod
     def path(step: int) -> str:

@@ -68,7 +68,7 @@ class EarlyStopping(Plugin):
 
     @hookimpl
     def save_state(self) -> dict[str, Any]:
-        return {"best": self.best, "waited": self.waited}
+        return {"best": self.best, "waited": self.waited, "metric": self.monitored.definition}
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
@@ -77,3 +77,4 @@ class EarlyStopping(Plugin):
         check_form(state, {"best": 0.0 if state["best"] is not None else None, "waited": 0})
         self.best = state["best"]
         self.waited = state["waited"]
+        self.monitored.compare_definition(state.get("metric"))

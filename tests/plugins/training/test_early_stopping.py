@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 from recording_plugins import ScriptedScore
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from fastloop import Trainer, UsageError
-from fastloop.testing import expect_problem, tiny_data, tiny_model
+from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
+from fastloop_plugins.tasks.shared.metrics import classifier_metrics
+from fastloop_plugins.tasks.shared.two_classes import Decision
+from fastloop_plugins.training._monitor import describe_metric
 
 
 @pytest.mark.parametrize(
@@ -57,3 +61,30 @@ def test_without_an_evaluation_split_it_is_refused():
     )
     with expect_problem("unknown-split plugins.early-stopping.monitor", UsageError):
         trainer.fit()
+
+
+@pytest.mark.parametrize("plugin", ["early-stopping", "checkpoint-best"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_metric_with_other_settings_after_a_resume_is_a_warning(tiny_run, caplog, plugin, top_k):
+    plugins = [{plugin: {"monitor": "hits"}}]
+    tiny_run(plugins, metrics={"hits": MulticlassAccuracy(3)}, epochs=1, output="run")
+    tiny_run(plugins, metrics={"hits": MulticlassAccuracy(3, top_k=top_k)}, epochs=2, output="run", resume=True)
+    if top_k == 2:
+        assert_problem(caplog, f"metric-changed {plugin} hits top_k=1 top_k=2")
+    else:
+        assert "before the break" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Decision(), Decision(0.4)),
+        (Decision(0.3), Decision(0.4)),
+        (Decision(0.3), Decision(0.3, positive=0)),
+    ],
+)
+def test_the_description_of_a_metric_names_the_decision_between_two_classes(first, second):
+    of_first = classifier_metrics({}, {}, "r", 2, first)
+    of_second = classifier_metrics({}, {}, "r", 2, second)
+    assert describe_metric(of_first["f1"]) != describe_metric(of_second["f1"])
+    assert describe_metric(of_first["f1"]) == describe_metric(classifier_metrics({}, {}, "r", 2, first)["f1"])

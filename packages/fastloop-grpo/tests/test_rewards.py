@@ -6,9 +6,11 @@ import math
 import pytest
 from fastloop import FastloopError, Plugin, RecipeError, hookimpl
 from fastloop.testing import train
+from fastloop_plugins.text import Chat, RowError
 from grpo_cases import lines, tokenizer, write_model
 from grpo_runs import DATA, OPTIONS, sampled
 
+from fastloop_grpo.prompts import MARK, encode
 from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, check_parameters, sum_rewards
 
 CALLS = []
@@ -108,6 +110,17 @@ def test_a_function_of_trl_gets_its_arguments(tmp_path):
     assert [row["place"] for row in rows[:8]] == list(range(8))
     assert rows[0]["rewards/never_applies"] is None
     assert [row["completion"] for row in rows[:8]] == first["completions"]
+
+
+def test_tools_of_a_row_are_in_its_prompt():
+    tools = [{"name": "search"}]
+    row = MARK + Chat([{"role": "user", "content": "Hi?"}], tools).dumps()
+    arguments = {"template": None, "render": False, "leaves_out": True, "max_length": 9}
+    made = tokenizer()
+    with pytest.raises(RowError, match="tools, which the chat template does not read"):
+        [*encode(made, [row], arguments)]
+    (numbers,) = encode(made, [row], arguments | {"template": "{{ tools }}" + made.chat_template})
+    assert made.decode(numbers[1 : 1 + numbers[0]]) == f"{tools}u:Hi?<end>a:"
 
 
 def test_a_prompt_without_any_reward_has_no_gradient(tmp_path):

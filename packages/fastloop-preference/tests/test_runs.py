@@ -10,11 +10,12 @@ import pytest
 import torch
 from fastloop import FastloopError
 from fastloop.testing import Conformance, run_commands, train
-from fastloop_plugins.text import template_text
+from fastloop_plugins.text import Chat, RowError, template_text
 from preference_runs import MODEL, ROWS, message, points, recipe, rows, tokenizer, train_all, write_recipe
 from test_trl import model
 
 from fastloop_preference.dpo import DPO
+from fastloop_preference.rows import MARK
 
 AUTO = ("auto", {"amp": False})
 CASES = {
@@ -229,6 +230,24 @@ def test_the_formats_of_axolotl(name):
     parts = np.split(numbers[3:], np.cumsum(numbers[:2]))
     asked = f"{start}<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
     assert [*map(tokenizer().decode, parts)] == [asked, "Yo<|im_end|>\n", "No<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["prompt", "completions"])
+def test_tools_of_a_row_are_in_its_prompt(alone):
+    """A row has them in each of its conversations."""
+    tools = [{"name": "search"}]
+    columns = ["chosen", "rejected"] if alone else ["prompt", "chosen", "rejected"]
+    chats = [[QUESTION, GOOD], [QUESTION, BAD]] if alone else [[QUESTION], [GOOD], [BAD]]
+    values = tuple(MARK + Chat(messages, tools).dumps() for messages in chats)
+    template = template_text(SimpleNamespace(find=Path, where="recipe"), "chatml")
+    arguments = {"columns": columns, "template": template, "render": False}
+    (numbers,) = DPO.encode(copy.deepcopy(tokenizer()), [values], arguments)
+    parts = np.split(numbers[3:], np.cumsum(numbers[:2]))
+    prompt, *answers = map(tokenizer().decode, parts)
+    assert '<tools>\n{"name": "search"}\n</tools>' in prompt
+    assert answers == ["Yo<|im_end|>\n", "No<|im_end|>\n"]
+    with pytest.raises(RowError, match="tools, which the chat template does not read"):
+        [*DPO.encode(tokenizer(), [values], arguments | {"template": None})]
 
 
 REFUSED = {

@@ -100,8 +100,11 @@ def text_chunks(
         )
     empty = EmptyTexts()
     for rows, bad in read_chunks(data, source, start, size):
-        columns = zip(data.columns, zip(*rows, strict=True), strict=True)
-        texts_by_column = [data.read_column(values, name, bad) for name, values in columns]
+        names = [*data.columns, *data.optional_columns()]
+        columns = dict(zip(names, zip(*rows, strict=True), strict=False))  # texts by themselves have no optional ones
+        by_name = {name: data.read_column(columns.pop(name), name, bad) for name in data.columns}
+        data.add_optional(by_name, columns, bad)
+        texts_by_column = list(by_name.values())
         if len(texts_by_column) == 1:
             texts = list[Text](texts_by_column[0])
         else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import Bad, RowError, show, text_column
+from fastloop_plugins.text.chat.rows import TOOLS, with_tools
 from fastloop_plugins.text.columns import column_names
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.streaming.rows import StreamedRows
@@ -97,6 +98,22 @@ class ColumnData(TextData):
                 bad(index, str(error))
                 found.append("")
         return found
+
+    def optional_columns(self) -> list[str]:
+        is_text = TOOLS in self.places and self.places[TOOLS] not in self.task.values
+        return [TOOLS] if self.task.conversations and not is_text else []
+
+    def add_optional(self, texts: Mapping[str, list[str]], optional: Mapping[str, Sequence[Any]], bad: Bad) -> None:
+        """Add the tools of each row to its conversations."""
+        conversations = [column for name, column in texts.items() if self.places[name] in self.task.conversations]
+        for index, value in enumerate(optional.get(TOOLS, ())):
+            if value is None:
+                continue
+            try:
+                for column in conversations:
+                    column[index] = with_tools(column[index], value)
+            except RowError as error:
+                bad(index, str(error))
 
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:

@@ -315,14 +315,19 @@ class TextData:
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
         """The columns of a split from those of its source. Rows in memory and streamed rows pass through it."""
-        parsed = {}
-        for name, values in zip(self.row_columns(), columns, strict=True):
-            parsed[name] = self.read_column(values, name, with_drop_line(bad, name, values))
-        return parsed
+        texts = {}
+        given = dict(zip([*self.row_columns(), *self.optional_columns()], columns, strict=True))
+        for name in self.row_columns():
+            texts[name] = self.read_column(given[name], name, with_drop_line(bad, name, given[name]))
+        self.add_optional(texts, {name: given[name] for name in self.optional_columns()}, bad)
+        return texts
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
         """A column of texts, of a split or of a file to predict."""
         return text_column(values, name, self.text_key, bad)
+
+    def add_optional(self, texts: Mapping[str, list[str]], optional: Mapping[str, Sequence[Any]], bad: Bad) -> None:
+        """Add the values of ``optional_columns`` to the texts of their rows, in place. Here, there are none."""
 
     def parse_rows(self, rows: Sequence[Sequence[Any]], names: Sequence[object]) -> list[Any]:
         """Streamed rows as ``Rows.texts`` has those in memory. They may have more columns.

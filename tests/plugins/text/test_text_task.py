@@ -22,7 +22,9 @@ from fastloop.recipe import Recipe, make_recipe
 from fastloop.testing import expect_problem, find_problems
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.text import Ragged, SecondModel, compute, compute_all, pool, split
+from fastloop_plugins.text.chat.rows import Chat
 from fastloop_plugins.text.chat.template import BUILT_IN
+from fastloop_plugins.text.chunks import text_chunks
 from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -355,14 +357,19 @@ class Preferences(TextTask):
 '''
 
 
-def test_columns_may_hold_conversations(caplog):
+def save_chat_model(positions: int = 64) -> None:
+    """Save a language model with a chat template in ``gpt``, and the task in ``preferences.py``."""
     tokenizer = train_tokenizer(TrainedTokenizer(kind="byte"), [], False)
     tokenizer.chat_template = BUILT_IN["chatml"]
     tokenizer.save_pretrained("gpt")
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": positions, "bos_token_id": 0, "eos_token_id": 0}
     config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained("gpt")
     Path("preferences.py").write_text(PREFERENCES)
+
+
+def test_columns_may_hold_conversations(caplog):
+    save_chat_model()
     rows = []
     for number in range(16):
         chats = [
@@ -391,6 +398,34 @@ def test_columns_may_hold_conversations(caplog):
     Path("gpt/chat_template.jinja").write_text(template + BUILT_IN["chatml"])
     changed.data = data
     with expect_problem("invalid-row chats.jsonl, line 4:", RecipeError):
+        build(resolve(changed))
+
+
+def test_conversations_of_a_row_have_its_tools():
+    save_chat_model(positions=600)
+    pair = {
+        "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}],
+    }
+    tools = [{"name": "search"}]
+    rows = [pair, {**pair, "tools": tools}, {**pair, "tools": json.dumps(tools)}]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"files": {"train": "chats.jsonl"}, "max_length": 600, "validation_fraction": 0}
+    for more in ({}, {"streaming": True, "lanes": 1, "shuffle_buffer": 0}):
+        changed = recipe(task="preferences.py:Preferences", data=data | more, batch_size=3)
+        changed.model.clear()
+        changed.model["name"] = "gpt"
+        run = build(resolve(changed))
+        decode = run.plugins.task.text_model.tokenizer.decode
+        for name in ("text", "other"):
+            texts = [decode(run.datasets["train"][index][name]) for index in range(3)]
+            assert ['{"name": "search"}' in text for text in texts] == [False, True, True]
+            assert texts[1] == texts[2]
+    ((to_predict, _),) = text_chunks(run.plugins.task.data, Path("chats.jsonl"), 0, 3)
+    assert [Chat.loads(text).tools for text in to_predict] == [None, tools, tools]
+    rows[1]["tools"] = "search"
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with expect_problem("invalid-row chats.jsonl 2 'tools' 'search'", RecipeError):
         build(resolve(changed))
 
 

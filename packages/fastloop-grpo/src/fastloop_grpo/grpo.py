@@ -207,7 +207,7 @@ class GRPO(TextTask):
         """Call the reward functions once, before a model is loaded: with an empty completion of the first prompt, and
         with one that repeats the prompt."""
         prompt, *others = self.splits[0].values(0)
-        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        text = prompts.last_text(prompt)
         ids = self.splits[0][0]["input_ids"].tolist()
         completions = [Completion(list(self.ends[:1]), ended=True), Completion(ids, ended=False)]
         scored = self.score([0], completions, ["", text], step=0)

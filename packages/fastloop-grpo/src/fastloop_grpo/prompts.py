@@ -45,9 +45,12 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
     for row in rows:
         text, *values = (row,) if isinstance(row, str) else row
         prompt: Any = text
+        tools = None
         if text.startswith(MARK):
-            prompt = Chat.loads(text[1:]).messages
-        ids = encode_prompt(tokenizer, renderer, prompt, arguments["render"])
+            chat = Chat.loads(text[1:])
+            prompt = chat.messages
+            tools = chat.tools
+        ids = encode_prompt(tokenizer, renderer, prompt, arguments["render"], tools)
         if not arguments["leaves_out"]:
             check_length(ids, arguments["max_length"])
         kept = json.dumps([prompt, *map(json.loads, values)])
@@ -60,8 +63,18 @@ def check_length(ids: Sequence[int], max_length: int) -> None:
         raise RowError(f"the prompt has {len(ids)} tokens, expected 1 to {max_length}: data.max_length.")
 
 
-def encode_prompt(tokenizer: Any, renderer: ChatRenderer, prompt: Any, render: bool) -> list[int]:
-    """The tokens of a text or of messages, after which the completion follows."""
+def encode_prompt(
+    tokenizer: Any, renderer: ChatRenderer, prompt: Any, render: bool, tools: list[Any] | None = None
+) -> list[int]:
+    """The tokens of a text or of messages, after which the completion follows.
+
+    Args:
+        render: Whether a text is rendered by the chat template, too.
+        tools: The functions that may be called.
+
+    Raises:
+        RowError: There is no chat template, or it does not read the tools.
+    """
     if isinstance(prompt, str) and not render:
         ids: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
         end = tokenizer.eos_token_id
@@ -71,7 +84,17 @@ def encode_prompt(tokenizer: Any, renderer: ChatRenderer, prompt: Any, render: b
     if tokenizer.chat_template is None:
         raise RowError("the tokenizer has no chat template. Give one: data.chat_template=chatml, or a file.")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return renderer.prompt(Chat(messages))
+    chat = Chat(messages, tools)
+    renderer.check_tools(chat)
+    return renderer.prompt(chat)
+
+
+def last_text(prompt: Any) -> str:
+    """The text of a prompt, or of its last message; empty if that has only tool calls."""
+    if isinstance(prompt, str):
+        return prompt
+    content = prompt[-1].get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 class Prompts(Sequences):

@@ -69,7 +69,12 @@ def encode_texts(tokenizer: Any, prompt: str | None, completions: list[str]) -> 
 def encode_chats(
     renderer: ChatRenderer, system: str, prompt: str | None, completions: list[str]
 ) -> tuple[list[int], list[list[int]]]:
-    """The same of conversations."""
+    """The same of conversations, with the tools that they have.
+
+    Raises:
+        RowError: The template does not read the tools.
+    """
+    tools = find_tools([prompt or "", *completions])
     asked = messages(prompt, "user")
     answers = [messages(text, "assistant") for text in completions]
     if prompt is None and len(answers) == 2:
@@ -79,8 +84,17 @@ def encode_chats(
         answers = [answers[0][-1:]]
     before = [{"role": "system", "content": system}] if system else []
     before += asked
-    prompt_ids = renderer.prompt(Chat(before)) if before else []
-    return prompt_ids, [renderer.encode(Chat(before + answer))[0] for answer in answers]
+    renderer.check_tools(Chat(before, tools))
+    prompt_ids = renderer.prompt(Chat(before, tools)) if before else []
+    return prompt_ids, [renderer.encode(Chat(before + answer, tools))[0] for answer in answers]
+
+
+def find_tools(values: Sequence[str]) -> list[Any] | None:
+    """The tools of a row, which each of its conversations has; None: there are none."""
+    for value in values:
+        if value.startswith(MARK):
+            return Chat.loads(value[1:]).tools
+    return None
 
 
 def messages(value: str | None, role: str) -> list[dict[str, Any]]:

@@ -33,6 +33,8 @@ TOOLS = "tools"
 """The column of functions that the assistant may call."""
 OPTIONAL = ("input", TOOLS)
 """Columns that a file may lack: most rows have no value there."""
+UNREAD = ("system", "system_prompt", "history", "functions", "documents", "chat_template_kwargs")
+"""Columns in which other programs expect a part of the conversation."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning. transformers gives each one to the template as ``reasoning_content`` and
 ``thinking``."""
@@ -96,7 +98,7 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str], roles: Mapping[str
         messages = _instruction(row, columns)
     else:
         messages = read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)", roles or {})
-    return Chat(messages, _tools(row.get(TOOLS)))
+    return Chat(messages, read_tools(row.get(TOOLS)))
 
 
 def dump_chats(rows: Iterable[T], read: Callable[[T], Chat], bad: Bad) -> list[str]:
@@ -151,6 +153,24 @@ def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> 
     )
 
 
+def unread_columns(where: str, names: Iterable[str], read: Collection[str]) -> Problem | None:
+    """A warning about columns of a source that other programs read as a part of the conversation; None: there are none.
+
+    Args:
+        names: All columns.
+        read: The columns that the section reads.
+    """
+    unread = [name for name in names if name in UNREAD and name not in read]
+    if not unread:
+        return None
+    return Problem(
+        f"columns that are not read, although they may belong to the conversations: {', '.join(unread)}.",
+        code="unread-columns",
+        place=where,
+        remedy=f"A system message and earlier turns are messages, and functions are in the column {TOOLS!r}.",
+    )
+
+
 def other_roles(chat: Chat) -> Iterator[str]:
     """Yield the role of each message that has none of ``ROLES``."""
     for message in chat.messages:
@@ -176,11 +196,38 @@ def unknown_roles(split: str, roles: Mapping[str, int], names: Collection[str]) 
     )
 
 
+def chat_start(text: str) -> int | None:
+    """Where the JSON of a conversation begins in a text that a task has read: at 0, or after the character by which a
+    task marks it. None: the text is no conversation."""
+    start = text.find("[[{", 0, 4)
+    return start if start in (0, 1) else None
+
+
+def with_tools(text: str, value: Any) -> str:
+    """A conversation, as ``Chat.dumps`` writes it, with the tools of its row. Another text stays as it is.
+
+    Args:
+        value: The column of tools.
+
+    Raises:
+        RowError: It holds no tools.
+    """
+    start = chat_start(text)
+    if start is None:
+        return text
+    try:
+        chat = Chat.loads(text[start:])
+    except (ValueError, TypeError):  # a text that only begins like a conversation
+        return text
+    check_depth(value, TOOLS)
+    return text[:start] + Chat(chat.messages, read_tools(value)).dumps()
+
+
 def describe_chat(text: str) -> str:
     """The messages of a conversation as ``Chat.dumps`` writes it, such as ``user: Hi | assistant: Hello``. Another text
     stays as it is. A task may mark a conversation by a character before it."""
-    start = text.find("[[{")
-    if start not in (0, 1):
+    start = chat_start(text)
+    if start is None:
         return text
     try:
         chat = Chat.loads(text[start:])
@@ -352,8 +399,12 @@ def _without_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None}
 
 
-def _tools(value: Any) -> list[Any] | None:
-    """The tools of a row: a list, or its JSON."""
+def read_tools(value: Any) -> list[Any] | None:
+    """The tools of a row, from a list or its JSON; None: it has none.
+
+    Raises:
+        RowError: The value is neither.
+    """
     tools = value
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):

@@ -402,6 +402,13 @@ def test_targets_that_are_refused(trained, cli):
     shutil.copytree(trained / "run" / "model", "model")
     assert "Name the recipe" in refused(cli, "model")
     assert_problem(refused(cli, "model", "a", "b"), "several-recipes 2")
+    shutil.copytree("model", "both")
+    Path("both/adapter_config.json").write_text("{}")
+    assert_problem(refused(cli, "both", "a"), "several-exports both: model.safetensors adapter_config.json.")
+    Path("both/adapter_config.json").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    Path("both/model.safetensors.index.json").write_text(json.dumps(index))
+    assert_problem(refused(cli, "both", "a"), "several-exports both: model.safetensors model.safetensors.index.json.")
     assert "weights are not those of Net" in refused(cli, "model", other_model(trained))
 
 

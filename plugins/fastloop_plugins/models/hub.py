@@ -18,6 +18,7 @@ from fastloop import RecipeError
 from fastloop.errors import did_you_mean
 from fastloop.problem import clause, typed_clause
 from fastloop.recipe.paths import nothing_at
+from fastloop.runtime.files import read_json_object
 from fastloop_plugins._names import list_names
 
 logger = logging.getLogger("fastloop")
@@ -94,6 +95,27 @@ def check_index(where: str, index: Path) -> None:
     if outside:
         raise RecipeError(
             f"names {outside[0]!r}, which is not in its folder.", code="unsafe-link", place=f"{where}: {index}"
+        )
+
+
+def check_one_export(where: str, folder: Path) -> None:
+    """Raise an error for a folder with the weights of several exports, of which libraries read an older one: a file
+    before shards, and an adapter before a whole model."""
+    found = []
+    if (folder / "model.safetensors").is_file():
+        found.append("model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    shards = read_json_object(index).get("weight_map")
+    if isinstance(shards, dict) and set(map(str, shards.values())) - {"model.safetensors"}:
+        found.append(index.name)
+    if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+        found.append("adapter_config.json")
+    if len(found) > 1:
+        raise RecipeError(
+            f"{folder} holds several exports: {' and '.join(found)}. It is not clear which one is meant.",
+            code="several-exports",
+            place=where,
+            remedy="Remove the files of the others.",
         )
 
 

@@ -132,14 +132,32 @@ def _describe_differences(
 
 
 def _read_all(files: Iterable[Path], where: str) -> dict[str, Tensor]:
-    """The tensors of several files, by the names that they have in the model."""
+    """The tensors of several files, by the names that they have in the model.
+
+    Raises:
+        RecipeError: A file cannot be read, or two have other values for one name, as after two exports to a folder.
+    """
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= _read(file, where)
+        read = _read(file, where)
+        for name, tensor in read.items():
+            if name in tensors and not _are_equal(tensors[name], tensor):
+                raise RecipeError(
+                    f"{file} has other values for {name} than a file before it.",
+                    code="weights-differ",
+                    place=where,
+                    remedy="Remove the files of an earlier export, or name one file.",
+                )
+        tensors |= read
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in tensors):
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and values; NaN is equal to NaN."""
+    return one.shape == other.shape and bool((one == other).logical_or((one != one) & (other != other)).all())
 
 
 def _read(file: Path, where: str) -> dict[str, Tensor]:

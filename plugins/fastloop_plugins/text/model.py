@@ -22,6 +22,7 @@ from fastloop_plugins.models.hub import (
     check_index,
     check_model_source,
     check_name,
+    check_one_export,
     config_from_scratch,
     explaining,
     log_new,
@@ -221,6 +222,8 @@ class TextModel:
         check_name(f"{self.where}.{key}", name, path, files)
         for index in path.glob("*.index.json"):
             check_index(f"{self.where}.{key}", index)
+        if key == "name":
+            check_one_export(f"{self.where}.{key}", path)
 
     # -- configuration and tokenizer: before the data, so that a missing model is found early --------------------------
 

@@ -20,6 +20,7 @@ from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.files import check_links, read_json_object
 from fastloop.runtime.step_folders import checkpoints, step_of
+from fastloop_plugins.models.hub import check_one_export
 
 if TYPE_CHECKING:
     from fastloop import Plugin
@@ -112,6 +113,7 @@ def find_model(target: str) -> ModelPlace:
 
     Raises:
         UsageError: The target is neither, or the run exported no model.
+        RecipeError: The folder holds several exports.
     """
     folder = Path(target)
     if not folder.is_dir():
@@ -129,6 +131,7 @@ def find_model(target: str) -> ModelPlace:
         check_links(run)
     model = folder / "model" if run == folder else folder
     if any(model.glob("*.safetensors")):
+        check_one_export(str(target), model)
         return ModelPlace(model, run)
     if run == folder:
         raise UsageError(

@@ -109,6 +109,14 @@ def broken() -> str:
     return "broken.safetensors"
 
 
+def two_exports() -> str:
+    """A folder with shards, and the file of an earlier export beside them."""
+    Path("other").mkdir()
+    save({"head.bias": torch.zeros(3)}, "other/model-00001-of-00001.safetensors")
+    save({"head.bias": torch.ones(3)}, "other/model.safetensors")
+    return "other"
+
+
 ERRORS = {
     "missing": (
         lambda: "nowhere.pt",
@@ -128,6 +136,7 @@ ERRORS = {
         False,
         "weights-differ encoder.weight; embed.weight, embed.bias, ...",
     ),
+    "two exports": (two_exports, False, "weights-differ other/model.safetensors head.bias"),
     "strict": (lambda: save({"head.bias": torch.zeros(3)}), True, "weights-differ 1 12 11 model.weights_strict"),
 }
 

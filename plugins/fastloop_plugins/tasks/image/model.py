@@ -18,6 +18,7 @@ from fastloop_plugins.models.hub import (
     FROM_SCRATCH,
     check_model_source,
     check_name,
+    check_one_export,
     config_from_scratch,
     explaining,
     log_new,
@@ -110,7 +111,9 @@ class ImageModel:
                 remedy=f"Change config.json of {self.name} instead.",
             )
         if self.recipe.inference is None and self.options.config is None:
-            check_name(f"{self.where}.name", self.name, self.recipe.find(self.name))
+            folder = self.recipe.find(self.name)
+            check_name(f"{self.where}.name", self.name, folder)
+            check_one_export(f"{self.where}.name", folder)
 
     # -- configuration: before the data --------------------------------------------------------------------------------
 

@@ -265,6 +265,12 @@ def test_a_path_with_spaces_to_no_file_is_no_text(trained, cli):
     assert_problem(err, "file-missing my new.csv text")
 
 
+def test_a_path_with_a_line_break_is_no_text(trained, cli):
+    Path("two\nlines").mkdir()
+    shutil.copy(trained / "test.csv", "two\nlines/test.csv")
+    assert predict(cli, trained / "run", "two\nlines/test.csv") == predict(cli, trained / "run", trained / "test.csv")
+
+
 def test_a_complete_job_only_writes_the_file(trained, cli, monkeypatch):
     command = [trained / "run", trained / "test.csv", "--out", "out.csv"]
     predict(cli, *command)

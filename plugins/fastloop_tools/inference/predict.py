@@ -134,7 +134,7 @@ def read_source(name: str) -> Path | Iterable[str]:
         raise UsageError(
             code="nothing-to-predict", found="an empty text to predict", expected="a FILE, - for stdin, or a TEXT"
         )
-    if len(name) < 4096 and "\n" not in name:
+    if len(name) < 4096:
         from fastloop_plugins.rows.suffixes import COMPRESSIONS, CONLL, FORMATS, installed_formats
 
         path = Path(name)
@@ -144,6 +144,8 @@ def read_source(name: str) -> Path | Iterable[str]:
             return [name]
         if exists:
             return path
+        if "\n" in name:
+            return [name]
         if path.is_symlink():
             raise UsageError(f"{nothing_at(path)}.", code="file-missing", place=name)
         is_named_as_file = name.lower().endswith((*FORMATS, *installed_formats(), CONLL, *COMPRESSIONS))

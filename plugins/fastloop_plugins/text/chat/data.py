@@ -32,6 +32,7 @@ from fastloop_plugins.text.chat.rows import (
     read_chat,
     role_key,
     unknown_roles,
+    unread_columns,
     unread_keys,
 )  # fmt: skip
 from fastloop_plugins.text.chat.template import (
@@ -320,6 +321,9 @@ class LanguageTextData(TextData):
             raise refuse_empty(role, parts)
         if self.chat_columns:
             self._report(role, findings, rows.count)
+            read = {*self.chat_columns, *self.labels, *self.drop.columns()}
+            warnings = [unread_columns(part.where, part.all_names(), read) for part in parts]
+            self.messages += list(filter(None, warnings))[:1]
         return rows.finish()
 
     def _refuse_conversations(self, parts: Sequence[Table]) -> None:

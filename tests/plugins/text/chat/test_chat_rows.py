@@ -373,6 +373,18 @@ def test_sharegpt_is_the_conversation_that_its_messages_are():
 
 
 @pytest.mark.parametrize("form", SHARED)
+def test_columns_that_may_belong_to_a_conversation_are_a_warning(form, caplog):
+    _, row = SHARED[form]
+    memory(row | {"id": 1})
+    assert not find_problems(caplog, "unread-columns rows.jsonl")
+    memory(row | {"system": "Be brief.", "functions": [], "id": 1})
+    assert_problem(caplog, "unread-columns rows.jsonl system, functions. 'tools'")
+    caplog.clear()
+    memory(row | {"system": "Be brief."}, drop=[{"column": "system", "empty": True}])
+    assert not find_problems(caplog, "unread-columns rows.jsonl")
+
+
+@pytest.mark.parametrize("form", SHARED)
 def test_a_form_is_found_by_its_columns_and_read_alike_everywhere(form, caplog):
     columns, row = SHARED[form]
     given = columns if len(columns) > 1 else columns[0]

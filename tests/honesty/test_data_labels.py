@@ -200,7 +200,7 @@ NUMBERED: dict[str, tuple[list[str], dict[str, Any], Any]] = {
     "alike": (["no", "yes"], {}, [("a", "no"), ("b", "yes")]),
     "in another order": (["yes", "no"], {}, [("a", "yes"), ("b", "no")]),
     "and renamed": (["yes", "no"], {"label_map": {0: "not", 1: "yes"}}, [("a", "yes"), ("b", "not")]),
-    "with another class": (["maybe", "yes"], {}, "unknown-label saved, validation, row 1: 'maybe'"),
+    "with another class": (["maybe", "yes"], {}, "unknown-label saved validation row 1: 'maybe'"),
 }
 """How the validation split numbers its classes: their names, options, and its rows or the problem."""
 
@@ -212,10 +212,11 @@ def test_a_split_of_a_dataset_may_number_the_classes_of_train(case):
     classes, options, expected = NUMBERED[case]
     save_splits(lambda names: ClassLabel(names=names), train=(["no", "yes"], [0, 1]), validation=(classes, [0, 1]))
     options |= {"name": "saved", "splits": {"test": None}}
-    if isinstance(expected, str):
-        assert_problem(problem_of(**options), expected)
-    else:
-        assert named_rows(text_data(**options), "validation") == expected
+    for more in ({}, {"streaming": True}):
+        if isinstance(expected, str):
+            assert_problem(problem_of(**options, **more), expected)
+        else:
+            assert named_rows(text_data(**options, **more), "validation") == expected
 
 
 def test_a_number_that_the_features_do_not_name_is_no_class_of_a_set():

@@ -66,8 +66,8 @@ def _read_shards(data: TextData, shards: Shards) -> dict[str, list[Table]]:
             parts[split] = data.read_files(paths)
         else:
             parts[split] = []
-    names = shards.class_names(data)
-    for tables in parts.values():
+    for split, tables in parts.items():
+        names = shards.class_names(data, split) if tables else None
         for table in tables:
             table.classes = names
     return parts

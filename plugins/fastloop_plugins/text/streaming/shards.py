@@ -41,11 +41,11 @@ class Shards:
         """The files of all splits."""
         return [path for paths in self.splits.values() for path in paths]
 
-    def class_names(self, data: TextData) -> list[str] | None:
-        """The names of the classes, if the features define them: the files then have their numbers."""
+    def class_names(self, data: TextData, split: str) -> list[str] | None:
+        """The names of the classes of a split, if the features define them: the files then have their numbers."""
         import datasets
 
-        path = self.paths()[0]
+        path = self.splits[split][0]
         features = self.features
         if features is None:
             with explain_reading(path, data.how), data.layout().open(path) as file:

@@ -13,6 +13,7 @@ from fastloop import RecipeError
 from fastloop_plugins.models.hub import explain, offline, quiet
 from fastloop_plugins.rows.source import call_source
 from fastloop_plugins.rows.table import Table, table_of
+from fastloop_plugins.text.source_files import is_saved
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
@@ -119,17 +120,12 @@ def _read_dataset(data: TextData, name: str) -> dict[str, list[Table]]:
     return parts
 
 
-def _is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of ``datasets`` wrote a folder."""
-    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-
-
 def _csv_files(data: TextData, folder: Path) -> Mapping[str, Any] | None:
     """Split -> the CSV files of a folder, which ``datasets`` would read with guessed types and missing values; None: it
     has others, or is no folder."""
     import datasets
 
-    if _is_saved(folder) or not folder.is_dir():
+    if is_saved(folder) or not folder.is_dir():
         return None
     builder = datasets.load_dataset_builder(str(folder.resolve()), data.options.subset)
     if builder.name != "csv":

@@ -137,6 +137,20 @@ def _check_name(data: TextData, name: str) -> None:
             remedy=f"Give it as data.files.train={name}.",
         )
     check_hub_name(name, path, f"{data.where}.name: {name}")
+    if path.is_dir() and data.options.revision is not None:
+        raise _unused_option(data, "revision", f"it is for a dataset of the hub, and {name} is a folder.")
+    if is_saved(path) and data.options.subset is not None:
+        raise _unused_option(data, "subset", f"{name} has no subsets: `save_to_disk` of `datasets` wrote it.")
+
+
+def _unused_option(data: TextData, key: str, problem: str) -> RecipeError:
+    """The error for an option that would have no effect."""
+    return RecipeError(problem, code="unknown-option", place=f"{data.where}.{key}", remedy="Remove it.")
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote a folder."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _check_read_options(data: TextData) -> None:

@@ -127,6 +127,8 @@ def test_a_saved_dataset_gives_its_class_names_and_splits():
     found = data.load()
     assert data.classes == ["neg", "pos"]
     assert list(found["validation"].texts) == [rows()[1]["text"], rows()[0]["text"]]
+    assert_problem(problem_of(name="saved", subset="a"), "unknown-option recipe.yaml: data.subset saved")
+    assert_problem(problem_of(name="saved", revision="a"), "unknown-option recipe.yaml: data.revision saved")
     problem = problem_of(name="saved", splits={"validation": "nix"})
     assert_problem(problem, "unknown-split recipe.yaml: data.splits.validation: 'nix' train, dev")
 

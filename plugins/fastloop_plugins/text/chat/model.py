@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Problem, RecipeError, option
 from fastloop_plugins.models.vocabulary import embeddings, resize
 from fastloop_plugins.rows.table import RowError
-from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
+from fastloop_plugins.text.chat.endings import ANSWER, CALL, PROBE, QUESTION, with_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, answer_end, template_text
 from fastloop_plugins.text.model import TextModel
@@ -167,6 +167,7 @@ class ChatModel(DecoderModel):
             self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(end.tokens[0])
         if not end.is_known:
             return
+        self._warn_about_untrained_calls()
         if end.tokens:
             self._warn_about_untrained_end(end.tokens)
             return
@@ -211,6 +212,25 @@ class ChatModel(DecoderModel):
                     code="end-without-loss",
                     place="data.chat_template",
                     remedy="Write it before {% endgeneration %}.",
+                )
+            )
+
+    def _warn_about_untrained_calls(self) -> None:
+        """Log that {% generation %} leaves out tool calls, which the template writes."""
+        if self.recipe.data.get("train_on") == "all":
+            return
+        try:
+            ids, mask = ChatRenderer(self.tokenizer).encode(Chat([QUESTION, CALL]))
+        except RowError:  # of a template that reads no calls, or rejects this one
+            return
+        trained = self.tokenizer.decode([token for token, has_loss in zip(ids, mask, strict=True) if has_loss])
+        if PROBE not in trained:
+            logger.warning(
+                Problem(
+                    "tool calls are outside of {% generation %}: they have no loss, so the model does not learn them.",
+                    code="calls-without-loss",
+                    place="data.chat_template",
+                    remedy="Write them before {% endgeneration %}.",
                 )
             )
 

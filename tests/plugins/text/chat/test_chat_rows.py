@@ -110,6 +110,21 @@ def test_tool_calls_have_a_loss_with_and_without_markers(template):
     assert "dry" not in text
 
 
+def test_a_template_that_gives_calls_no_loss_is_a_warning(caplog):
+    begin = "{% for call in message['tool_calls'] or [] %}"
+    end = "{{ '<|im_end|>\\n' }}{% endgeneration %}"
+    assert begin in CHATML
+    assert end in CHATML
+    apart = CHATML.replace(begin, "{% endgeneration %}" + begin).replace(end, "{% generation %}" + end)
+    Path("apart.jinja").write_text(apart)
+    memory(tool_row(), chat_template="apart.jinja")
+    assert_problem(caplog, "calls-without-loss data.chat_template")
+    caplog.clear()
+    for options in ({}, {"chat_template": "apart.jinja", "train_on": "all"}):
+        memory(tool_row(), **options)
+    assert not find_problems(caplog, "calls-without-loss data.chat_template")
+
+
 def test_a_template_that_does_not_read_tool_calls_is_refused():
     with pytest.raises(RowError, match=r"^message 2 .*tool_calls.*data\.chat_template=FILE.*chatml"):
         encoded("{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}", *tool_row()["messages"])

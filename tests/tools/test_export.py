@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from text_helpers import TINY_GPT
 
 from fastloop.errors import SaveError
+from fastloop.export.card import tokenized_columns
 from fastloop.recipe import load_recipe
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.export import folder as folders
 from fastloop_tools.export import onnx_model, source
-from fastloop_tools.export.command import tokenized_columns
 
 pytest.importorskip("onnxruntime")
 
@@ -182,6 +182,8 @@ def test_a_classifier_in_onnxruntime_is_that_of_transformers(trained, cli):
         "| output | `logits` | float32 | `[batch, 3]` |",
         "| 2 | good |",
         "ONNX with opset 20",
+        "- Base model: none: trained from scratch",
+        "- Task: text-classification",
     ):
         assert line in text
     assert [(value.name, value.shape) for value in runtime.get_inputs()] == [
@@ -541,7 +543,7 @@ def check_that_a_card_cuts_texts(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_code_of_an_onnx_card_gives_pairs_of_texts_to_a_model_of_two_columns(tmp_path, cli):
+def test_the_code_of_a_card_gives_pairs_of_texts_to_a_model_of_two_columns(tmp_path, cli):
     recipe = write_recipe(tmp_path)
     for file in tmp_path.glob("*.csv"):
         lines = file.read_text().splitlines()
@@ -550,10 +552,12 @@ def test_the_code_of_an_onnx_card_gives_pairs_of_texts_to_a_model_of_two_columns
     data["text"] = ["claim", "text"]
     train(write_sections(recipe, data=data))
     export(cli, tmp_path / "run", "--to", "onnx", "--out", "pairs")
-    names = load_by_card(Path("pairs"))
-    separators = (names["inputs"]["input_ids"] == names["tokenizer"].sep_token_id).sum(1)
-    assert separators.tolist() == [2, 2]
-    assert names["outputs"][0].shape == (2, len(CLASSES))
+    of_run = load_by_card(tmp_path / "run/model")
+    of_onnx = load_by_card(Path("pairs"))
+    for names in (of_run, of_onnx):
+        separators = (names["inputs"]["input_ids"] == names["tokenizer"].sep_token_id).sum(1)
+        assert separators.tolist() == [2, 2]
+        assert names["outputs"][0].shape == (2, len(CLASSES))
 
 
 def write_sections(recipe: Path, **sections: Any) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,6 @@ inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, ret
 output = model.generate(**inputs, max_new_tokens=100)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
-CLASSIFY = """
-inputs = tokenizer(["the first text", "a second one"], padding=True, truncation=True, return_tensors="pt")
-outputs = model(**inputs)"""
 PRINT_CLASS = """for probabilities in outputs.logits.softmax(1):
     print(model.config.id2label[int(probabilities.argmax())], probabilities.max().item())"""
 PRINT_CLASSES = """for probabilities in outputs.logits.sigmoid():
@@ -51,6 +48,7 @@ class ModelCard:
         task: The name of the task; None: unknown.
         architecture: The class of the model, such as ``BertForTokenClassification``; None: that of ``config.json``.
         labels: Class id -> name; empty: the model does not classify.
+        tokenized: See ``tokenized_columns``.
     """
 
     title: str
@@ -59,17 +57,13 @@ class ModelCard:
     task: str | None = None
     architecture: str | None = None
     labels: dict[int, str] = field(default_factory=dict)
+    tokenized: Sequence[str] = ("text",)
 
     def render(self, folder: Path) -> str:
         """The page in Markdown, for the files in a folder."""
         library, code = self._code(folder)
-        head = ["---", f"library_name: {library}"]
-        if self.base is not None and not Path(self.base).exists():  # a name of the hub
-            head.append(f"base_model: {json.dumps(self.base)}")
         form = "adapter" if library == "peft" else "safetensors"
-        lines = [*head, MARK, "---", f"# {self.title}", "", f"Exported by fastloop {__version__} as {form}.", ""]
-        if self.task is not None:
-            lines += [f"- Base model: {self.base or 'none: trained from scratch'}", f"- Task: {self.task}", ""]
+        lines = head_of_page(library, self.title, form, self.base, self.task)
         lines += ["```python", *code, "```", ""]
         if self.labels:
             lines += [*label_table(self.labels), ""]
@@ -153,10 +147,50 @@ class ModelCard:
         if auto == "AutoModelForCausalLM" and has_chat_template(folder):
             lines += CHAT.splitlines()
         elif auto == "AutoModelForSequenceClassification" and len(self.labels) > 1:
-            lines += CLASSIFY.splitlines()
+            texts = texts_to_tokenize(self.tokenized)
+            lines += ["", f'inputs = tokenizer({texts}, padding=True, truncation=True, return_tensors="pt")']
+            lines.append("outputs = model(**inputs)")
             several = config.get("problem_type") == "multi_label_classification"
             lines += PRINT_CLASSES.splitlines() if several else PRINT_CLASS.splitlines()
         return lines
+
+
+def head_of_page(library: str, title: str, form: str, base: str | None, task: str | None) -> list[str]:
+    """The lines of a card above its code.
+
+    Args:
+        library: The library that loads the model.
+        form: The form of the export, such as ``safetensors``.
+        base: See ``ModelCard``.
+        task: See ``ModelCard``.
+    """
+    lines = ["---", f"library_name: {library}"]
+    if base is not None and not Path(base).exists():  # a name of the hub
+        lines.append(f"base_model: {json.dumps(base)}")
+    lines += [MARK, "---", f"# {title}", "", f"Exported by fastloop {__version__} as {form}.", ""]
+    if task is not None:
+        lines += [f"- Base model: {base or 'none: trained from scratch'}", f"- Task: {task}", ""]
+    return lines
+
+
+def tokenized_columns(data: Mapping[str, Any], folder: Path) -> list[str]:
+    """The columns whose texts the tokenizer in a folder gets: a pair that ``data.text`` names, else ``text``. Empty
+    without a tokenizer.
+
+    A tokenizer without a separator token makes no pair: fastloop joins the columns before.
+    """
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return []
+    columns = data.get("text")
+    if isinstance(columns, list) and len(columns) == 2 and read_json_object(file).get("sep_token"):
+        return [str(column) for column in columns]
+    return ["text"]
+
+
+def texts_to_tokenize(columns: Sequence[str]) -> str:
+    """The arguments of a tokenizer: two texts of each column, as Python code."""
+    return ", ".join(json.dumps([f"the first {column}", "a second one"], ensure_ascii=False) for column in columns)
 
 
 def label_table(labels: Mapping[int, str]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.checkpoint.store import save_tensors
-from fastloop.export.card import ModelCard, is_own
+from fastloop.export.card import ModelCard, is_own, tokenized_columns
 from fastloop.export.earlier_files import find_exported, remove_unwritten
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import files
@@ -51,6 +51,7 @@ def finish_export(run: Run, folder: Path) -> Generator[None, Path, Path]:
         task=run.plugins.in_slot("task"),
         architecture=type(model).__name__ if config is not None else None,
         labels={int(index): str(label) for index, label in labels.items()},
+        tokenized=tokenized_columns(run.recipe.data, folder),
     )
     files.write(readme, card.render(folder))
     return path

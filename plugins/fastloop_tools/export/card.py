@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastloop import __version__
-from fastloop.export.card import MARK, label_table
+from fastloop.export.card import ModelCard, head_of_page, label_table, texts_to_tokenize
 
 if TYPE_CHECKING:
     from fastloop_tools.export.onnx_model import Exported
@@ -24,26 +23,16 @@ for logits in outputs[0]:
     print(labels[int(logits.argmax())])"""
 
 
-def onnx_card(
-    name: str,
-    source: str,
-    labels: dict[int, str],
-    exported: Exported,
-    tokenized: Sequence[str],
-    several_labels: bool = False,
-) -> str:
+def onnx_card(card: ModelCard, exported: Exported, several_labels: bool = False) -> str:
     """A page of Markdown.
 
     Args:
-        name: The folder to load, as users name it.
-        source: The name of the run or model that it was made from.
-        labels: Class id -> name; empty: the model does not classify.
+        card: The names in the page.
         exported: The signature of the model.
-        tokenized: The columns whose texts the tokenizer gets, one or a pair; empty: the folder has no tokenizer.
         several_labels: Whether a text may have several classes.
     """
-    lines = ["---", "library_name: onnx", MARK, "---", f"# {source}", ""]
-    lines += [f"Exported by fastloop {__version__} as ONNX with opset {exported.opset}.", ""]
+    labels = card.labels
+    lines = head_of_page("onnx", card.title, f"ONNX with opset {exported.opset}", card.base, card.task)
     lines += ["| | name | dtype | shape |", "|---|---|---|---|"]
     for kind, rows in (("input", exported.inputs), ("output", exported.outputs)):
         lines += [f"| {kind} | `{key}` | {dtype} | `{shape}` |" for key, dtype, shape in rows]
@@ -54,7 +43,7 @@ def onnx_card(
     if classifies and len(labels) > 1:
         printed = (PRINT_CLASSES if several_labels else PRINT_CLASS).splitlines()
     inputs = [key for key, _, _ in exported.inputs]
-    lines += ["```python", *_code(name, inputs, tokenized, printed), "```", ""]
+    lines += ["```python", *_code(card.name, inputs, card.tokenized, printed), "```", ""]
     if labels:
         lines += [*label_table(labels), ""]
     return "\n".join(lines)
@@ -71,7 +60,6 @@ def _code(name: str, inputs: list[str], tokenized: Sequence[str], printed: Seque
     if not tokenized or not TOKENIZER_INPUTS.issuperset(inputs):
         arrays = ", ".join(f'"{key}": {key}' for key in inputs)
         return ["import onnxruntime", "", place, session, f"outputs = session.run(None, {{{arrays}}})  # numpy arrays"]
-    columns = [json.dumps([f"the first {column}", "a second one"], ensure_ascii=False) for column in tokenized]
     return [
         "import onnxruntime",
         f"from transformers import {'AutoConfig, ' if printed else ''}AutoTokenizer",
@@ -79,7 +67,7 @@ def _code(name: str, inputs: list[str], tokenized: Sequence[str], printed: Seque
         place,
         session,
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f'inputs = tokenizer({", ".join(columns)}, padding=True, truncation=True, return_tensors="np")',
+        f'inputs = tokenizer({texts_to_tokenize(tokenized)}, padding=True, truncation=True, return_tensors="np")',
         f"outputs = session.run(None, {{name: inputs[name] for name in {json.dumps(inputs)}}})",
         *printed,
     ]

@@ -6,16 +6,15 @@ import importlib.metadata
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fastloop.cli.arguments import NoCode, With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
-from fastloop.export.card import BASE_CONFIG
+from fastloop.export.card import BASE_CONFIG, ModelCard, is_own, rename, tokenized_columns
 from fastloop_tools.inference.evaluate import Arguments, Target
 
 if TYPE_CHECKING:
@@ -161,6 +160,7 @@ def write(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: 
         source_name: The name of the run or model, for the README.
     """
     exported = None
+    task = None
     ignored: tuple[str, ...] = (".*",)
     if to == "onnx":
         from fastloop.recipe import Inference
@@ -170,11 +170,20 @@ def write(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: 
         recipe.inference = Inference(model_folder, "test")
         with calls.open_exported(recipe) as (run, has_data):
             recorded = calls.record(run, has_data)
+            task = run.plugins.in_slot("task")
             exported = onnx_model.export(run.unwrap_model(), recorded, destination, source_name)
     shutil.copytree(model_folder, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
     config = model_folder / (BASE_CONFIG if to == "adapter" else "config.json")
-    tokenized = tokenized_columns(recipe.data, destination)
-    write_readme(destination, name, source_name, read_labels(config), exported, tokenized)
+    base = recipe.model.get("name")
+    card = ModelCard(
+        title=source_name,
+        name=name,
+        base=None if base is None else str(base),
+        task=task,
+        labels=read_labels(config),
+        tokenized=tokenized_columns(recipe.data, destination),
+    )
+    write_readme(destination, card, exported)
     return "" if exported is None else str(exported)
 
 
@@ -186,38 +195,13 @@ def read_labels(config: Path) -> dict[int, str]:
     return {int(index): str(label) for index, label in names.items()}
 
 
-def tokenized_columns(data: Mapping[str, Any], folder: Path) -> list[str]:
-    """The columns whose texts the tokenizer in a folder gets: a pair that ``data.text`` names, else ``text``. Empty
-    without a tokenizer.
-
-    A tokenizer without a separator token makes no pair: fastloop joins the columns before.
-    """
-    from fastloop.runtime.files import read_json_object
-
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return []
-    columns = data.get("text")
-    if isinstance(columns, list) and len(columns) == 2 and read_json_object(file).get("sep_token"):
-        return [str(column) for column in columns]
-    return ["text"]
-
-
-def write_readme(
-    destination: Path,
-    name: str,
-    source_name: str,
-    labels: dict[int, str],
-    exported: Exported | None,
-    tokenized: Sequence[str],
-) -> None:
+def write_readme(destination: Path, card: ModelCard, exported: Exported | None) -> None:
     """Write the README of an export. One that a user has written stays.
 
     Args:
+        card: Its content. The task is that of an ONNX model only.
         exported: The ONNX model; None: the export is a model of transformers.
-        tokenized: See ``tokenized_columns``.
     """
-    from fastloop.export.card import ModelCard, is_own, rename
     from fastloop.runtime.files import read_json_object
     from fastloop_tools.export.card import onnx_card
 
@@ -225,11 +209,11 @@ def write_readme(
     if exported is not None:
         problem = read_json_object(destination / "config.json").get("problem_type")
         several_labels = problem == "multi_label_classification"
-        page = onnx_card(name, source_name, labels, exported, tokenized, several_labels)
+        page = onnx_card(card, exported, several_labels)
     elif not readme.exists():  # a model of another program, or of an earlier version
-        page = ModelCard(title=source_name, name=name, labels=labels).render(destination)
+        page = card.render(destination)
     elif is_own(readme):
-        page = rename(readme.read_text(encoding="utf-8"), name)
+        page = rename(readme.read_text(encoding="utf-8"), card.name)
     else:
         return
     readme.write_text(page, encoding="utf-8")

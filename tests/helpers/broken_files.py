@@ -57,6 +57,9 @@ broken("a quote that swallows rows without labels", "a.tsv", SWALLOWED, ", line 
 LIKE = '"one,neg\ntwo",pos\n'
 double = {"remedy": {"quoting": "double"}, "mended": [*ROWS, ("one,neg\ntwo", "pos")]}
 broken("a cell that looks like rows", "a.csv", cells(ROWS) + LIKE, ", line 14", **double)
+ESCAPED = 'id,text\n1,"a ""fine"" film\n""Really"", it is"\n2,"one ""more""\n""Really"", one"\n'
+READ = ['a "fine" film\n"Really", it is', 'one "more"\n"Really", one']
+texts("doubled quotes in cells that look like rows", "a.csv", ESCAPED, READ)
 LONG: Rows = [(f"film {number}, fine\r\nand, long\n\n", ("neg", "pos")[number % 2]) for number in range(8)]
 LONG.append(('so "so"\n,', "neg"))
 QUOTED = io.StringIO(newline="")

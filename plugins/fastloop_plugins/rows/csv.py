@@ -54,10 +54,11 @@ class Joined:
         self.candidates: list[tuple[int, int, list[str]]] = []
 
     def add(self, first: int, last: int, lines: Sequence[str], width: int, label: int | None) -> None:
-        """Add a record. It is a candidate if each of its lines has as many cells as the header."""
+        """Add a record. It is a candidate if each of its lines has as many cells as the header, and no cell has a
+        doubled quote: a program that doubles quotes puts no stray ones."""
         self.count += 1
         rows = [line.rstrip("\r\n").split(self.delimiter) for line in lines]
-        if width > 1 and all(len(row) == width for row in rows):
+        if width > 1 and all(len(row) == width for row in rows) and not any(map(has_doubled_quote, rows)):
             labels = [] if label is None else [row[label].strip('" ') for row in rows]
             self.candidates.append((first, last, labels))
 
@@ -66,6 +67,12 @@ class Joined:
         labels, all records must be candidates."""
         odd = [(first, last) for first, last, labels in self.candidates if self.known.issuperset(labels)]
         return odd[0] if odd and (labelled or len(odd) == self.count) else None
+
+
+def has_doubled_quote(cells: Sequence[str]) -> bool:
+    """Whether a cell, as it is written, has a doubled quote within its text: ``said ""no""``. An empty cell in quotes
+    has none."""
+    return any('""' in cell and cell != '""' for cell in cells)
 
 
 @contextmanager

@@ -403,6 +403,14 @@ def test_the_empty_key_of_label_map_leaves_out_rows_without_a_label(kind, caplog
     assert_problem(problem_of(jsonl_file(["neg", "pos"]), label_map={"": None}), "unknown-label data.label_map ''")
 
 
+def test_a_label_of_spaces_is_counted_with_those_that_the_proposed_line_leaves_out(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    path = jsonl_file(["neg", "pos", "", " ", "neg", "pos"])
+    assert_problem(problem_of(path), "missing-label train.jsonl, line 3: 2 of 6")
+    text_data(path, drop=[{"column": "label", "empty": True}]).load()
+    assert "2 of 6 rows are left out" in caplog.text
+
+
 def test_rows_without_a_number_or_a_switch_propose_the_same_line():
     line = "2 of 5 rows have none. To leave out such rows: data.drop=[{column: label, empty: true}]"
     assert line in refusal(jsonl_file(UNLABELLED["NaN"]), label_type="number")

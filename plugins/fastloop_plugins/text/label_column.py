@@ -145,15 +145,16 @@ def name_column(options: DataOptions) -> str:
 
 
 def leave_out_unlabelled(part: Table, column: str) -> str:
-    """The end of an error about a row without a label: how many there are, and the line that leaves them out."""
+    """The end of an error about a row without a label: the line that leaves such rows out, and how many it leaves out.
+    It also leaves out rows whose label is a text of spaces."""
     line = drop_line(column, "empty: true")
     if part.sampled and not part.label_counts:
         return line
     if part.sampled:
-        count = sum(rows for label, rows in part.label_counts.items() if is_unlabelled(label))
+        count = sum(rows for label, rows in part.label_counts.items() if is_missing(label))
         total = sum(part.label_counts.values())
     else:
-        count = sum(map(is_unlabelled, part.column("label", column)))
+        count = sum(map(is_missing, part.column("label", column)))
         total = len(part)
     return f"{count} of {total} rows {agree(count, 'has', 'have')} none. {line}"
 

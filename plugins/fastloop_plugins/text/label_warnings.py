@@ -44,8 +44,8 @@ def _rare_classes(counts: NDArray[np.int64], classes: Sequence[str]) -> str | No
     if len(rare) > SHOWN:
         listed += f" and {len(rare) - SHOWN} more"
     return (
-        f"classes with fewer than {ROWS_OF_A_RARE_CLASS} rows to train on: {listed}. If they are mistakes, correct "
-        "them, or give data.label_map"
+        f"classes with fewer than {ROWS_OF_A_RARE_CLASS} rows: {listed}. If they are mistakes, correct them, or give "
+        "data.label_map"
     )
 
 

@@ -159,11 +159,19 @@ def test_held_out_rows_are_those_of_training(tmp_path, cli):
     recipe = write_recipe(tmp_path)
     tree = yaml.safe_load(recipe.read_text())
     del tree["data"]["files"]["validation"]
-    recipe.write_text(yaml.safe_dump(tree | {"data": tree["data"] | {"validation_fraction": 0.3}}))
+    drop = [{"column": "text", "shorter_than": 2}]
+    changes = {"validation_fraction": 0.3, "drop": drop, "deduplicate": True}
+    recipe.write_text(yaml.safe_dump(tree | {"data": tree["data"] | changes}))
     train(recipe)
-    assert results(cli, tmp_path / "run", "--split", "validation")["metrics"] == near(
-        summary(tmp_path / "run")["validation"]
-    )
+    run = str(tmp_path / "run")
+    code, out, err = cli("evaluate", run, "--split", "validation", "--json", "results.json")
+    assert code == 0, err
+    metrics = json.loads(Path("results.json").read_text())["metrics"]
+    assert metrics == near(summary(tmp_path / "run")["validation"])
+    assert "data: validation 18 (no validation split: 30% of train, of each class, held out)\n" in out
+    assert "data: train" not in out, "the run has logged these lines"
+    _, out, _ = cli("evaluate", run, "--split", "test")
+    assert "data: test: 0 of 30 rows are left out (data.drop): text shorter than 2 0\n" in out
 
 
 @pytest.mark.parametrize(

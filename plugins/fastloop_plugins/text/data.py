@@ -187,13 +187,18 @@ class TextData:
             self.messages += find_repeats(rows, self, held_out=held_out > 0)
             if self.sources:
                 rows["train"] = mix_sources(rows["train"], self)
-        if self.stream is None and "train" in rows and rows["train"].labels is not None:
+        if self.stream is None and "train" in rows and rows["train"].labels is not None and self.reports("train"):
             note += f"; {summarize(rows['train'].labels, self)}"
         if self.inference is not None:
             rows = {role: of_role for role, of_role in rows.items() if role == self.inference.split}
         self._add_sizes(rows, note)
         self.log_messages()
         return rows
+
+    def reports(self, role: str) -> bool:
+        """Whether ``messages`` describe the rows of a split. A command on a trained model describes the split that it
+        reads: the run has logged the others."""
+        return self.inference is None or role == self.inference.split
 
     def _select_tables(self, parts: Mapping[str, list[Table]]) -> dict[str, list[Table]]:
         """Role -> the parts of its split, without the rows that are left out.
@@ -226,7 +231,9 @@ class TextData:
     def _add_notes(self, tables: Mapping[str, Sequence[Table]]) -> None:
         """Add how the files were read to ``messages``."""
         notes: list[str] = []
-        for parts in tables.values():
+        for role, parts in tables.items():
+            if not self.reports(role):
+                continue
             for part in parts:
                 notes += part.notes
         self.messages += notes[:NOTES]
@@ -237,7 +244,8 @@ class TextData:
         """Read the labels of all splits, and set ``classes``."""
         labels = read_labels(tables, self)
         self.messages += labels.notes
-        self.messages += [Problem(line, code="doubtful-labels") for line in labels.warnings]
+        if self.reports("train"):
+            self.messages += [Problem(line, code="doubtful-labels") for line in labels.warnings]
         self.classes = labels.classes
         for role, of_role in rows.items():
             of_role.labels = labels.ids[role]
@@ -373,7 +381,8 @@ class TextData:
                 rows.add(block)
         if not rows.count:
             raise refuse_empty(role, parts)
-        self.messages += check_texts(rows.blank, rows.count, parts, self.row_columns())
+        if self.reports(role):
+            self.messages += check_texts(rows.blank, rows.count, parts, self.row_columns())
         return rows.finish()
 
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:

@@ -65,7 +65,7 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
             rows += len(part)
         if rows and counts.total() == rows:
             raise _all_dropped(role, "label_map", "Remove these labels from it.", rows, data)
-        if counts:
+        if counts and data.reports(role):
             listed = ", ".join(f"{name!r} {count}" for name, count in sorted(counts.items()))
             line = (
                 f"data: {role}: {counts.total()} of {rows} rows {agree(counts.total(), 'is', 'are')} left out by their "
@@ -105,7 +105,7 @@ def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Ta
 
 def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -> None:
     """Add the rows that each condition of ``data.drop`` leaves out to ``data.messages``."""
-    if not counts:
+    if not counts or not data.reports(role):
         return
     listed = ", ".join(f"{condition} {count}" for condition, count in zip(data.drop.conditions, counts, strict=True))
     verb = agree(sum(counts), "is", "are")
@@ -141,6 +141,8 @@ def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
         if len(marks):
             others += int((marks[span] != marks[first[span]]).sum())
     kept = [part.keep(flatnonzero(chosen[row : row + len(part)])) for part, row in zip(parts, ends, strict=False)]
+    if not data.reports("train"):
+        return kept
     before = len(first)
     after = int(chosen.sum())
     line = (

@@ -42,10 +42,20 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {plural}"
 
 
+def counted_of(number: int, total: int, nouns: str) -> str:
+    """A number of a total, and the noun of the total: ``1 of 1 row``, ``1 of 9 rows``.
+
+    Args:
+        nouns: In the plural, which has an ``s``.
+    """
+    noun = nouns.removesuffix("s") if total == 1 else nouns
+    return f"{number} of {total} {noun}"
+
+
 def agree(number: int, singular: str, plural: str) -> str:
     """The word that agrees with a number, such as ``is`` for 1, else ``are``.
 
-    ``f"{count} of {total} rows {agree(count, 'is', 'are')} left out"`` gives ``1 of 9 rows is left out``.
+    ``f"{counted_of(count, total, 'rows')} {agree(count, 'is', 'are')} left out"`` gives ``1 of 9 rows is left out``.
     """
     return singular if number == 1 else plural
 

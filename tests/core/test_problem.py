@@ -10,7 +10,7 @@ import pytest
 from fastloop import Plugin, Problem, RecipeError, option
 from fastloop.errors import DataError, FastloopError, MetricError, UsageError
 from fastloop.plugins.plugin import listed_at
-from fastloop.problem import agree, counted
+from fastloop.problem import agree, counted, counted_of
 from fastloop_plugins.guards._numbers import NotFinite, StepStart
 
 
@@ -138,4 +138,5 @@ def test_a_number_with_its_noun():
     assert [counted(number, "step") for number in (0, 1, 2, 1200)] == ["0 steps", "1 step", "2 steps", "1,200 steps"]
     assert [counted(number, "process") for number in (1, 2)] == ["1 process", "2 processes"]
     assert [counted(number, "retry", "retries") for number in (1, 2)] == ["1 retry", "2 retries"]
+    assert [counted_of(1, total, "rows") for total in (1, 2, 1200)] == ["1 of 1 row", "1 of 2 rows", "1 of 1200 rows"]
     assert [agree(number, "is", "are") for number in (0, 1, 2)] == ["are", "is", "are"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop.runtime.files import no_follow
 
 SHOWN = 5
@@ -87,9 +87,11 @@ class EpochProblems:
         parts = []
         if self.missing:
             verb = agree(len(self.missing), "is", "are")
-            parts.append(f"{len(self.missing)} of {self.size} samples {verb} missing ({_some(self.missing, ', ')})")
+            parts.append(
+                f"{counted_of(len(self.missing), self.size, 'samples')} {verb} missing ({_some(self.missing, ', ')})"
+            )
         if self.lost:
-            parts.append(f"{self.lost} of {self.size} samples {agree(self.lost, 'is', 'are')} missing")
+            parts.append(f"{counted_of(self.lost, self.size, 'samples')} {agree(self.lost, 'is', 'are')} missing")
         if self.repeated:
             locations = files.locate(epoch, self.repeated[:SHOWN]) + self.repeated[SHOWN:]
             parts.append(f"{len(self.repeated)} came more than once ({_some(locations, '; ')})")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Batch, Problem
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins import _cache
 from fastloop_plugins._mapped import RandomReads, cumsum, flat, mapping_of, spans, zeros
 
@@ -252,8 +252,8 @@ class Ragged:
 def describe_cut(split: str, count: int, total: int, what: str, size: int, option: str = "max_length") -> Problem:
     """The warning about texts that are longer than the option of ``data`` allows: ``size`` tokens."""
     return Problem(
-        f"{count} of {total} {what} {agree(count, 'is', 'are')} cut at {size} tokens (data.{option}): "
-        f"{count / total:.1%}.",
+        f"{counted_of(count, total, what)} {agree(count, 'is', 'are')} cut at {size} tokens "
+        f"(data.{option}): {count / total:.1%}.",
         code="texts-cut",
         place=f"data: {split}",
     )

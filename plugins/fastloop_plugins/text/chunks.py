@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import Problem
 from fastloop.errors import RecipeError
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.table import Bad
@@ -81,7 +81,7 @@ class EmptyTexts:
         if self.empty:
             logger.warning(
                 Problem(
-                    f"{self.empty} of {self.total} {what} {agree(self.empty, 'is', 'are')} empty.",
+                    f"{counted_of(self.empty, self.total, what)} {agree(self.empty, 'is', 'are')} empty.",
                     code="empty-texts",
                     place="data: predict",
                 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
 from fastloop.errors import RecipeError
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.split_rows import BlankTexts
 from fastloop_plugins.rows.table import Table
@@ -50,7 +50,9 @@ def describe_empty(parts: Sequence[Table]) -> list[Problem]:
     empty = [part.where for part in parts if not len(part)]
     if len(empty) in (0, len(parts)):
         return []
-    text = f"{len(empty)} of {len(parts)} files {agree(len(empty), 'has', 'have')} no rows. This is the first."
+    text = (
+        f"{counted_of(len(empty), len(parts), 'files')} {agree(len(empty), 'has', 'have')} no rows. This is the first."
+    )
     remedy = "If it should have some, write or copy it again."
     return [Problem(text, code="empty-file", place=empty[0], remedy=remedy)]
 
@@ -77,7 +79,8 @@ def check_texts(
             )
         if of_column.count:
             first = f"the first in {name_of_row(parts, of_column.first)}: column {name!r} (data.{key})"
-            text = f"{of_column.count} of {total} texts {agree(of_column.count, 'is', 'are')} empty, {first}."
+            empty = counted_of(of_column.count, total, "texts")
+            text = f"{empty} {agree(of_column.count, 'is', 'are')} empty, {first}."
             problems.append(Problem(text, code="empty-texts", place=where))
     return problems
 

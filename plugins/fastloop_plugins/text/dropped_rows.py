@@ -14,7 +14,7 @@ import numpy as np
 
 from fastloop import Problem
 from fastloop.errors import RecipeError
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import GrowingArray, flatnonzero, spans, zeros
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.split_rows import hash_rows
@@ -67,10 +67,9 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
             raise _all_dropped(role, "label_map", "Remove these labels from it.", rows, data)
         if counts and data.reports(role):
             listed = ", ".join(f"{name!r} {count}" for name, count in sorted(counts.items()))
-            line = (
-                f"data: {role}: {counts.total()} of {rows} rows {agree(counts.total(), 'is', 'are')} left out by their "
-                f"label (data.label_map): {listed}"
-            )
+            left_out = counted_of(counts.total(), rows, "rows")
+            verb = agree(counts.total(), "is", "are")
+            line = f"data: {role}: {left_out} {verb} left out by their label (data.label_map): {listed}"
             data.messages.append(line)
         total += counts
     unknown = unwanted - total.keys()
@@ -108,8 +107,9 @@ def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -
     if not counts or not data.reports(role):
         return
     listed = ", ".join(f"{condition} {count}" for condition, count in zip(data.drop.conditions, counts, strict=True))
+    left_out = counted_of(sum(counts), sum(counts) + kept, data.unit)
     verb = agree(sum(counts), "is", "are")
-    line = f"data: {role}: {sum(counts)} of {sum(counts) + kept} {data.unit} {verb} left out (data.drop): {listed}"
+    line = f"data: {role}: {left_out} {verb} left out (data.drop): {listed}"
     data.messages.append(line)
 
 
@@ -145,10 +145,10 @@ def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
         return kept
     before = len(first)
     after = int(chosen.sum())
-    line = (
-        f"data: train: {before - after} of {before} {data.unit} repeat the texts of an earlier one and are left out "
-        "(data.deduplicate)"
-    )
+    left_out = counted_of(before - after, before, data.unit)
+    repeat = agree(before - after, "repeats", "repeat")
+    are = agree(before - after, "is", "are")
+    line = f"data: train: {left_out} {repeat} the texts of an earlier one and {are} left out (data.deduplicate)"
     if others:
         data.messages.append(Problem(f"{line}; {others} with another label.", code="repeated-rows"))
     else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
+from fastloop.problem import counted_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -198,7 +199,7 @@ def warn_about_forbidden(
             if not impossible:
                 continue
             share = len(impossible) / len(checked)
-            shares.append(f"{len(impossible)} of {len(checked)} targets of {split} ({share:.1%})")
+            shares.append(f"{counted_of(len(impossible), len(checked), 'targets')} of {split} ({share:.1%})")
             if not example:
                 example = tokenizer.decode(list(impossible[0].tokens), skip_special_tokens=True)
         if not shares:

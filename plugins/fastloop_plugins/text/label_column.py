@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastloop.errors import RecipeError
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import take, zeros
 from fastloop_plugins.rows.column import Column, in_blocks
 from fastloop_plugins.rows.drop import drop_line
@@ -156,7 +156,7 @@ def leave_out_unlabelled(part: Table, column: str) -> str:
     else:
         count = sum(map(is_missing, part.column("label", column)))
         total = len(part)
-    return f"{count} of {total} rows {agree(count, 'has', 'have')} none. {line}"
+    return f"{counted_of(count, total, 'rows')} {agree(count, 'has', 'have')} none. {line}"
 
 
 def read_label_column(part: Table, options: DataOptions, notes: list[str]) -> PartLabels:

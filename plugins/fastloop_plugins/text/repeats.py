@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Problem
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import GrowingArray, concatenate, spans, zeros
 from fastloop_plugins.text.chat.rows import describe_chat
 
@@ -209,12 +209,14 @@ def _describe_equal(
     count = int(repeated.sum())
     if count:
         verb = agree(count, "repeats", "repeat")
-        counts.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train {verb} an earlier one")
+        found = counted_of(count, len(splits["train"].marks), wording.samples)
+        counts.append(f"{found} of train {verb} an earlier one")
     for number, role in enumerate(repeats.roles):
         count = int((shared & (repeats.split == number)).sum())
         if count:
             verb = agree(count, "is", "are")
-            counts.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} {verb} in train, too")
+            found = counted_of(count, len(splits[role].marks), wording.samples)
+            counts.append(f"{found} of {role} {verb} in train, too")
     if not counts:
         return []
     in_own_files = []

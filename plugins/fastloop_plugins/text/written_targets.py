@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop.problem import counted_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -110,7 +112,7 @@ class Finding:
         """These targets for a message: ``train: 2 of 22 targets are cut at 12 tokens (...): ...``."""
         reason = REASONS.get(self.difference, f"are cut at {max_length} tokens (data.max_target_length)")
         return (
-            f"{split}: {self.count} of {total} targets {reason}: {self.count / total:.1%}, such as "
+            f"{split}: {counted_of(self.count, total, 'targets')} {reason}: {self.count / total:.1%}, such as "
             f"{_short(self.text)}, which becomes {_short(self.written)}"
         )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fastloop import Problem, RecipeError
 from fastloop.errors import DataError
-from fastloop.problem import agree, counted
+from fastloop.problem import agree, counted, counted_of
 from fastloop_plugins._mapped import GrowingArray, cumsum, flat, row_spans, spans, zeros
 from fastloop_plugins.tasks.tags.words import encode_rows
 from fastloop_plugins.text.batches import Ragged, Sequences
@@ -186,7 +186,8 @@ class TaggedSentences(Sequences):
         if self.long:
             logger.warning(
                 Problem(
-                    f"{self.long} of {total} sentences {agree(self.long, 'does', 'do')} not fit into data.max_length. "
+                    f"{counted_of(self.long, total, 'sentences')} {agree(self.long, 'does', 'do')} not fit into "
+                    "data.max_length. "
                     "They are divided between words, and the model reads each part by itself. Every word keeps its "
                     "tag.",
                     code="sentences-divided",

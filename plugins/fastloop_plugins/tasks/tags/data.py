@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastloop import Problem, RecipeError, option
-from fastloop.problem import agree, counted
+from fastloop.problem import agree, counted, counted_of
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import FileLayout
@@ -227,8 +227,8 @@ class TagTextData(TextData):
         empty = total - rows.count
         if empty:
             text = (
-                f"{empty} of {total} sentences {agree(empty, 'has', 'have')} no words, and {agree(empty, 'is', 'are')} "
-                "skipped."
+                f"{counted_of(empty, total, 'sentences')} {agree(empty, 'has', 'have')} no words, and "
+                f"{agree(empty, 'is', 'are')} skipped."
             )
             self.messages.append(Problem(text, code="empty-texts", place=where))
         if role == "train" and self.inference is None and self.stream is None:

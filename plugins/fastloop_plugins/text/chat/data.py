@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Problem, RecipeError, option
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins.rows.drop import drop_line, with_drop_line
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.paths import find_files
@@ -356,8 +356,9 @@ class LanguageTextData(TextData):
             self.options.name is not None or any(format_of(path)[0] == ".parquet" for path in self.every_file())
         ):
             problem = Problem(
-                f"{nulls} of {total} rows {agree(nulls, 'has', 'have')} null in their tools or in the arguments of a "
-                "call. Parquet stores null for each key that only another row has, and the template writes it.",
+                f"{counted_of(nulls, total, 'rows')} {agree(nulls, 'has', 'have')} null in their tools or in the "
+                "arguments of a call. Parquet stores null for each key that only another row has, and the "
+                "template writes it.",
                 code="null-arguments",
                 place=f"data: {split}",
                 remedy="Store the tools and arguments as JSON text.",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Batch, Problem, RecipeError
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import RowError
@@ -128,9 +128,9 @@ class CutPrompts:
         if self.cut:
             logger.warning(
                 Problem(
-                    f"{self.cut} of {self.total} prompts {agree(self.cut, 'has', 'have')} more than {self.room} "
-                    f"tokens, the positions of the model less max_new_tokens, and {agree(self.cut, 'is', 'are')} cut. "
-                    f"{how}.",
+                    f"{counted_of(self.cut, self.total, 'prompts')} {agree(self.cut, 'has', 'have')} more than "
+                    f"{self.room} tokens, the positions of the model less max_new_tokens, and "
+                    f"{agree(self.cut, 'is', 'are')} cut. {how}.",
                     code="texts-cut",
                     place="data: predict",
                 )

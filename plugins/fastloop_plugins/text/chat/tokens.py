@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Problem
-from fastloop.problem import agree
+from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import GrowingArray, flat, spans
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chat.rows import Chat, text_of
@@ -111,9 +111,9 @@ def _warn_about_merged(count: int, total: int, prompt: str, completion: str) -> 
     """Log how many prompts are tokenized apart from their completions, and the first of them."""
     logger.warning(
         Problem(
-            f"{count} of {total} prompts {agree(count, 'ends', 'end')} inside a token of prompt and completion "
-            f"together, such as {prompt[-20:]!r} before {completion[:20]!r}. They are tokenized apart, so that "
-            "predictions continue the tokens of training.",
+            f"{counted_of(count, total, 'prompts')} {agree(count, 'ends', 'end')} inside a token of prompt and "
+            f"completion together, such as {prompt[-20:]!r} before {completion[:20]!r}. They are tokenized apart, so "
+            "that predictions continue the tokens of training.",
             code="token-across-parts",
             place="data",
             remedy=(
@@ -194,7 +194,7 @@ class MaskedSequences(Sequences):
         if self.cut:
             logger.warning(
                 Problem(
-                    f"{self.cut} of {total} rows {agree(self.cut, 'is', 'are')} cut at {max_length} tokens "
+                    f"{counted_of(self.cut, total, 'rows')} {agree(self.cut, 'is', 'are')} cut at {max_length} tokens "
                     "(data.max_length).",
                     code="texts-cut",
                     place=f"data: {split}",
@@ -203,8 +203,8 @@ class MaskedSequences(Sequences):
         if self.dropped:
             logger.warning(
                 Problem(
-                    f"{self.dropped} of {total} rows {agree(self.dropped, 'has', 'have')} no token with a loss, and "
-                    f"{agree(self.dropped, 'is', 'are')} dropped.",
+                    f"{counted_of(self.dropped, total, 'rows')} {agree(self.dropped, 'has', 'have')} no token with a "
+                    f"loss, and {agree(self.dropped, 'is', 'are')} dropped.",
                     code="rows-left-out",
                     place=f"data: {split}",
                 )
@@ -290,7 +290,7 @@ def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer
         rows = dataset.rows_with(unknown)
         if len(rows):
             total = len(dataset) + dataset.dropped
-            parts.append(f"{split}: {len(rows)} of {total} rows ({len(rows) / total:.1%})")
+            parts.append(f"{split}: {counted_of(len(rows), total, 'rows')} ({len(rows) / total:.1%})")
             if not example:
                 targets = dataset[int(rows[0])]["targets"]
                 example = tokenizer.decode(targets[targets >= 0])
@@ -367,7 +367,7 @@ def warn_about_long_rows(data: LanguageTextData, tokenizer: Any, texts: Sequence
     if long:
         logger.warning(
             Problem(
-                f"{long} of {len(lengths)} rows {agree(long, 'has', 'have')} more than {size} tokens "
+                f"{counted_of(long, len(lengths), 'rows')} {agree(long, 'has', 'have')} more than {size} tokens "
                 f"(data.max_length), and {agree(long, 'is', 'are')} cut there: a streamed row is one sample.",
                 code="texts-cut",
                 place="data",

@@ -243,7 +243,7 @@ def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
     operation. Names of the core: ``train/loss`` (mean since the last log point), ``train/grad_norm`` (before
     clipping), ``train/lr``, ``train/samples_per_second``, ``train/tokens_per_second`` and ``train/memory_bytes``;
     ``validation/loss``, ``test/accuracy``, ... The plugin ``log`` shows them without ``train/``.
-    Values may be NaN or infinite. ``run.log`` adds others.
+    Values may be NaN or infinite. ``run.log("my-plugin/noise", value)`` adds one.
 
     On an accelerator, the values of a log point come when the device has computed them: at the next log point, or
     before an evaluation, a save or the end of the epoch. So read ``step``, not ``run.state.step``. A plugin that must

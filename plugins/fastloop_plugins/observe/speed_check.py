@@ -70,6 +70,9 @@ class SpeedCheck(Plugin):
 
         from fastloop.runtime.platform_support import page_faults
 
+        if self.steps == WARM_UP and run.total_steps is not None and run.total_steps - run.state.step <= STEPS:
+            run.plugins.unsubscribe(self, "before_step")  # the run ends within the window
+            return
         if self.steps in (WARM_UP, WARM_UP + STEPS) and run.device.type == "cuda":
             torch.cuda.synchronize(run.device)  # the host is ahead of the device
         if self.steps == WARM_UP:

@@ -24,7 +24,6 @@ from fastloop_plugins.text import encoding_processes, split_encoder, tokens
 from fastloop_plugins.text.encoding_processes import encode_in_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes encode rows on Linux only")
-HERE = os.getpid()
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -90,7 +89,7 @@ def test_a_forked_process_tokenizes_few_characters_at_once(monkeypatch):
     sizes = []
     for line in log.read_text().splitlines():
         process, size = line.split()
-        assert int(process) != HERE
+        assert int(process) != os.getpid()
         sizes.append(int(size))
     assert sum(sizes) > 2**19
     assert max(sizes) <= 2**17
@@ -135,8 +134,10 @@ def test_rows_are_in_order(processes):
 
 @pytest.mark.parametrize("fault", [lambda: os._exit(1), lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: 1 / 0])
 def test_this_process_encodes_the_portions_of_one_that_ends(fault):
+    here = os.getpid()
+
     def encode(portion: list[int]) -> Iterator[tuple[list[int], bool]]:
-        if portion[0] == 3 and os.getpid() != HERE:
+        if portion[0] == 3 and os.getpid() != here:
             fault()
         return double(portion)
 
@@ -148,9 +149,10 @@ def test_this_process_encodes_the_portions_of_one_that_ends(fault):
 def test_this_process_encodes_the_portions_of_one_that_hangs(monkeypatch, caplog, first):
     """In its first portion, which it is forked with, and in one that was sent."""
     monkeypatch.setattr(encoding_processes, "PATIENCE", 0.2)
+    here = os.getpid()
 
     def encode(portion: list[int]) -> Iterator[tuple[list[int], bool]]:
-        if portion[0] == first and os.getpid() != HERE:
+        if portion[0] == first and os.getpid() != here:
             threading.Event().wait()
         return double(portion)
 
@@ -168,10 +170,10 @@ def test_a_thread_that_reads_standard_input_lets_no_process_hang(monkeypatch, ca
 
 
 def test_rows_that_are_not_used_leave_no_process():
-    before = _children(HERE)  # of other tests
+    before = _children(os.getpid())  # of other tests
     rows = encode_in_processes(double, iter(PORTIONS), 2)
     next(rows)
-    children = set(_children(HERE)).difference(before)
+    children = set(_children(os.getpid())).difference(before)
     rows.close()
     assert children
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)

@@ -45,9 +45,10 @@ class Arrow(File):
         self.first = self.source.tell()
         check_names(path, self.schema.names)
         self.names = dict.fromkeys(self.schema.names)
-        if named := [field.name for field in self.schema if pyarrow.types.is_dictionary(field.type)]:
+        dictionaries = [field.name for field in self.schema if pyarrow.types.is_dictionary(field.type)]
+        if dictionaries:
             raise RecipeError(
-                f"the column {named[0]!r} has a dictionary, expected plain values.",
+                f"the column {dictionaries[0]!r} has a dictionary, expected plain values.",
                 code="wrong-type",
                 place=str(path),
                 remedy="Convert the file to Parquet.",
@@ -64,9 +65,10 @@ class Arrow(File):
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Other iterators may move the file's position in between."""
-        there = [name for name in columns if name in self.names]
+        wanted = [name for name in columns if name in self.names]
         if not start:
-            self.count = self.checksum = 0
+            self.count = 0
+            self.checksum = 0
         place = start or self.first
         total = 0
         while True:
@@ -76,10 +78,12 @@ class Arrow(File):
             batch, end = read
             total += batch.nbytes
             check_total(self.path, self.size, total, self.how)
-            step = size if there else max(batch.num_rows, 1)  # without columns, only the number of rows counts
+            step = size
+            if not wanted:  # only the number of rows counts
+                step = max(batch.num_rows, 1)
             for row in range(skip, batch.num_rows, step):
                 part = batch.slice(row, step)
-                yield Block(place, part.num_rows, {name: part.column(name) for name in there})
+                yield Block(place, part.num_rows, {name: part.column(name) for name in wanted})
             skip = max(skip - batch.num_rows, 0)
             place = end
 
@@ -99,7 +103,7 @@ class Arrow(File):
         batch = ipc.read_record_batch(message, self.schema)
         batch.validate(full=True)  # offsets of a damaged file may lie outside its buffers
         if counts:
-            self.count = self.count + batch.num_rows
+            self.count += batch.num_rows
             self.checksum = zlib.crc32(message.body, self.checksum)
         return batch, end
 

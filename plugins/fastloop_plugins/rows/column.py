@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 IN_MEMORY = 2**24
 """Bytes of all columns together that stay in memory: small data is never written to a disk."""
+StoredBlock = list[Any] | tuple[int, int]
+"""A block of a store: its values, or the offset and the size of its bytes."""
 CURRENT = local()
 """The store of the columns that are alive in a thread."""
 
@@ -45,7 +47,7 @@ class Store:
         if self._file is not None:
             self._file.close()
 
-    def write(self, values: list[Any]) -> Any:
+    def write(self, values: list[Any]) -> StoredBlock:
         """Write a block. Returns the argument of ``read``."""
         try:
             data = pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
@@ -59,7 +61,7 @@ class Store:
         self._size += len(data)
         return offset, len(data)
 
-    def read(self, block: Any) -> list[Any]:
+    def read(self, block: StoredBlock) -> list[Any]:
         """A block. Only this process has written to the file; data workers and threads may read it at the same time."""
         if isinstance(block, list):
             return block
@@ -109,8 +111,10 @@ class Column(Sequence[Any]):
     """
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
-        self.blocks = list[tuple[Store, Any]]()
-        self.starts = array("q", [0])
+        self.blocks = list[tuple[Store, StoredBlock]]()
+        self.starts = array(
+            "q", [0]
+        )  # the first row of each block, and the number of rows: blocks of 3 and 2 give 0 3 5
         self.ids: NDArray[np.int64] | None = None  # the rows of ``at``
         self.last: tuple[int, list[Any]] = (-1, [])
         iterator = iter(values)
@@ -166,13 +170,13 @@ class Column(Sequence[Any]):
 def keep_rows(columns: Mapping[str, Column], ids: NDArray[np.int64]) -> dict[str, Column]:
     """The rows with these ids of several columns, as views that share the places of the rows."""
     places = dict[int, "NDArray[np.int64]"]()  # by the places of the column before
-    kept = {}
+    views = {}
     for name, column in columns.items():
         before = id(column.ids)
         if before not in places:
             places[before] = ids if column.ids is None else take(column.ids, ids)
-        kept[name] = column.at(places[before])
-    return kept
+        views[name] = column.at(places[before])
+    return views
 
 
 class Tuples(Sequence[tuple[Any, ...]]):
@@ -188,8 +192,10 @@ class Tuples(Sequence[tuple[Any, ...]]):
         return zip(*self.columns, strict=True)
 
     def __getitem__(self, index: Any) -> Any:
-        found = [column[index] for column in self.columns]
-        return list(zip(*found, strict=True)) if isinstance(index, slice) else tuple(found)
+        values = [column[index] for column in self.columns]
+        if isinstance(index, slice):
+            return list(zip(*values, strict=True))
+        return tuple(values)
 
 
 class Rest(Sequence[Any]):
@@ -214,7 +220,8 @@ class Rest(Sequence[Any]):
 
 def in_blocks(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[int, list[list[Any]]]]:
     """Yield the first row and the values of each block of some columns; at least one block, which may be empty."""
-    iterators, start = [iter(values) for values in columns], 0
+    iterators = [iter(values) for values in columns]
+    start = 0
     while True:
         block = [list(islice(values, BLOCK)) for values in iterators]
         if start == 0 or block[0]:

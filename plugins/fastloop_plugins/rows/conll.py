@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from fastloop.problem import agree, counted
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block
@@ -73,11 +74,13 @@ class Conll(LineFormat):
                 raise sentence.problem
             return sentence
 
-        def make(place: int, found: list[Sentence]) -> Block:
-            table = {name: [getattr(sentence, key) for sentence in found] for key, name in self.keys.items()}
-            there = {name: values for name, values in table.items() if name in columns}
-            lines = [sentence.line for sentence in found]
-            return Block(place, len(found), there, lines)
+        def make(place: int, sentences: list[Sentence]) -> Block:
+            table = dict[str, list[Any]]()
+            for key, name in self.keys.items():
+                if name in columns:
+                    table[name] = [getattr(sentence, key) for sentence in sentences]
+            lines = [sentence.line for sentence in sentences]
+            return Block(place, len(sentences), table, lines)
 
         yield from self.in_blocks(self._sentences(start, tagged, comments), read, make, size, skip)
         if comments:
@@ -90,7 +93,9 @@ class Conll(LineFormat):
         Args:
             comments: Receives the numbers of the lines before a sentence that are comments.
         """
-        sentence, position, (first, example) = Sentence(), start, self._first_word
+        sentence = Sentence()
+        position = start
+        first, example = self._first_word
         width = len(_cells(example))
         tabbed = "\t" in example
         lines = self.begin(start)
@@ -129,18 +134,32 @@ class Conll(LineFormat):
         if tagged and len(cells) != width:
             columns = counted(len(cells), "column")
             return f"found {columns}, expected {width}, as in line {first}. Blank lines separate sentences."
-        for key, column in (("words", self.numbers.words), ("tags", self.numbers.tags))[: 1 + tagged]:
-            if key == "tags" and width == 1:
-                return "found one column, expected a word and its tag, separated by a tab or by spaces."
-            if not -len(cells) <= column < len(cells):
-                return (
-                    f"there is no column {column}, which data.{key} names. The line has {len(cells)}, counted from 0."
-                )
-            if not cells[column]:
-                return f"column {column} (data.{key}) is empty."
-            (sentence.words if key == "words" else sentence.tags).append(cells[column])
+        problem = _cell_problem(cells, self.numbers.words, "words")
+        if problem is not None:
+            return problem
+        sentence.words.append(cells[self.numbers.words])
+        if not tagged:
+            return None
+        if width == 1:
+            return "found one column, expected a word and its tag, separated by a tab or by spaces."
+        problem = _cell_problem(cells, self.numbers.tags, "tags")
+        if problem is not None:
+            return problem
+        sentence.tags.append(cells[self.numbers.tags])
         return None
 
 
+def _cell_problem(cells: Sequence[str], column: int, key: str) -> str | None:
+    """Why a line has no value in the column that ``data.<key>`` names; None if it has one."""
+    if not -len(cells) <= column < len(cells):
+        return f"there is no column {column}, which data.{key} names. The line has {len(cells)}, counted from 0."
+    if not cells[column]:
+        return f"column {column} (data.{key}) is empty."
+    return None
+
+
 def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split("\t")] if "\t" in line else line.split()
+    """The cells of a line: separated by tabs, or by spaces in a line without tabs."""
+    if "\t" in line:
+        return [cell.strip() for cell in line.split("\t")]
+    return line.split()

@@ -36,8 +36,12 @@ KNOWN = 100_000
 
 def spellings(name: str) -> set[str]:
     """A column's name as the header of another file may have it: in other case, or after a byte-order mark."""
-    cased = {name, name.lower(), name.upper(), name.title(), name.capitalize()}
-    return {f"{before}{each}{after}" for each in cased for before in ("", " ", "\ufeff") for after in ("", " ")}
+    names = set[str]()
+    for cased in (name, name.lower(), name.upper(), name.title(), name.capitalize()):
+        for before in ("", " ", "\ufeff"):
+            names.add(f"{before}{cased}")
+            names.add(f"{before}{cased} ")
+    return names
 
 
 class Joined:
@@ -66,7 +70,9 @@ class Joined:
         """First and last line of a record whose lines look like rows: their labels also occur elsewhere. Without
         labels, all records must be candidates."""
         odd = [(first, last) for first, last, labels in self.candidates if self.known.issuperset(labels)]
-        return odd[0] if odd and (labelled or len(odd) == self.count) else None
+        if odd and (labelled or len(odd) == self.count):
+            return odd[0]
+        return None
 
 
 def has_doubled_quote(cells: Sequence[str]) -> bool:
@@ -113,24 +119,22 @@ class Delimited(LineFormat):
         if self.how.delimiter is not None or self.how.columns is not None:
             return self.how.delimiter or usual
         wanted = set(self.wanted)
-        fits = [
-            delimiter
-            for delimiter in DELIMITERS
-            if wanted <= {name for row in self._first(1, delimiter) for name in row}
-        ]
+        fits = [delimiter for delimiter in DELIMITERS if wanted.issubset(self._first(delimiter))]
         if usual in fits or len(fits) != 1:
             return usual
         self.notes.append(f"{self.path}: the delimiter is a {DELIMITERS[fits[0]]}, as its header line shows")
         return fits[0]
 
-    def _first(self, count: int, delimiter: str) -> list[list[str]]:
-        """The first records of the sample."""
+    def _first(self, delimiter: str) -> list[str]:
+        """The cells of the sample's first record that is not empty; none if there is no such record."""
+        lines = io.StringIO(self.sample, newline="")
         try:
-            return list(
-                islice(filter(None, self._reader(io.StringIO(self.sample, newline=""), delimiter, strict=False)), count)
-            )
+            for row in self._reader(lines, delimiter, strict=False):
+                if row:
+                    return list(row)
         except csv.Error:
-            return []
+            pass  # reading the file reports it
+        return []
 
     def _reader(self, lines: Any, delimiter: str, strict: bool = True) -> Any:
         if self.how.quoting == "none":
@@ -141,11 +145,9 @@ class Delimited(LineFormat):
         """A suggestion for a header that lacks a column; empty if there is none."""
         if re.match(r'"?sep=.?"?[\r\n]', self.sample):
             return " Line 1 is an instruction to Excel: remove it."
-        first = next(iter(self._first(1, self.delimiter)), [])
-        wider = [
-            delimiter for delimiter in DELIMITERS if len(first) == 1 and len((self._first(1, delimiter) or [[]])[0]) > 1
-        ]
-        if len(wider) == 1:
+        first = self._first(self.delimiter)
+        wider = [delimiter for delimiter in DELIMITERS if len(self._first(delimiter)) > 1]
+        if len(first) == 1 and len(wider) == 1:
             return f" If the delimiter is a {DELIMITERS[wider[0]]}, give data.read.delimiter={_written(wider[0])}."
         is_header = any(name in first or " Did you" in did_you_mean(name, first) for name in self.wanted)
         if is_header or len(first) < len(self.wanted):
@@ -161,18 +163,23 @@ class Delimited(LineFormat):
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Skips empty lines."""
         if start and not self.header:
-            self._start((self._first(1, self.delimiter) or [[]])[0], 1)
+            self._start(self._first(self.delimiter), 1)
         lines = self.begin(start)
         records = islice(self._records(lines, start), skip, None)
         place = start
         rows, problem = self._some(records, size)
         while rows:
-            there = {name: self.header.index(name) for name in columns if name in self.names}
-            cells = {name: [row[index] for _, row in rows] for name, index in there.items()}
+            cells = dict[str, list[str]]()
+            for name in columns:
+                if name in self.names:
+                    index = self.header.index(name)
+                    cells[name] = [row[index] for _, row in rows]
             numbers = [line for line, _ in rows]
             yield Block(place, len(rows), cells, numbers)
+            if problem is not None:
+                break
             place = start if self.is_whole else lines.offset
-            rows, problem = self._some(records, size) if problem is None else ([], problem)
+            rows, problem = self._some(records, size)
         if problem is not None:
             raise problem
 
@@ -213,7 +220,7 @@ class Delimited(LineFormat):
         """
         lines: list[str] = []  # of the current record
 
-        def kept() -> Iterator[str]:
+        def collect_lines() -> Iterator[str]:
             size = 0
             for line in stream:
                 if lines:  # a quoted cell spans lines
@@ -224,7 +231,7 @@ class Delimited(LineFormat):
                 lines.append(line)
                 yield line
 
-        reader = self._reader(kept(), self.delimiter)
+        reader = self._reader(collect_lines(), self.delimiter)
         first = 1  # the line in which the record begins
         line_end = ""
         count = 0
@@ -289,7 +296,10 @@ class Delimited(LineFormat):
         positions = [header.index(name) for name in self.wanted]
         self.header = header
         self.ends = (positions[0], positions[-1])
-        self.headings = {spelling for name in header if name for spelling in spellings(name)}
+        self.headings = set()
+        for name in header:
+            if name:
+                self.headings |= spellings(name)
 
     def _is_header(self, row: list[str]) -> bool:
         """Whether a row repeats the header, maybe with the columns in another order, or with names in another spelling.
@@ -318,7 +328,10 @@ class Delimited(LineFormat):
     def _other_width(self, line: int, count: int, raw: str) -> BadRow:
         width = len(self.header)
         name = DELIMITERS.get(self.delimiter, repr(self.delimiter))
-        others = [other for other in DELIMITERS if other != self.delimiter and raw.count(other) == width - 1 > 0]
+        others = list[str]()  # delimiters with which the row would have the right width
+        for delimiter in DELIMITERS:
+            if delimiter != self.delimiter and width > 1 and raw.count(delimiter) == width - 1:
+                others.append(delimiter)
         remedy = f"Put quotes around a text that holds a {name} or a line end."
         if self.how.quoting == "none":
             remedy = f"Without quotes (data.read.quoting=none), no text can hold a {name} or a line end."
@@ -329,11 +342,17 @@ class Delimited(LineFormat):
         return BadRow(f"found {count} {cells}, expected {width} ({names:.200}). {remedy}", f"line {line}")
 
     def _header_again(self, line: int, row: list[str]) -> BadRow:
-        found = f"found the column names ({', '.join(row):.200})"
-        remedy = " again, as where files were joined. Remove that line, or give the files as a list: data.files."
+        names = f"({', '.join(row):.200})"
+        problem = (
+            f"found the column names {names} again, as where files were joined. Remove that line, or give the files as "
+            "a list: data.files."
+        )
         if self.how.columns is not None:
-            remedy = ", which data.read.columns gives too. Remove data.read.columns, or that line."
-        return BadRow(f"{found}{remedy}", f"line {line}")
+            problem = (
+                f"found the column names {names}, which data.read.columns gives too. Remove data.read.columns, or that "
+                "line."
+            )
+        return BadRow(problem, f"line {line}")
 
     def _other_line_end(self, line: int, end: str, before: str) -> BadRow:
         return BadRow(

@@ -34,15 +34,15 @@ class Condition:
 
     def __post_init__(self) -> None:
         keys = ("equals", "shorter_than", "longer_than", "empty", "first_role")
-        given = [key for key in keys if getattr(self, key) is not None]
+        conditions = [key for key in keys if getattr(self, key) is not None]
         if not self.empty:
-            given.remove("empty")
-        if len(given) != 1:
+            conditions.remove("empty")
+        if len(conditions) != 1:
             raise ValueError(
-                f"found {' and '.join(given) or 'no condition'} for column {self.column!r}, expected one of: "
+                f"found {' and '.join(conditions) or 'no condition'} for column {self.column!r}, expected one of: "
                 f"{', '.join(keys)}. Give each condition an entry of its own."
             )
-        self.key = given[0]
+        self.key = conditions[0]
         value = getattr(self, self.key)
         values = value if isinstance(value, list) else [value]
         self.wanted = set(map(_plain, values)) if self.key in ("equals", "first_role") else set()
@@ -83,7 +83,13 @@ class Drop:
 
     def renamed(self, names: Mapping[str, tuple[str, str]]) -> Drop:
         """The same conditions, for a file whose columns have other names: column -> its name, and an option."""
-        return Drop([replace(each, column=names.get(each.column, (each.column,))[0]) for each in self.conditions])
+        conditions = list[Condition]()
+        for condition in self.conditions:
+            if condition.column in names:
+                own, _ = names[condition.column]
+                condition = replace(condition, column=own)
+            conditions.append(condition)
+        return Drop(conditions)
 
     def sort_out(
         self, where: str, columns: Mapping[str, Iterable[Any]], counts: list[int], bad: Bad | None = None
@@ -98,7 +104,8 @@ class Drop:
         Raises:
             RecipeError: There is such a row, and no ``bad``.
         """
-        for row, values in enumerate(zip(*(columns[each.column] for each in self.conditions), strict=True)):
+        tested = [columns[condition.column] for condition in self.conditions]
+        for row, values in enumerate(zip(*tested, strict=True)):
             for number, (condition, value) in enumerate(zip(self.conditions, values, strict=True)):
                 try:
                     holds = condition.holds(value)
@@ -126,20 +133,21 @@ class Drop:
             yield from file.blocks(names, start, size, skip)
             return
         wanted = list(dict.fromkeys([*names, *self.columns()]))
-        before = 0
-        counts = [0] * len(self.conditions) if counts is None else counts
+        if counts is None:
+            counts = [0] * len(self.conditions)
+        before = 0  # kept rows of the blocks before
         try:
             for block in file.blocks(wanted, start, size or BLOCK):
-                rows = list(block.tuples(wanted))
-                columns = dict(zip(wanted, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
-                kept = list(self.sort_out(file.path, columns, counts)) if rows else []
+                columns = block.lists(wanted)
+                kept = list(self.sort_out(file.path, columns, counts))
+                # with skip=5, 3 rows kept before and [0 2 3 7] kept of this block, the first two are left out: [3 7]
                 used = kept[max(skip - before, 0) :]
                 before += len(kept)
-                found = {name: [columns[name][row] for row in used] for name in names if name in block.columns}
+                values = {name: [columns[name][row] for row in used] for name in names if name in block.columns}
                 lines = None
                 if block.lines is not None:
                     lines = [block.lines[row] for row in used]
-                yield Block(block.start, len(used), found, lines)
+                yield Block(block.start, len(used), values, lines)
         except BadRow as error:
             error.before = before
             raise

@@ -59,12 +59,19 @@ class Block:
 
     def tuples(self, names: Sequence[str], skip: int = 0) -> Iterator[tuple[Any, ...]]:
         """Yield the columns of each row, without the first ``skip`` rows; None for a column that is not there."""
-        columns = []
+        rows: Iterator[tuple[Any, ...]] = iter([()] * self.rows)
+        if names:
+            columns = self.lists(names)
+            rows = zip(*(columns[name] for name in names), strict=True)
+        return islice(rows, skip, None) if skip else rows
+
+    def lists(self, names: Sequence[str]) -> dict[str, Sequence[Any]]:
+        """The values of some columns; None for each row in a column that is not there."""
+        columns = dict[str, Sequence[Any]]()
         for name in names:
             values = self.columns.get(name, [None] * self.rows)
-            columns.append(values.to_pylist() if hasattr(values, "to_pylist") else values)
-        rows = zip(*columns, strict=True) if columns else iter([()] * self.rows)
-        return islice(rows, skip, None) if skip else rows
+            columns[name] = values.to_pylist() if hasattr(values, "to_pylist") else values
+        return columns
 
 
 class File(ABC):
@@ -96,7 +103,8 @@ class File(ABC):
     lists: ClassVar[bool] = False
     untyped: ClassVar[bool] = False
     has_groups: ClassVar[bool] = False
-    is_whole = predicts = False
+    is_whole = False
+    predicts = False
     not_streamed = ""
     schema: Any = None
 

@@ -179,11 +179,11 @@ class FileLayout:
                     lines.extend(block.lines)
                 for name, column in columns.items():
                     column.append_block(block.columns[name])
-            there = list(file.names)
-            if not there and not any(columns.values()):
-                there = list(self.columns)  # a file without rows shows no names
-            columns = {name: column for name, column in columns.items() if name in there}
-            table = Table(path, columns, there, unreadable=file.unreadable, untyped=file.untyped, notes=file.notes)
+            names = list(file.names)
+            if not names and not any(columns.values()):
+                names = list(self.columns)  # a file without rows shows no names
+            columns = {name: column for name, column in columns.items() if name in names}
+            table = Table(path, columns, names, unreadable=file.unreadable, untyped=file.untyped, notes=file.notes)
             numbers = lines.finish()
             if len(numbers):
                 table.unit = "line"
@@ -212,9 +212,9 @@ class FileLayout:
                     numbers = block.lines
                 kept_rows = block.tuples(others)
                 rows = zip(*(block.columns[name] for name in names), strict=True)
-                for row, (number, values, kept) in enumerate(zip(numbers, rows, kept_rows, strict=True), count):
+                for row, (number, values, kept_row) in enumerate(zip(numbers, rows, kept_rows, strict=True), count):
                     if self.kept is not None and row >= self.kept.start:
-                        self.kept.rows.append(kept)
+                        self.kept.rows.append(kept_row)
                     yield f"{path}, {unit} {number}", values
                 count += block.rows
             if self.kept is not None:

@@ -40,29 +40,33 @@ LABELS = 10_000
 """Different labels at most. A column with more of them holds no classes."""
 
 
-def find_shards(recipe: Recipe, given: str | list[str], where: str, formats: Sequence[str]) -> list[list[str]]:
+def find_shards(recipe: Recipe, entries: str | list[str], where: str, formats: Sequence[str]) -> list[list[str]]:
     """The files of each entry of ``data.files.train``: paths and patterns, local or as URLs of fsspec.
 
     Args:
+        entries: A path or pattern, or a list of them.
         formats: The suffixes that the task reads.
 
     Raises:
         RecipeError: An entry matches no file, or a file has a format that is not streamed.
     """
-    found = []
-    for item in [given] if isinstance(given, str) else given:
+    if isinstance(entries, str):
+        entries = [entries]
+    shards = []
+    for item in entries:
         if URL.match(item) and not item.startswith("file://"):
             paths = find_remote_files(item, where)
         else:
             paths = [str(path) for path in find_files(recipe, item, "train", where, formats)]
-        if problem := unstreamed(paths, formats):
+        problem = unstreamed(paths, formats)
+        if problem:
             raise RecipeError(
                 f"{problem} Convert it to Parquet, or remove data.streaming.", code="no-streaming", place=where
             )
-        found.append(paths)
-    if not found:
+        shards.append(paths)
+    if not shards:
         raise RecipeError(code="missing-value", place=where, found="an empty list", expected="files")
-    return found
+    return shards
 
 
 def unstreamed(paths: Sequence[str], formats: Sequence[str]) -> str:
@@ -130,9 +134,13 @@ class Index:
         line = self._find_line(group, row - int(self.firsts[group]))
         if line is not None:
             return f"{self.paths[self.file[group]]}, line {line}"
-        before = int(self.firsts[np.searchsorted(self.file, self.file[group])])
-        kept = " of those kept" if any(self.dropped) else ""
-        return f"{self.paths[self.file[group]]}, row {row - before + 1}{kept}"
+        # the rows before the first row group of the file: with files [0 0 1 1] and firsts [0 4 8 12], those of file 1
+        # begin with row 8, and row 13 is its sixth
+        first_group = np.searchsorted(self.file, self.file[group])
+        number = row - int(self.firsts[first_group]) + 1
+        if any(self.dropped):
+            return f"{self.paths[self.file[group]]}, row {number} of those kept"
+        return f"{self.paths[self.file[group]]}, row {number}"
 
     def _find_line(self, group: int, offset: int) -> int | None:
         """The line of a row of a row group, which may be one that cannot be read. None: it is not known."""
@@ -142,21 +150,22 @@ class Index:
         if offset == 0:
             return line
         layout = self.layout.of_file(int(self.file[group]))
-        # the line of the first row, counted from the start of the group; rows that are read
-        first = 0
-        seen = 0
+        first = 0  # the line of the first row, counted from the start of the group
+        rows_before = 0  # rows of the blocks that were read
         try:
             with layout.open(self.paths[self.file[group]]) as file:
                 for block in layout.drop.blocks(file, (), int(self.key[group]), ROWS_AT_ONCE):
                     if not block.lines:
                         continue
                     first = first or block.lines[0]
-                    if offset < seen + block.rows:
-                        return line + block.lines[offset - seen] - first
-                    seen += block.rows
+                    # a group whose first row is line 100 of the file: its row on line 7 of the group, where the first
+                    # one is on line 1, is line 106
+                    if offset < rows_before + block.rows:
+                        return line + block.lines[offset - rows_before] - first
+                    rows_before += block.rows
         except BadRow as error:
             match = re.fullmatch(r"line (\d+)", error.place)
-            if match is not None and seen == offset:
+            if match is not None and rows_before == offset:
                 return line + int(match[1]) - first
         except (OSError, ValueError, RecipeError, ArrowException):
             pass  # the file was changed
@@ -175,22 +184,22 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
         RecipeError: A file has no rows or not these columns, cannot be read, or has too many labels.
     """
     about = [*layout.columns, str(label), str(lists), str(layout.how), str(layout.drop), str(layout.names)]
-    kept = kept_entry(["index with lines", *about], paths)
-    if kept is not None and (kept / "index.json").is_file():
-        found = json.loads((kept / "index.json").read_text(encoding="utf-8"))
-        file, key, rows, lines = np.array(found["groups"], np.int64)
-        labels = {value: [count, row] for value, count, row in found["labels"]}
-        return Index(list(paths), file, key, rows, labels, found["facts"], found["dropped"], lines, layout)
+    entry = kept_entry(["index with lines", *about], paths)
+    if entry is not None and (entry / "index.json").is_file():
+        content = json.loads((entry / "index.json").read_text(encoding="utf-8"))
+        file, key, rows, lines = np.array(content["groups"], np.int64)
+        labels = {value: [count, row] for value, count, row in content["labels"]}
+        return Index(list(paths), file, key, rows, labels, content["facts"], content["dropped"], lines, layout)
     index = _scan(paths, layout, label, lists)
-    if kept is not None and all(isinstance(value, str | int | float | None) for value in index.labels):
-        facts = {
+    if entry is not None and all(isinstance(value, str | int | float | None) for value in index.labels):
+        content = {
             "groups": [array.tolist() for array in (index.file, index.key, index.rows, index.lines)],
             "labels": [[value, *counts] for value, counts in index.labels.items()],
             "facts": index.facts,
             "dropped": index.dropped,
         }
-        with _cache.written(kept) as made:
-            (made / "index.json").write_text(json.dumps(facts), encoding="utf-8")
+        with _cache.written(entry) as folder:
+            (folder / "index.json").write_text(json.dumps(content), encoding="utf-8")
     return index
 
 
@@ -253,7 +262,7 @@ def _labels_of(block: Block, column: Sequence[str], lists: bool) -> Iterator[tup
 
 
 def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bool) -> Index:
-    groups: list[list[int]] = []
+    groups: list[list[int]] = []  # number of the file, position, rows, and line of the first row
     labels = LabelCounts()
     facts = [str(layout.drop)] if layout.drop.conditions else []
     dropped = [0] * len(layout.drop.conditions)
@@ -276,14 +285,13 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                             f"column {label!r} (data.label) holds {show(value)}, expected text, or whole numbers "
                             "from 0.",
                             code="wrong-label",
-                            place=f"{path}, row {total - start + row + 1}"
-                            if block.lines is None
-                            else f"{path}, line {block.lines[row]}",
+                            place=_place_in_block(path, block, row, total - start),
                         ) from None
                 if groups and groups[-1][:2] == [number, block.start]:
                     groups[-1][2] += block.rows
                 elif block.rows:
-                    groups.append([number, block.start, block.rows, block.lines[0] if block.lines else 0])
+                    first_line = block.lines[0] if block.lines else 0
+                    groups.append([number, block.start, block.rows, first_line])
                 total += block.rows
                 if len(labels.counts) > LABELS:
                     raise RecipeError(
@@ -293,14 +301,27 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                     )
             facts += file.facts()
         if total == start:
-            left = " that data.drop keeps" if any(dropped) else ""
             raise RecipeError(
-                f"has no rows{left}.", code="empty-file", place=str(path), remedy="Remove it from data.files.train."
+                "has no rows that data.drop keeps." if any(dropped) else "has no rows.",
+                code="empty-file",
+                place=str(path),
+                remedy="Remove it from data.files.train.",
             )
-    found, key, rows, lines = np.array(groups, np.int64).T
-    index = Index(list(paths), found, key, rows, {}, facts, dropped, lines, layout)
+    files, keys, rows, lines = np.array(groups, np.int64).T
+    index = Index(list(paths), files, keys, rows, {}, facts, dropped, lines, layout)
     index.labels = labels.all(index, str(label))
     return index
+
+
+def _place_in_block(path: str, block: Block, row: int, before: int) -> str:
+    """The name of a row of a block in messages.
+
+    Args:
+        before: Rows of the file before the block.
+    """
+    if block.lines is None:
+        return f"{path}, row {before + row + 1}"
+    return f"{path}, line {block.lines[row]}"
 
 
 def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
@@ -355,8 +376,8 @@ class Reader:
                 if file.has_groups and block.start != key:
                     break
                 for values in islice(block.tuples(columns), rows - count):
-                    self.rows_read = self.rows_read + 1
-                    count = count + 1
+                    self.rows_read += 1
+                    count += 1
                     yield values
                 if count == rows:
                     return

@@ -15,12 +15,12 @@ from fastloop_plugins.rows.options import Read
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise RepeatedKey(f"the key {twice!r} is repeated in one object. Remove one of them.")
-    return found
+    return mapping
 
 
 class RepeatedKey(Exception):
@@ -47,13 +47,13 @@ def parse_json(content: str, place: str) -> Any:
     """
     content = content.rstrip(SPACE)
     try:
-        found, end = DECODER.raw_decode(content, _after_space(content, 0))
+        value, end = DECODER.raw_decode(content, _after_space(content, 0))
     except ERRORS as error:
         raise explain_json(error, place) from None
     if end < len(content):
         end = _after_space(content, end)
         raise malformed_json("Extra data", content, end, end + 1, place)
-    return found
+    return value
 
 
 def explain_json(error: BaseException, place: str) -> BadRow:
@@ -72,8 +72,10 @@ def malformed_json(problem: str, text: str, at: int, column: int, place: str) ->
         column: The position's character in its line, from 1.
         place: The name of the line in messages.
     """
-    there = f"character {column}: {text[at : at + SHOWN]!r}" if at < len(text) else f"character {column}, the end"
-    return BadRow(f"not valid JSON: {problem.removesuffix(' at')}. See {there}.", place)
+    position = f"character {column}, the end"
+    if at < len(text):
+        position = f"character {column}: {text[at : at + SHOWN]!r}"
+    return BadRow(f"not valid JSON: {problem.removesuffix(' at')}. See {position}.", place)
 
 
 def _after_space(text: str, at: int) -> int:

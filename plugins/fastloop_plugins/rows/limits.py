@@ -31,7 +31,8 @@ def check_row(where: str, size: int, how: Read) -> None:
 
 def check_total(path: str, size: int, total: int, how: Read) -> None:
     """Raise an error for a file of ``size`` bytes with a content of ``total``, if that is more than its limit."""
-    if total > (most := limit(size, how)):
+    most = limit(size, how)
+    if total > most:
         raise RecipeError(
             f"has {size} bytes and expands to more than {most}, expected at most {how.max_expansion} times its size "
             "(data.read.max_expansion).",

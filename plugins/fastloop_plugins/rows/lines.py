@@ -89,8 +89,12 @@ class LineFile:
         self.is_whole = self.is_whole or self.transcodes
 
     def _check_utf16(self, head: bytes) -> None:
-        for odd, name in ((1, "utf-16-le"), (0, "utf-16-be")):
-            if head[odd::2].count(0) > len(head) / 4 and not head[1 - odd :: 2].count(0):
+        # "ab" is b"a\0b\0" in little-endian UTF-16: each byte at an odd place is 0, and no byte at an even one
+        for zero_places, other_places, name in (
+            (slice(1, None, 2), slice(0, None, 2), "utf-16-le"),
+            (slice(0, None, 2), slice(1, None, 2), "utf-16-be"),
+        ):
+            if head[zero_places].count(0) > len(head) / 4 and not head[other_places].count(0):
                 raise RecipeError(
                     "not UTF-8, but looks like UTF-16.",
                     place=f"{self.path}, line 1",
@@ -116,7 +120,8 @@ class LineFile:
         if not self.is_whole:
             while True:
                 self.raw.seek(start)
-                if not (chunk := self.raw.read(CHUNK)):
+                chunk = self.raw.read(CHUNK)
+                if not chunk:
                     return
                 start += len(chunk)
                 yield chunk
@@ -144,14 +149,14 @@ class LineFile:
 
     def read(self) -> str:
         """The whole text, with LF as line end. No limit of a line applies."""
-        found = list[bytes]()
+        chunks = list[bytes]()
         try:
             for chunk in self.chunks():
-                found.append(chunk)
-            content = b"".join(found)
+                chunks.append(chunk)
+            content = b"".join(chunks)
             text = content.decode("utf-8" if self.transcodes else self.encoding)
         except UnicodeDecodeError as error:
-            before = b"".join(found) if self.transcodes else error.object[: error.start]
+            before = b"".join(chunks) if self.transcodes else error.object[: error.start]
             raise self.undecodable(error, len(LINE_END.findall(before)) + 1) from None
         return re.sub("\r\n?", "\n", text)
 
@@ -216,7 +221,9 @@ class Lines:
         except UnicodeDecodeError as error:
             line = self.number
             if file.transcodes:  # the error is in the line after those that are complete
-                line += 1 + b"".join(pending).endswith((b"\n", b"\r"))
+                line += 1
+                if b"".join(pending).endswith((b"\n", b"\r")):
+                    line += 1
             raise file.undecodable(error, line) from None
 
 
@@ -280,12 +287,12 @@ class LineFormat(File):
             return row
 
         def make(place: int, rows: list[Any]) -> Block:
-            there = [name for name in columns if name in self.names]
+            table = {name: [row.get(name) for row in rows] for name in columns if name in self.names}
             lines = None
             if self.unit == "line":
                 lines = numbers.copy()
             numbers.clear()
-            return Block(place, len(rows), {name: [row.get(name) for row in rows] for name in there}, lines)
+            return Block(place, len(rows), table, lines)
 
         return self.in_blocks(self.items(start), read, make, size, skip)
 

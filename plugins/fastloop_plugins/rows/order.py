@@ -119,8 +119,8 @@ class Order:
         )
         before = np.empty(CYCLE, np.int64)
         for source in range(len(self.groups)):
-            (there,) = np.nonzero(pattern == source)
-            before[there] = np.arange(len(there))
+            (places,) = np.nonzero(pattern == source)
+            before[places] = np.arange(len(places))
         return pattern, before
 
     def _place(self, lane: int, source: int, turn: int, first: int, length: int, index: int) -> Place:

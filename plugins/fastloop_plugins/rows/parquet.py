@@ -224,7 +224,7 @@ class Parquet(File):
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Without columns, only the metadata is read."""
-        there = [name for name in columns if name in self.names]
+        wanted = [name for name in columns if name in self.names]
         if start == 0:
             self.content.check_seam()
         # row groups of 4, 4 and 4 rows with skip=6: none of the first, the last 2 of the second, all of the third
@@ -232,14 +232,14 @@ class Parquet(File):
             rows = self.content.metadata.row_group(number).num_rows
             if skip >= rows:
                 skip -= rows
-            elif not there:
+            elif not wanted:
                 yield Block(number, rows - skip, {})
                 skip = 0
             else:
-                for batch in self.content.batches(there, [number], size):
+                for batch in self.content.batches(wanted, [number], size):
                     if batch.num_rows > skip:
                         part = batch.slice(skip)
-                        yield Block(number, part.num_rows, {name: part.column(name) for name in there})
+                        yield Block(number, part.num_rows, {name: part.column(name) for name in wanted})
                     skip = max(skip - batch.num_rows, 0)
 
 

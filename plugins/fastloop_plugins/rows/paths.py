@@ -23,18 +23,21 @@ DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
 
 
 def find_files(
-    recipe: Recipe, given: str | list[str], split: str, where: str, formats: Sequence[str] = FORMATS
+    recipe: Recipe, entries: str | list[str], split: str, where: str, formats: Sequence[str] = FORMATS
 ) -> list[Path]:
     """Find the files of one split.
 
     Args:
+        entries: A path or pattern, or a list of them.
         formats: The suffixes that the task reads.
 
     Raises:
         RecipeError: A file does not exist, or has a type that cannot be read.
     """
+    if isinstance(entries, str):
+        entries = [entries]
     paths: list[Path] = []
-    for item in [given] if isinstance(given, str) else given:
+    for item in entries:
         refuse_url(item, where, "the file", can_stream=split == "train")
         path = recipe.find(item)
         if PATTERN.search(item) and not path.exists():
@@ -43,10 +46,10 @@ def find_files(
                 raise RecipeError(f"no file matches {item}.", code="file-missing", place=where)
             paths += matches
         elif path.is_dir():
-            more = _patterns(path, item, split, formats) if split != "predict" else ""
+            advice = _patterns(path, item, split, formats) if split != "predict" else ""
             if (path / "dataset_dict.json").is_file():
-                more = f" `datasets` has saved its splits: give data.name={item} instead of data.files."
-            raise RecipeError(f"a folder, expected a file.{more}", code="not-a-file", place=f"{where}: {path}")
+                advice = f" `datasets` has saved its splits: give data.name={item} instead of data.files."
+            raise RecipeError(f"a folder, expected a file.{advice}", code="not-a-file", place=f"{where}: {path}")
         else:
             paths.append(path)
     if not paths:
@@ -104,11 +107,9 @@ def refuse_url(item: str, where: str, what: str, can_stream: bool = False) -> No
     if item.startswith("file://"):
         raise RecipeError(f"{item} is a URL.", code="wrong-url", place=where, remedy="Give the path without file://.")
     page = DATASET_PAGE.match(item)
-    remedy = (
-        f" For this dataset of the hub: data.name={page[1]}."
-        if page
-        else " For a dataset of the hub: data.name=OWNER/NAME."
-    )
+    remedy = " For a dataset of the hub: data.name=OWNER/NAME."
+    if page:
+        remedy = f" For this dataset of the hub: data.name={page[1]}."
     if can_stream:
         remedy += " Or set data.streaming, to read it while training."
     raise RecipeError(
@@ -123,23 +124,22 @@ def refuse_options_without_files(how: Read, files: list[Path], where: str, known
     """Raise an error for options of ``data.read`` that apply to none of the files, and for ``blank_lines`` if it does
     not apply to all."""
     formats = {format_of(path)[0] for path in files}
+    listed = ", ".join(sorted(formats)) or "none"
     for names, kinds in (
         (("delimiter", "columns", "quoting"), {".csv", ".tsv"}),
         (("encoding", "compression"), {*known} - {*COLUMN_FORMATS}),
     ):
         for name in names:
             if getattr(how, name) is not None and not formats & kinds:
-                found = ", ".join(sorted(formats)) or "none"
                 raise RecipeError(
-                    f"it is for files of type {', '.join(sorted(kinds))}; data.files has {found}.",
+                    f"it is for files of type {', '.join(sorted(kinds))}; data.files has {listed}.",
                     code="unknown-option",
                     place=f"{where}.{name}",
                     remedy="Remove it.",
                 )
     if how.blank_lines and formats != {".txt"}:
-        found = ", ".join(sorted(formats)) or "none"
         raise RecipeError(
-            f"it is for files of type .txt; data.files has {found}.",
+            f"it is for files of type .txt; data.files has {listed}.",
             code="unknown-option",
             place=f"{where}.blank_lines",
             remedy="Remove it, or give only those.",
@@ -152,7 +152,9 @@ def _patterns(folder: Path, item: str, split: str, formats: Sequence[str]) -> st
     named = [path for path in files if path.name.startswith(split)] or files
     if not named:
         return ""
-    suffix = "".join(named[0].suffixes[-2:] if format_of(named[0])[1] else named[0].suffixes[-1:])
+    suffix = named[0].suffix
+    if format_of(named[0])[1] is not None:  # .jsonl.gz
+        suffix = "".join(named[0].suffixes[-2:])
     named = [path for path in named if path.name.endswith(suffix)]
     start = split if named[0].name.startswith(split) else ""
     if start and all(path.name.startswith(f"{split}-") for path in named):

@@ -36,12 +36,12 @@ def check_source(options: SourceOptions, sources: Mapping[str, str], recipe: Rec
         RecipeError: They name none or several, or arguments for a function that is not there.
     """
     where = f"{recipe.where}: data"
-    given = [key for key in sources if getattr(options, key) is not None]
-    if len(given) != 1:
+    named = [key for key in sources if getattr(options, key) is not None]
+    if len(named) != 1:
         raise RecipeError(
             code="exclusive-options",
             place=where,
-            found=" and ".join(given) or "none",
+            found=" and ".join(named) or "none",
             expected=f"one of: {', '.join(sources.values())}",
         )
     if options.arguments is not None and options.module is None:

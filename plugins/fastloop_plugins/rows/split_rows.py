@@ -42,7 +42,10 @@ class Rows:
     @property
     def texts(self) -> Sequence[Any]:
         """Each row: the value of the only column, or a tuple of the values of several."""
-        return next(iter(self.columns.values())) if len(self.columns) == 1 else Tuples(self.columns.values())
+        columns = list(self.columns.values())
+        if len(columns) == 1:
+            return columns[0]
+        return Tuples(columns)
 
     def __len__(self) -> int:
         return len(self.hashes)

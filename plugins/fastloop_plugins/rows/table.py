@@ -137,7 +137,9 @@ def is_missing(value: Any) -> bool:
         return not value.strip()
     if isinstance(value, Real):
         return bool(value != value)
-    return value is None or (isinstance(value, list | tuple) and not value)
+    if isinstance(value, list | tuple):
+        return not value
+    return value is None
 
 
 class RowError(ValueError):
@@ -165,16 +167,18 @@ def text_column(values: Iterable[Any], name: str, key: str, bad: Bad, required: 
     Args:
         required: Whether a missing text is an error; else it is empty.
     """
-    found: list[str] = []
+    texts: list[str] = []
     for index, value in enumerate(values):
         if value is None and not required:
-            found.append("")
+            texts.append("")
             continue
         is_plain = isinstance(value, str) and value.isascii()
-        if not is_plain and (problem := problem_of_text(value)):
-            bad(index, f"column {name!r} (data.{key}) {problem}")
-        found.append(value)
-    return found
+        if not is_plain:
+            problem = problem_of_text(value)
+            if problem is not None:
+                bad(index, f"column {name!r} (data.{key}) {problem}")
+        texts.append(value)
+    return texts
 
 
 def list_values(values: Any, where: str, key: str, name: str) -> list[Any]:
@@ -196,16 +200,15 @@ def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | Non
         columns: Columns to read, if they are there -> the option of ``data`` that names them.
     """
     if hasattr(rows, "with_format"):
-        there = [name for name in columns if name in rows.column_names]
-        read = {name: Column() for name in there}
-        if there:
-            for batch in rows.select_columns(there).with_format("arrow").iter(BLOCK):
+        read = {name: Column() for name in columns if name in rows.column_names}
+        if read:
+            for batch in rows.select_columns(list(read)).with_format("arrow").iter(BLOCK):
                 for name, column in read.items():
                     column.append_block(list_values(batch.column(name), where, columns[name], name))
         feature = rows.features.get(label)
         names = getattr(getattr(feature, "feature", feature), "names", None)  # of a class, or of a list of classes
         return Table(where, read, rows.column_names, classes=names)
-    names_there: dict[str, None] = {}  # in order
+    row_names: dict[str, None] = {}  # columns of any row, in order
     read = {name: Column() for name in columns}
     for start, (block,) in in_blocks([rows]):
         for number, row in enumerate(block, start + 1):
@@ -213,8 +216,8 @@ def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | Non
                 raise RecipeError(
                     code="invalid-row", place=f"{where}, row {number}", found=show(row), expected="a mapping of columns"
                 )
-            if not row.keys() <= names_there.keys():
-                names_there |= dict.fromkeys(row)
+            if not row.keys() <= row_names.keys():
+                row_names |= dict.fromkeys(row)
         for name, column in read.items():
             column.append_block([row.get(name) for row in block])
-    return Table(where, {name: column for name, column in read.items() if name in names_there}, list(names_there))
+    return Table(where, {name: column for name, column in read.items() if name in row_names}, list(row_names))

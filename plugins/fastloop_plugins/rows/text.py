@@ -53,44 +53,49 @@ class Text(LineFormat):
 
     def _has_paragraphs(self) -> bool:
         """Whether a blank line is between two others."""
-        begun = blank = False
+        has_text = False
+        blank_after_text = False
         for line in self.text.lines():
             if line.isspace():
-                blank = begun
-            elif blank:
+                blank_after_text = has_text
+            elif blank_after_text:
                 return True
             else:
-                begun = True
+                has_text = True
         return False
 
     def _rows(self, offset: int, paragraphs: bool) -> Iterator[tuple[int, tuple[str, int]]]:
         """Yield the position of each row, the row, and its first line."""
         lines = self.begin(offset)
-        found = list[str]()
-        first = before = offset
+        texts = list[str]()  # lines of the current row
+        size = 0  # of these lines
+        first = offset  # where the current row begins, and in which line
         first_line = 1
-        size = count = blank = gap = 0
+        before = offset  # where the current line begins
+        count = 0  # of the rows before
+        blank = 0  # lines between rows
+        gap = 0  # blank lines since the last row; those at the end of the file are not between rows
         for line in lines:
             text = line.removesuffix("\n").removesuffix("\r")
             if self.predicts or text.strip():
-                if not found:
+                if not texts:
                     first = before
                     first_line = lines.number
-                found.append(text)
+                texts.append(text)
                 size += len(line)
                 blank += gap
                 gap = 0
                 check_row(f"{self.path}, line {lines.number}", size, self.how)
-            else:
-                gap += bool(count or found)
-            if found and (not paragraphs or not text.strip()):
-                yield 2 + 2 * first + paragraphs, ("\n".join(found), first_line)
-                found = []
+            elif count or texts:
+                gap += 1
+            if texts and (not paragraphs or not text.strip()):
+                yield 2 + 2 * first + paragraphs, ("\n".join(texts), first_line)
+                texts = []
                 size = 0
-                count = count + 1
+                count += 1
             before = lines.offset
-        if found:
-            yield 2 + 2 * first + paragraphs, ("\n".join(found), first_line)
+        if texts:
+            yield 2 + 2 * first + paragraphs, ("\n".join(texts), first_line)
             count += 1
         if count and not offset and not self.predicts:
             note = f"{self.path}: read as {count} {'paragraphs' if paragraphs else 'lines'}, each a text of its own"

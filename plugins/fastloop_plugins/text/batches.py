@@ -168,11 +168,17 @@ def cache_token_ids(about: Iterable[str | bytes], rows: Iterable[Sequence[int]])
 def join_ids(parts: Iterable[tuple[Sequence[int], bool]]) -> list[int]:
     """One list for a row of several texts: ``2 * tokens + truncated`` of each text, and then the ids of each.
 
+    For the ids ``[5, 6]`` and ``[7]``, of which the second is truncated: ``[4, 3, 5, 6, 7]``.
+
     Args:
         parts: The ids of each text, and whether truncation shortened it.
     """
-    parts = list(parts)
-    return [2 * len(ids) + cut for ids, cut in parts] + [token for ids, _ in parts for token in ids]
+    facts: list[int] = []
+    tokens: list[int] = []
+    for ids, is_cut in parts:
+        facts.append(2 * len(ids) + int(is_cut))
+        tokens += ids
+    return facts + tokens
 
 
 class ColumnSequences(Sequences):
@@ -203,7 +209,8 @@ class ColumnSequences(Sequences):
         cut = np.zeros(count, np.int64)
         for span in spans(len(lengths)):
             starts = self.ends[span] - lengths[span]
-            facts = ids[starts[:, None] + np.arange(count)]  # (rows, columns)
+            # (rows, columns) the first numbers of each row: [4, 3] of [4, 3, 5, 6, 7], whose borders are [2, 4, 5]
+            facts = ids[starts[:, None] + np.arange(count)]
             self.borders[span] = np.cumsum(np.column_stack([starts + count, facts // 2]), axis=1)
             cut += (facts % 2).sum(0)
         self.cut = cut.tolist()
@@ -220,9 +227,9 @@ class ColumnSequences(Sequences):
             columns: The name of each column's texts in messages.
             sizes: The option of ``data`` that limits each column, and its value.
         """
-        for what, count, (option, size) in zip(columns, self.cut, sizes, strict=True):
+        for texts, count, (option, size) in zip(columns, self.cut, sizes, strict=True):
             if count:
-                logger.warning(describe_cut(split, count, len(self), what, size, option))
+                logger.warning(describe_cut(split, count, len(self), texts, size, option))
 
 
 @dataclass(kw_only=True)
@@ -249,10 +256,14 @@ class Ragged:
     reads_all: bool = False
 
 
-def describe_cut(split: str, count: int, total: int, what: str, size: int, option: str = "max_length") -> Problem:
-    """The warning about texts that are longer than the option of ``data`` allows: ``size`` tokens."""
+def describe_cut(split: str, count: int, total: int, texts: str, size: int, option: str = "max_length") -> Problem:
+    """The warning about texts that are longer than the option of ``data`` allows: ``size`` tokens.
+
+    Args:
+        texts: Their name in the message, such as ``texts`` or ``inputs``.
+    """
     return Problem(
-        f"{counted_of(count, total, what)} {agree(count, 'is', 'are')} cut at {size} tokens "
+        f"{counted_of(count, total, texts)} {agree(count, 'is', 'are')} cut at {size} tokens "
         f"(data.{option}): {count / total:.1%}.",
         code="texts-cut",
         place=f"data: {split}",
@@ -265,7 +276,8 @@ def padded(rows: Sequence[NDArray[Any]], width: int, fill: int, left: bool = Fal
 
     filled = np.full((len(rows), width), fill, dtype=np.int64)
     for line, row in zip(filled, rows, strict=True):
-        line[width - len(row) if left else 0 :][: len(row)] = row
+        start = width - len(row) if left else 0
+        line[start : start + len(row)] = row
     return torch.from_numpy(filled)
 
 

@@ -180,7 +180,8 @@ class ChunkedTokenLosses(torch.autograd.Function):
             logits = head.logits(chunk)
             known = targets[chunk] != IGNORED
             tokens = targets[chunk].clamp(min=0)
-            norms[chunk] = norm = logits.logsumexp(1)
+            norm = logits.logsumexp(1)
+            norms[chunk] = norm
             losses[chunk] = torch.where(known, norm - logits.gather(1, tokens[:, None])[:, 0], 0)
         ctx.save_for_backward(hidden, weight, bias, targets, norms)
         ctx.chunking = chunking

@@ -74,14 +74,19 @@ class EmptyTexts:
     def add(self, row: Text) -> None:
         """Count a row: a text, or the texts of several columns."""
         self.total += 1
-        self.empty += not any(text.strip() for text in each_text([row]))
+        if not any(text.strip() for text in each_text([row])):
+            self.empty += 1
 
-    def warn(self, what: str) -> None:
-        """Log how many there are."""
+    def warn(self, texts: str) -> None:
+        """Log how many there are.
+
+        Args:
+            texts: Their name in the message.
+        """
         if self.empty:
             logger.warning(
                 Problem(
-                    f"{counted_of(self.empty, self.total, what)} {agree(self.empty, 'is', 'are')} empty.",
+                    f"{counted_of(self.empty, self.total, texts)} {agree(self.empty, 'is', 'are')} empty.",
                     code="empty-texts",
                     place="data: predict",
                 )

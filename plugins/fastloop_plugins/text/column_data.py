@@ -34,8 +34,10 @@ class ColumnData(TextData):
         self.section = task.sections["data"]  # type: ignore[misc]
         self.task = task
         self.subject = f"the task {task.name!r}"
-        given = recipe.data.get("label") is not None
-        super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
+        labelled = task.labels == "required"
+        if task.labels == "optional":
+            labelled = recipe.data.get("label") is not None
+        super().__init__(recipe, labelled=labelled)
         self.columns = [name for name, key in self.places.items() if key in task.prediction_columns()]
         for path in self.every_file():
             if format_of(path)[0] == ".txt" and len(self.places) > 1:
@@ -47,7 +49,8 @@ class ColumnData(TextData):
                 )
 
     def find_columns(self) -> list[str]:
-        self.places = places = dict[str, str]()
+        places = dict[str, str]()
+        self.places = places
         for key in self.task.columns:
             where = f"{self.where}.{key}"
             for name in self._named(key, where):
@@ -63,41 +66,41 @@ class ColumnData(TextData):
 
     def _named(self, key: str, where: str) -> list[str]:
         """The columns that an option names: one of texts, or any number of values."""
-        given = getattr(self.options, key)
+        value = getattr(self.options, key)
         if key in self.task.values:
-            return [] if given is None else column_names(given, where)
-        if given is None:
+            return [] if value is None else column_names(value, where)
+        if value is None:
             raise RecipeError(
                 "missing.",
                 code="missing-value",
                 place=where,
                 remedy=f"Name a column of texts, such as data.{key}=COLUMN.",
             )
-        if not isinstance(given, str):
+        if not isinstance(value, str):
             raise RecipeError(
-                code="wrong-type", place=where, found=repr(given), expected=f"a column: {self.subject} reads one here"
+                code="wrong-type", place=where, found=repr(value), expected=f"a column: {self.subject} reads one here"
             )
-        return [given]
+        return [value]
 
     def text_columns(self) -> dict[str, str]:
         return dict(self.places)
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
         key = self.places[name]
-        found = list[str]()
         if key in self.task.conversations:
             read = self.task.read_conversation
         elif key in self.task.values:
             read = read_value
         else:
             return text_column(values, name, key, bad)
+        contents = list[str]()
         for index, value in enumerate(values):
             try:
-                found.append(read(value, name, key))
+                contents.append(read(value, name, key))
             except RowError as error:
                 bad(index, str(error))
-                found.append("")
-        return found
+                contents.append("")
+        return contents
 
     def optional_columns(self) -> list[str]:
         is_text = TOOLS in self.places and self.places[TOOLS] not in self.task.values

@@ -110,10 +110,11 @@ def token_types(names: Sequence[str], model: TextModel) -> dict[str, bool]:
 
     Call it after ``TextModel.load_tokenizer``.
     """
-    paired = len(names) == 2 and (model.tokenizer is None or model.tokenizer.sep_token is not None)
-    return (
-        {"return_token_type_ids": True} if paired and (getattr(model.config, "type_vocab_size", None) or 0) > 1 else {}
-    )
+    has_separator = model.tokenizer is None or model.tokenizer.sep_token is not None
+    types = getattr(model.config, "type_vocab_size", None) or 0
+    if len(names) == 2 and has_separator and types > 1:
+        return {"return_token_type_ids": True}
+    return {}
 
 
 def return_token_types(tokenizer: Any) -> None:
@@ -136,7 +137,10 @@ def join_columns(texts: Sequence[Text], model: TextModel) -> Sequence[Text]:
     Raises:
         RecipeError: The tokenizer has neither.
     """
-    if not texts or isinstance(texts[0], str) or (len(texts[0]) == 2 and model.tokenizer.sep_token is not None):
+    if not texts or isinstance(texts[0], str):
+        return texts
+    is_pair = len(texts[0]) == 2 and model.tokenizer.sep_token is not None
+    if is_pair:
         return texts
     separator = model.tokenizer.sep_token or model.tokenizer.eos_token
     if separator is None:
@@ -182,16 +186,22 @@ def encode_pairs(
     from fastloop_plugins.text.tokens import shortened
 
     def start(text: str) -> str:
-        part = kept_part(text, size, tokenizer.truncation_side) if most else text
-        enough = (
-            len(part) == len(text) or len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) >= most
-        )
-        return part if enough else text
+        if not most:
+            return text
+        part = kept_part(text, size, tokenizer.truncation_side)
+        if len(part) == len(text):
+            return text
+        tokens = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        return part if len(tokens) >= most else text
 
     for portion in portions(pairs):
-        columns = [list(texts) for texts in zip(*((start(one), start(other)) for one, other in portion), strict=True)]
-        found = tokenizer(*columns, return_attention_mask=False, **arguments)
-        types = found["token_type_ids"] if "return_token_type_ids" in arguments else [[]] * len(columns[0])
-        cuts = shortened(tokenizer, columns, found["input_ids"], found.encodings, most, arguments)
-        for ids, kinds, cut in zip(found["input_ids"], types, cuts, strict=True):
+        first_texts = [start(first) for first, _ in portion]
+        second_texts = [start(second) for _, second in portion]
+        encoded = tokenizer(first_texts, second_texts, return_attention_mask=False, **arguments)
+        rows = encoded["input_ids"]
+        types: list[list[int]] = [[]] * len(rows)
+        if "return_token_type_ids" in arguments:
+            types = encoded["token_type_ids"]
+        cuts = shortened(tokenizer, [first_texts, second_texts], rows, encoded.encodings, most, arguments)
+        for ids, kinds, cut in zip(rows, types, cuts, strict=True):
             yield ids + kinds, cut

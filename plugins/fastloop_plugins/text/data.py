@@ -151,8 +151,10 @@ class TextData:
 
     def names_of(self, key: str) -> list[str]:
         """The columns that the option ``data.<key>`` names."""
-        given: str | list[str] | None = getattr(self.options, key)
-        return [] if given is None else column_names(given, f"{self.where}.{key}")
+        names: str | list[str] | None = getattr(self.options, key)
+        if names is None:
+            return []
+        return column_names(names, f"{self.where}.{key}")
 
     @property
     def formats(self) -> Sequence[str]:
@@ -394,14 +396,17 @@ class TextData:
         encode = LabelledRows(self, model, self.stream.label_table(datasets))
         return self.stream.datasets(run, datasets, encode)
 
-    def needed_splits(self, there: Collection[str]) -> dict[str, str]:
-        """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of
-        it."""
+    def needed_splits(self, available: Collection[str]) -> dict[str, str]:
+        """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of it.
+
+        Args:
+            available: The splits that the source has.
+        """
         splits = {role: name for role, name in vars(self.splits).items() if name is not None}
         if self.inference is None:
             return splits
         role = self.inference.split
-        if role == "validation" and self.splits.validation not in there and self.options.validation_fraction:
+        if role == "validation" and self.splits.validation not in available and self.options.validation_fraction:
             role = "train"
         return {key: name for key, name in splits.items() if key == role}
 

@@ -35,25 +35,26 @@ def drop_rows(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, lis
     Raises:
         RecipeError: A label to leave out never occurs, or all rows of a split are left out.
     """
-    found = {role: list(those) for role, those in parts.items()}
-    _drop_by_label(found, data)
-    for role, those in found.items():
+    kept = {role: list(tables) for role, tables in parts.items()}
+    _drop_by_label(kept, data)
+    for role, tables in kept.items():
         if role == "train" and data.stream is not None:  # the reader has left them out
             _report_drops(role, data.stream.index.dropped, int(data.stream.index.rows.sum()), data)
         elif data.drop.conditions:
-            found[role] = _drop_by_condition(role, those, data)
-    return found
+            kept[role] = _drop_by_condition(role, tables, data)
+    return kept
 
 
-def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
+def _drop_by_label(parts: dict[str, list[Table]], data: TextData) -> None:
+    """Replace each table by one without the rows whose label ``data.label_map`` leaves out."""
     unwanted = {map_key(label) for label, name in (data.options.label_map or {}).items() if name is None}
     if not unwanted:
         return
     total: Counter[str] = Counter()
-    for role, those in found.items():
+    for role, tables in parts.items():
         counts: Counter[str] = Counter()
         rows = 0
-        for index, part in enumerate(those):
+        for index, part in enumerate(tables):
             is_kept = zeros(len(part), np.bool_)
             for row, label in enumerate(part.column("label", data.labels[0])):
                 known = is_unlabelled(label) or is_label(label)
@@ -61,7 +62,7 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
                     counts[map_key(label)] += 1
                 else:
                     is_kept[row] = True
-            those[index] = part.keep(flatnonzero(is_kept))
+            tables[index] = part.keep(flatnonzero(is_kept))
             rows += len(part)
         if rows and counts.total() == rows:
             raise _all_dropped(role, "label_map", "Remove these labels from it.", rows, data)
@@ -121,26 +122,34 @@ def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
 
     def named(label: Any) -> Any:
         """The class of a label: Ham and ham may be one."""
-        return classes.get(map_key(label), label) if is_label(label) else label
+        if not is_label(label):
+            return label
+        return classes.get(map_key(label), label)
 
     for part in parts:
-        names = data.text_columns() | {name: data.text_key for name in data.optional_columns() if name in part.columns}
+        names = dict(data.text_columns())
+        for name in data.optional_columns():
+            if name in part.columns:
+                names[name] = data.text_key
         for _, block in in_blocks([part.column(key, name) for name, key in names.items()]):
             texts.extend(hash_rows((*names, *row) for row in zip(*block, strict=True))[:, 0])
-        own = [part.column(key, name) for name, key in data.label_columns().items()]
-        if own:
-            for _, block in in_blocks(own):
+        label_columns = [part.column(key, name) for name, key in data.label_columns().items()]
+        if label_columns:
+            for _, block in in_blocks(label_columns):
                 labels.extend(hash_rows(tuple(map(named, row)) for row in zip(*block, strict=True))[:, 0])
     first = first_rows(texts.finish())
     marks = labels.finish()
-    ends = np.cumsum([0, *map(len, parts)])
     chosen = zeros(len(first), np.bool_)
-    others = 0
+    other_labels = 0  # repeats whose label is not that of the first row
     for span in spans(len(first)):
         chosen[span] = first[span] == np.arange(span.start, span.stop)
         if len(marks):
-            others += int((marks[span] != marks[first[span]]).sum())
-    kept = [part.keep(flatnonzero(chosen[row : row + len(part)])) for part, row in zip(parts, ends, strict=False)]
+            other_labels += int((marks[span] != marks[first[span]]).sum())
+    kept = []
+    start = 0  # rows of the parts before
+    for part in parts:
+        kept.append(part.keep(flatnonzero(chosen[start : start + len(part)])))
+        start += len(part)
     if not data.reports("train"):
         return kept
     before = len(first)
@@ -149,15 +158,16 @@ def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
     repeat = agree(before - after, "repeats", "repeat")
     are = agree(before - after, "is", "are")
     line = f"data: train: {left_out} {repeat} the texts of an earlier one and {are} left out (data.deduplicate)"
-    if others:
-        data.messages.append(Problem(f"{line}; {others} with another label.", code="repeated-rows"))
+    if other_labels:
+        data.messages.append(Problem(f"{line}; {other_labels} with another label.", code="repeated-rows"))
     else:
         data.messages.append(line)
     return kept
 
 
 def _all_dropped(role: str, key: str, remedy: str, rows: int, data: TextData) -> RecipeError:
-    remedy = remedy if role == "train" else f"To leave out the split: data.splits.{role}=null."
+    if role != "train":
+        remedy = f"To leave out the split: data.splits.{role}=null."
     return RecipeError(
         f"leaves out all {rows} rows of the {role} split.",
         code="empty-split",

@@ -36,13 +36,17 @@ Portion = list[Any]
 Encode = Callable[[Portion], Iterable[tuple[Sequence[int], bool]]]
 """Yields the ids of each row, and whether truncation shortened it."""
 
-AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**19
-"""Rows, and their characters, that the tokenizer gets at once."""
+AT_ONCE = 1000
+"""Rows that the tokenizer gets at once."""
+CHARACTERS_AT_ONCE = 2**19
+"""Characters of these rows."""
 PARTS = 4
 """Parts of a portion that a forked process encodes one after another. It has one thread, which gains nothing from a
 large part, and the tokenizer takes about 200 bytes for each character of one."""
-FORKED_ROWS, FORKED_CHARACTERS = 16_384, 2**25
-"""Rows, or their characters, from which on processes are started: that takes some tens of milliseconds."""
+FORKED_ROWS = 16_384
+"""Rows from which on processes are started: that takes some tens of milliseconds."""
+FORKED_CHARACTERS = 2**25
+"""Characters of fewer rows from which on processes are started."""
 PATIENCE = 30.0
 """Seconds without any CPU time after which an encoding process counts as hanging. Encoding waits for nothing: a process
 without CPU time waits for a lock that another thread held when the process was forked."""
@@ -158,13 +162,13 @@ class EncodingProcess:
 
     def __init__(self, encode: Encode, portion: Portion) -> None:
         self.portion = portion
-        self._connection, other = multiprocessing.Pipe()
+        self._connection, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_serve, args=(other, encode, portion, os.getpid()), daemon=True)
+        self._process = context.Process(target=_serve, args=(child_end, encode, portion, os.getpid()), daemon=True)
         with warnings.catch_warnings(), without_stdin():
             warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: none of them is needed
             self._process.start()
-        other.close()
+        child_end.close()
 
     def send(self, portion: Portion) -> None:
         """Begin with a portion. The result of the one before must have been received."""

@@ -165,15 +165,15 @@ RULES = {
 
 def forbidden(config: GenerationConfig, targets: Sequence[Target]) -> dict[str, list[Target]]:
     """Setting of ``config`` -> the targets that it forbids. Settings that forbid none are left out."""
-    found = dict[str, list[Target]]()
+    forbidden_by = dict[str, list[Target]]()
     for name, rule in RULES.items():
         value = getattr(config, name, None)
         if value is None:
             continue
-        those = [target for target in targets if rule.forbids(target, value, config)]
-        if those:
-            found[name] = those
-    return found
+        impossible = [target for target in targets if rule.forbids(target, value, config)]
+        if impossible:
+            forbidden_by[name] = impossible
+    return forbidden_by
 
 
 def warn_about_forbidden(

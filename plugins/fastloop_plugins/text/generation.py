@@ -104,11 +104,12 @@ class GenerationOptions(Plugin):
 
 
 def check_generation(
-    given: Mapping[str, Any] | None, own: Mapping[str, str], num_beams: int, recipe: str, task: str
+    changes: Mapping[str, Any] | None, own: Mapping[str, str], num_beams: int, recipe: str, task: str
 ) -> dict[str, Any]:
     """The settings of ``plugins.<task>.generation``. A value of None unsets the model's.
 
     Args:
+        changes: The option, as in the recipe.
         own: Setting of ``generate`` -> the option of the task that sets it.
         num_beams: The task's own, unless it is a setting.
         recipe: The recipe, for messages.
@@ -117,9 +118,9 @@ def check_generation(
     Raises:
         RecipeError: A setting is unknown, has the wrong type or no effect, or the task has an option for it.
     """
-    given = given or {}
+    changes = changes or {}
     where = f"{recipe}: {task}.generation"
-    for name in given:
+    for name in changes:
         if name in own:
             raise RecipeError(
                 "the task has an option for it.",
@@ -127,8 +128,8 @@ def check_generation(
                 place=f"{where}.{name}",
                 remedy=f"Set {task}.{own[name]} instead.",
             )
-    parsed = parse(GenerationSettings, given, where)
-    settings = {name: getattr(parsed, name) for name in given}
+    parsed = parse(GenerationSettings, changes, where)
+    settings = {name: getattr(parsed, name) for name in changes}
     if (settings.get("num_beams") or num_beams) == 1:
         for name in BEAM_SETTINGS:
             if settings.get(name) is not None:
@@ -359,12 +360,16 @@ def generate(
     row_seeds: list[int] | None = None
     temperature = 1.0
     if options.do_sample and isinstance(seed, Sequence):
-        row_seeds = [one + number for one in seed for number in range(count)]
+        row_seeds = []
+        for prompt_seed in seed:
+            row_seeds += range(prompt_seed, prompt_seed + count)
         temperature = options.temperature if options.temperature is not None else 1.0
         options = without_sampling(options)
     if isinstance(seed, Sequence):
         seed = 0  # nothing else draws random numbers
-    rows = [prompt for prompt in prompts for _ in range(count)]
+    rows: list[Sequence[int]] = []
+    for prompt in prompts:
+        rows += [prompt] * count
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))  # similar lengths have little padding
     size = batch_size or len(rows) or 1
     batches = [order[start : start + size] for start in range(0, len(order), size)]

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
     from fastloop_plugins.rows.split_rows import Hashes
 
-HASHES, CUT = "hashes.npy", "cut.npy"
-"""Files of an entry: the hash of each row, and the rows that truncation has shortened."""
+HASHES = "hashes.npy"
+"""File of an entry: the hash of each row."""
+CUT = "cut.npy"
+"""File of an entry: the rows that truncation has shortened."""
 
 
 class KnownTokens:
@@ -67,20 +69,21 @@ class KnownTokens:
             places[span] = -1
         parts = -(-len(self.hashes) // AT_ONCE)
         for part in range(parts):  # of all hashes, so that sorting needs little memory
-            theirs = _rows_of_part(self.hashes, part, parts)
-            theirs = theirs[np.argsort(self.hashes[theirs, 0])]
-            known = self.hashes[theirs]
-            mine = _rows_of_part(hashes, part, parts)
-            if not len(theirs) or not len(mine):
+            known_rows = _rows_of_part(self.hashes, part, parts)
+            known_rows = known_rows[np.argsort(self.hashes[known_rows, 0])]
+            known = self.hashes[known_rows]
+            wanted_rows = _rows_of_part(hashes, part, parts)
+            if not len(known_rows) or not len(wanted_rows):
                 continue
-            wanted = hashes[mine]
+            wanted = hashes[wanted_rows]
             nearest = np.minimum(np.searchsorted(known[:, 0], wanted[:, 0]), len(known) - 1)
             is_known = (known[nearest] == wanted).all(1)
-            places[mine[is_known]] = theirs[nearest[is_known]]
+            places[wanted_rows[is_known]] = known_rows[nearest[is_known]]
         return places
 
     def ids(self, row: int) -> array[int]:
         """The token ids of a row of the entries."""
+        # with entries of 3 and 2 rows, _firsts is [0, 3, 5]: row 4 is number 1 of entry 1
         entry = int(np.searchsorted(self._firsts, row, side="right")) - 1
         index = row - self._firsts[entry]
         end = self._ends[entry][index]

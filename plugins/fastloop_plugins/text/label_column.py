@@ -113,7 +113,9 @@ def is_label(value: Any) -> bool:
 
 def is_unlabelled(value: Any) -> bool:
     """Whether a row has no label: null, NaN, or an empty text. A text of spaces is a label, and a list is no label."""
-    return is_missing(value) and (value == "" or not isinstance(value, str | list | tuple))
+    if isinstance(value, str):
+        return value == ""
+    return is_missing(value) and not isinstance(value, list | tuple)
 
 
 def plain(value: Any) -> Label:

@@ -84,18 +84,19 @@ def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where:
     names = mapped_names(options)
     if names:
         _check_mapped_names(values, names, f"{where}.label_map")
-        for role, those in values.items():
-            values[role] = [part.renamed(names) for part in those]
+        for role, labels in values.items():
+            values[role] = [part.renamed(names) for part in labels]
     if _are_numbers(values["train"], name_column(options)):  # every split is read by the rule of train
-        for role, those in values.items():
-            values[role] = [convert_numbers(part, options, notes) for part in those]
+        for role, labels in values.items():
+            values[role] = [convert_numbers(part, options, notes) for part in labels]
 
     files = ", ".join(table.where for table in parts["train"])
     dataset_names = None if names else names_of_train
     classes = _classes_of_train(values["train"], dataset_names, options, files, notes)
-    for role, those in values.items():
-        _check_known(those, classes, role, options)
-    ids = {role: concatenate([part.ids(classes.ids) for part in those]) for role, those in values.items()}
+    ids = {}
+    for role, labels in values.items():
+        _check_known(labels, classes, role, options)
+        ids[role] = concatenate([part.ids(classes.ids) for part in labels])
     warnings = [f"{files}: {warning}" for warning in warn_about_classes(ids["train"], classes.names)]
     return Labels(ids, classes.names, warnings, notes)
 
@@ -123,8 +124,8 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
             values = read_label_column(table, options, notes).renamed(names)
             if table.classes is not None and not names:
                 values = _named_by_dataset(values, table.classes, options.label_offset)
-            found = {label: model_classes.find(label, table.untyped) for label in values.labels}
-            unknown = values.first_row_with({label for label, index in found.items() if index is None})
+            class_ids = {label: model_classes.find(label, table.untyped) for label in values.labels}
+            unknown = values.first_row_with({label for label, index in class_ids.items() if index is None})
             if unknown is not None:
                 raise RecipeError(
                     f"{name_column(options)} holds {unknown.label!r}, which is no class of the model {model}. "
@@ -133,7 +134,7 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
                     place=unknown.place,
                     remedy=f"To rename a label: data.label_map={{{written_label(unknown.label)}: CLASS}}.",
                 )
-            ids_of_parts.append(values.ids(found))
+            ids_of_parts.append(values.ids(class_ids))
         ids[role] = concatenate(ids_of_parts)
     return Labels(ids, classes, [], notes)
 
@@ -205,8 +206,8 @@ def _renumbered(values: PartLabels, names: Sequence[str], offset: int) -> PartLa
 def _check_mapped_names(values: Mapping[str, list[PartLabels]], names: Mapping[str, Label], where: str) -> None:
     """Raise an error for a label of ``data.label_map`` that no row has."""
     labels: set[Label] = set()
-    for those in values.values():
-        for part in those:
+    for parts in values.values():
+        for part in parts:
             labels.update(part.labels)
     unknown = names.keys() - set(map(str, labels))
     if unknown:

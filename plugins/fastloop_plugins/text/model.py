@@ -126,19 +126,20 @@ class TextModel:
         Raises:
             RecipeError: The recipe has options of a tokenizer to train, and they are wrong or do not fit the model.
         """
-        given = self.options.tokenizer
+        tokenizer = self.options.tokenizer
         where = f"{self.where}.tokenizer"
         if self.options.config is None:
-            if isinstance(given, dict):
+            if isinstance(tokenizer, dict):
                 raise RecipeError(
                     "a tokenizer is trained only with model.config. A pretrained model has its own.",
                     code="unknown-option",
                     place=where,
                 )
             return None
-        if isinstance(given, str):
+        if isinstance(tokenizer, str):
             return None
-        trained = parse(TrainedTokenizer, given or {}, where)
+        options = tokenizer or {}
+        trained = parse(TrainedTokenizer, options, where)
         if trained.kind == "bpe" and trained.vocab_size < 300:
             raise RecipeError(
                 code="out-of-range",
@@ -146,7 +147,7 @@ class TextModel:
                 found=str(trained.vocab_size),
                 expected="300 or more for bpe",
             )
-        self._check_units(trained.kind, given or {})
+        self._check_units(trained.kind, options)
         return trained
 
     def _check_code(self) -> None:
@@ -164,7 +165,10 @@ class TextModel:
         kernel = self.options.attn_implementation or ""
         # transformers downloads a kernel for names such as "owner/kernel", and for flash_attention_2 if the package
         # kernels is installed
-        if "/" in kernel or (kernel.startswith("flash_attention") and find_spec("kernels") is not None):
+        is_downloaded = "/" in kernel
+        if kernel.startswith("flash_attention") and find_spec("kernels") is not None:
+            is_downloaded = True
+        if is_downloaded:
             no_code.refuse(f"{self.where}.attn_implementation", f"it runs the kernel {kernel} of the hub")
 
     def _use_base_of_adapter(self) -> Adapter | None:
@@ -181,9 +185,9 @@ class TextModel:
             self.options.tokenizer = str(adapter.folder)
         return adapter
 
-    def _check_units(self, kind: str, given: dict[str, Any]) -> None:
-        """Raise an error for options that a tokenizer of characters or bytes cannot have."""
-        if kind in ("char", "byte") and "vocab_size" in given:
+    def _check_units(self, kind: str, options: Mapping[str, Any]) -> None:
+        """Raise an error for options of the recipe that a tokenizer of characters or bytes cannot have."""
+        if kind in ("char", "byte") and "vocab_size" in options:
             has = "256 bytes" if kind == "byte" else "all characters of the training texts"
             raise RecipeError(
                 f"a tokenizer of kind {kind} has {has}.",
@@ -332,7 +336,8 @@ class TextModel:
         end = tokenizer.eos_token or tokenizer.sep_token
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = end or tokenizer.unk_token or None
-        if tokenizer.pad_token_id is None or (not self.classify and not end):
+        lacks_end = not self.classify and not end
+        if tokenizer.pad_token_id is None or lacks_end:
             raise RecipeError(
                 f"it has no token that {'pads' if self.classify else 'ends a text'}.",
                 code="missing-token",

@@ -123,7 +123,8 @@ class NeededSamples:
         if self._all is not None:
             return [self._all[index] for index in indices]
         places = self._places[list(indices)]
-        missing = np.asarray(indices, np.int64)[places < 0]
+        is_missing = places < 0
+        missing = np.asarray(indices, np.int64)[is_missing]
         others: Iterator[dict[str, Any]] = iter(())
         if len(missing):
             others = iter(self._encode(missing))
@@ -164,7 +165,8 @@ class NeededSamples:
 
         def start_reading(samples: Sequence[int]) -> None:
             places = self._places[list(samples)]
-            start(places[places >= 0].tolist())
+            is_encoded = places >= 0
+            start(places[is_encoded].tolist())
 
         return start_reading
 

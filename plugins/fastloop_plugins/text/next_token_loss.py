@@ -125,9 +125,18 @@ def adapt_head(model: Any, compute: HeadLoss | None = None) -> None:
 
     head.fastloop_logits = logits
     head.forward = MethodType(head_forward, head)
-    head.fastloop_targets = head.fastloop_places = head.fastloop_arguments = None
+    _set_loss_inputs(head, None, None, None)
     model.has_adapted_head = True
     model.computes_in_head = compute is not None
+
+
+def _set_loss_inputs(
+    head: Any, targets: Tensor | None, places: Tensor | None, arguments: tuple[Reduction, float] | None
+) -> None:
+    """Set what the adapted head reads beside its hidden states. Without targets, it computes logits."""
+    head.fastloop_targets = targets
+    head.fastloop_places = places
+    head.fastloop_arguments = arguments
 
 
 def restore_head(model: Any) -> None:
@@ -136,7 +145,8 @@ def restore_head(model: Any) -> None:
     head.forward = MethodType(head.fastloop_logits, head)
     for name in ("logits", "targets", "places", "arguments"):
         delattr(head, f"fastloop_{name}")
-    model.has_adapted_head = model.computes_in_head = False
+    model.has_adapted_head = False
+    model.computes_in_head = False
 
 
 def uses_head(model: Any, places: Tensor | None) -> bool:
@@ -145,7 +155,9 @@ def uses_head(model: Any, places: Tensor | None) -> bool:
     from torch import nn
     from torch.distributed.tensor import DTensor
 
-    if not model.has_adapted_head or model.keeps_logits or (places is None and not model.computes_in_head):
+    if not model.has_adapted_head or model.keeps_logits:
+        return False
+    if places is None and not model.computes_in_head:
         return False
     head = model.get_output_embeddings()
     return type(head) is nn.Linear and hasattr(head, "fastloop_targets") and not isinstance(head.weight, DTensor)
@@ -166,13 +178,11 @@ def head_output(
     tokens = targets.flatten()
     if places is not None:
         tokens = tokens.index_select(0, places)
-    head.fastloop_targets = tokens
-    head.fastloop_places = places
-    head.fastloop_arguments = (reduction, temperature)
+    _set_loss_inputs(head, tokens, places, (reduction, temperature))
     try:
         output = plain(model, *args, **kwargs)
     finally:
-        head.fastloop_targets = head.fastloop_places = head.fastloop_arguments = None
+        _set_loss_inputs(head, None, None, None)
     fields = dict(output)
     from_head = fields.pop("logits")  # the loss, or the logits of the places
     if model.computes_in_head:

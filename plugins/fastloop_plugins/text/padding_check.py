@@ -194,9 +194,9 @@ def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str
         padded = logits_of_last(ids, mask)
         alone = logits_of_last(ids[-1:, is_real], mask[-1:, is_real])
         change = 0.0
-        for found, expected in zip(padded, alone, strict=True):
-            change = max(change, relative_change(found, expected))
-            if int(found.argmax()) != int(expected.argmax()):  # further logits are those of other texts
+        for with_padding, without_padding in zip(padded, alone, strict=True):
+            change = max(change, relative_change(with_padding, without_padding))
+            if int(with_padding.argmax()) != int(without_padding.argmax()):  # further logits are those of other texts
                 break
         return change
 
@@ -247,24 +247,24 @@ def padding_change(model: Any, inputs: Mapping[str, Tensor]) -> float:
         alone["labels"] = labels[row][has_logits][None]
 
     def padded_logits() -> Tensor:
-        logits = results(model(**inputs))[row]
-        return logits[has_logits] if logits.dim() > 1 else logits
+        of_text = results(model(**inputs))[row]
+        return of_text[has_logits] if of_text.dim() > 1 else of_text
 
     try:
-        expected = results(model(**alone))[0]
+        logits_alone = results(model(**alone))[0]
     except Exception:  # the model takes only some lengths, so the text cannot be computed without padding
         return 0.0
     try:
-        found = padded_logits()
+        logits = padded_logits()
     except Exception:  # a model may take padding on one side only
         return math.inf
-    change = relative_change(found, expected)
+    change = relative_change(logits, logits_alone)
     if change > ROUNDING:
         return change
     if change <= CONTENT:
         return 0.0
     with other_padding(model, mask):
-        by_content = relative_change(padded_logits(), found)
+        by_content = relative_change(padded_logits(), logits)
     return change if by_content > CONTENT else 0.0
 
 
@@ -306,9 +306,9 @@ def other_padding(model: Any, mask: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def relative_change(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a share of the largest value; infinite if one of them is NaN."""
-    share = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+def relative_change(values: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a share of the largest expected value; infinite if one of them is NaN."""
+    share = float((values - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
     return math.inf if math.isnan(share) else share
 
 

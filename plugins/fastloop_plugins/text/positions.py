@@ -55,12 +55,15 @@ def check_known_length(
     folder = None if name is None else recipe.find(name)
     saved = config if config is not None else _read(folder, "config.json")
     sizes = [saved[key] for key in KEYS if isinstance(saved.get(key), int)]
-    found = None
+    model_config = None
     if saved and (not sizes or max_length > min(sizes)):  # else transformers, which is slow to import, is not needed
-        found = config_from_scratch(dict(config), f"{where}.config") if config is not None else _saved_config(folder)
+        if config is not None:
+            model_config = config_from_scratch(dict(config), f"{where}.config")
+        else:
+            model_config = _saved_config(folder)
     source = recipe.find(tokenizer) if isinstance(tokenizer, str) else folder
     tokenizer_length = _read(source, "tokenizer_config.json").get("model_max_length")
-    check_length(recipe, max_length, found, tokenizer_length, name or "the model")
+    check_length(recipe, max_length, model_config, tokenizer_length, name or "the model")
 
 
 def _saved_config(folder: Path | None) -> Any:

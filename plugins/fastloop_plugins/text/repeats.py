@@ -30,7 +30,8 @@ def repeated_rows(marks: Marks) -> NDArray[np.int64]:
     ranked = zeros(len(marks), np.uint64)
     ranked[:] = marks
     ranked.sort()
-    twice = ranked[1:][ranked[1:] == ranked[:-1]]
+    repeats_last = ranked[1:] == ranked[:-1]
+    twice = ranked[1:][repeats_last]  # [3, 3, 3, 5, 8, 8] has the marks [3, 3, 8] twice
     if not twice.size:
         return np.empty(0, np.int64)
     rows = GrowingArray(np.int64)
@@ -57,8 +58,10 @@ def _first_equal(marks: Marks) -> NDArray[np.int64]:
 
 def contains(ranked: Marks, marks: Marks) -> NDArray[np.bool_]:
     """Whether each mark is among some, which are sorted."""
-    found: NDArray[np.bool_] = ranked[np.searchsorted(ranked[:-1], marks)] == marks
-    return found
+    # of [3, 5, 8], 5 for the marks 4 and 5, and 8 for those above 5
+    nearest = ranked[np.searchsorted(ranked[:-1], marks)]
+    is_there: NDArray[np.bool_] = nearest == marks
+    return is_there
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def column_samples(data: TextData, model: TextModel, split: Split, dataset: Any)
             parts.append(("label", _name_label(data, split.labels[index])))
         for name, ids in sample.items():
             if name in ("input_ids", *data.text_columns().values()):
-                what = "tokens" if name == "input_ids" else f"tokens of {name}"
-                parts.append((what, show_tokens(model.tokenizer, ids)))
+                title = "tokens" if name == "input_ids" else f"tokens of {name}"
+                parts.append((title, show_tokens(model.tokenizer, ids)))
         yield parts
 
 
@@ -57,17 +57,22 @@ def split_rows(split: Split) -> list[NDArray[np.int32]]:
 
 def _text_parts(row: Text, columns: Sequence[str]) -> Sample:
     texts = [row] if isinstance(row, str) else row
-    return [*zip(columns if len(texts) == len(columns) else [", ".join(columns)], texts, strict=True)]
+    if len(texts) != len(columns):  # the texts of several columns were joined
+        columns = [", ".join(columns)]
+    return [*zip(columns, texts, strict=True)]
 
 
 def show_tokens(tokenizer: Any, ids: Iterable[int], targets: Iterable[str | None] | None = None) -> list[Token]:
     """The text of each token and its target; None: no token has one. A token that is no text of its own, such as a part
     of a character or of a word, has its name in the vocabulary."""
     ids = [int(token) for token in ids]
-    found = []
+    shown = []
     for token, name in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
         text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if name.startswith("\u2581") and not text.startswith(" "):  # the decoder strips the first space of a text
             text = f" {text}"
-        found.append(name if not text or "\ufffd" in text or name.startswith("##") else text)
-    return list(zip(found, [None] * len(ids) if targets is None else targets, strict=True))
+        has_own_text = bool(text) and "\ufffd" not in text and not name.startswith("##")
+        shown.append(text if has_own_text else name)
+    if targets is None:
+        targets = [None] * len(ids)
+    return list(zip(shown, targets, strict=True))

@@ -77,30 +77,30 @@ def _find_files(data: TextData, files: Mapping[str, Any]) -> None:
     Raises:
         RecipeError: A file does not exist, is listed twice, or there is none to train on.
     """
-    given = {}
+    entries = {}  # split -> its paths and patterns
     for split, paths in vars(parse(Files, files, f"{data.where}.files")).items():
         if paths is not None:
-            given[split] = paths
-    needed = set(given)
+            entries[split] = paths
+    needed = set(entries)
     if data.inference is not None:
-        needed = set(data.needed_splits(given).values())
+        needed = set(data.needed_splits(entries).values())
     if data.options.sources is not None:
         data.sources = find_sources(data, needed)
-    in_memory = open_stream(data, given, needed)
-    found: dict[str, list[Path]] = {}
-    for split, paths in given.items():
+    in_memory = open_stream(data, entries, needed)
+    paths_of: dict[str, list[Path]] = {}
+    for split, paths in entries.items():
         is_mixed = split == "train" and bool(data.sources)
-        found[split] = []
+        paths_of[split] = []
         if split in in_memory and not is_mixed:
-            found[split] = find_files(data.recipe, paths, split, f"{data.where}.files.{split}", data.formats)
-    for split, paths in found.items():
+            paths_of[split] = find_files(data.recipe, paths, split, f"{data.where}.files.{split}", data.formats)
+    for split, paths in paths_of.items():
         refuse_repeated(paths, f"{data.where}.files.{split}")
     if data.sources:
-        found["train"] = []
+        paths_of["train"] = []
         for source in data.sources:
-            found["train"] += source.paths
-    data.files = found
-    if "train" not in found and data.inference is None:
+            paths_of["train"] += source.paths
+    data.files = paths_of
+    if "train" not in paths_of and data.inference is None:
         raise RecipeError(
             "missing.", code="missing-value", place=f"{data.where}.files.train", expected="a file to train on"
         )

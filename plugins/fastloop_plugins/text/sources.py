@@ -94,8 +94,8 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
             place=where,
             remedy="Rename the columns, and use data.files.",
         )
-    for number, given in enumerate(data.options.sources or ()):
-        source = parse(Source, given, f"{where}[{number}]")
+    for number, entry in enumerate(data.options.sources or ()):
+        source = parse(Source, entry, f"{where}[{number}]")
         source.where = f"{where}[{number}]"
         if source.label is not None and not data.labels:
             raise RecipeError(

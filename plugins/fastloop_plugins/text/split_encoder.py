@@ -152,13 +152,13 @@ class SplitEncoder:
             yield ids
 
     def _encode_from(self, start: int) -> Iterator[tuple[Sequence[int], bool]]:
-        found = None
+        known_rows = None
         if self.folder is not None and not self.sees_all:
-            found = find_known(self.family, self.folder, self.rows.hashes)
-        if found is None:
+            known_rows = find_known(self.family, self.folder, self.rows.hashes)
+        if known_rows is None:
             texts = self.texts(self.rows)
             return self._encode(Rest(texts, start) if start else texts, len(self.rows))
-        known, places = found
+        known, places = known_rows
         new = start + flatnonzero(places[start:] < 0)
         logger.info(
             "tokens: %s: %d of %d rows are tokenized, and the others copied from other splits in %s",
@@ -184,10 +184,11 @@ class SplitEncoder:
         write_hashes(entry, self.rows.hashes, flatnonzero(self._is_cut))
 
 
-def with_progress(rows: Iterable[R], what: str, start: int, total: int) -> Iterator[R]:
+def with_progress(rows: Iterable[R], name: str, start: int, total: int) -> Iterator[R]:
     """Yield rows. Logs how many there are, their speed and the time left, each ``PROGRESS`` seconds.
 
     Args:
+        name: The beginning of these lines.
         start: Rows before the first one.
         total: Rows at the end.
     """
@@ -203,5 +204,5 @@ def with_progress(rows: Iterable[R], what: str, start: int, total: int) -> Itera
         left = (total - start - number) / speed
         minutes, seconds = divmod(round(left), 60)
         logger.info(
-            "%s: %d of %d rows, %.0f rows/s, %d:%02d min left", what, start + number, total, speed, minutes, seconds
+            "%s: %d of %d rows, %.0f rows/s, %d:%02d min left", name, start + number, total, speed, minutes, seconds
         )

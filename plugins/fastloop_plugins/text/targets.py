@@ -39,10 +39,9 @@ def read_labels(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
         RecipeError: A label has another form than ``data.label_type``, or is no class.
     """
     if data.label_type == "number":
-        numbers = {
-            role: concatenate([read_numbers(part, data.labels[0], "data.label", ADVICE) for part in found])
-            for role, found in parts.items()
-        }
+        numbers = {}
+        for role, tables in parts.items():
+            numbers[role] = concatenate([read_numbers(table, data.labels[0], "data.label", ADVICE) for table in tables])
         return Labels(numbers, [ONLY], [], [])
     if data.label_type == "classes":
         return _class_sets(parts, data)
@@ -55,9 +54,11 @@ def is_readable(value: Any, data: TextData) -> bool:
     """Whether a cell can be a label of ``data.label_type``."""
     if data.label_type == "number":
         return read_number(value) is not None
-    if data.label_type == "classes":
-        return _switch(value) is not None if data.several else isinstance(value, list | tuple)
-    return is_label(value)
+    if data.label_type != "classes":
+        return is_label(value)
+    if data.several:
+        return _switch(value) is not None
+    return isinstance(value, list | tuple)
 
 
 def summarize(labels: NDArray[Any], data: TextData) -> str:
@@ -92,11 +93,11 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
         RecipeError: There is no such column, or a value is no finite number.
     """
     if name not in part.columns:
-        there = did_you_mean(name, part.all_names())
+        hint = did_you_mean(name, part.all_names())
         raise RecipeError(
-            f"there is no column {name!r}, which {key} names.{there}", code="unknown-column", place=part.where
+            f"there is no column {name!r}, which {key} names.{hint}", code="unknown-column", place=part.where
         )
-    found = zeros(len(part), np.float64)
+    numbers = zeros(len(part), np.float64)
     for row, value in enumerate(part.columns[name]):
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
@@ -109,8 +110,8 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
                 code="wrong-label",
                 remedy=remedy,
             )
-        found[row] = number
-    return found
+        numbers[row] = number
+    return numbers
 
 
 def _switch(value: Any) -> float | None:
@@ -121,19 +122,23 @@ def _switch(value: Any) -> float | None:
 
 def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     """A row of 0.0 and 1.0 for each row of the data, in the order of the classes."""
-    sets: dict[frozenset[str], int] = {}  # different sets of names -> place
-    codes: dict[str, list[NDArray[np.int32]]] = {}
-    for role, found in parts.items():
+    sets: dict[frozenset[str], int] = {}  # different sets of names -> code
+    codes: dict[str, list[NDArray[np.int32]]] = {}  # the code of each row of each part
+    for role, tables in parts.items():
         codes[role] = []
-        for part in found:
-            places = zeros(len(part), np.int32)
+        for part in tables:
+            part_codes = zeros(len(part), np.int32)
             for row, names in enumerate(_names(part, data)):
-                places[row] = sets.setdefault(names, len(sets))
-            codes[role].append(places)
-    named = list(sets)
+                part_codes[row] = sets.setdefault(names, len(sets))
+            codes[role].append(part_codes)
+    sets_by_code = list(sets)
     classes = data.classes if data.inference is not None else data.labels
     if data.inference is None and not data.several:
-        classes = sorted({name for found in codes["train"] for code in np.unique(found) for name in named[code]})
+        used = set[str]()
+        for part_codes in codes["train"]:
+            for code in np.unique(part_codes):
+                used |= sets_by_code[code]
+        classes = sorted(used)
         where = ", ".join(part.where for part in parts["train"])
         refuse_broken_names(classes, f"{where}: data.label")
         if len(classes) < 2:
@@ -142,20 +147,20 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
                 code="one-class",
                 place=where,
             )
-    unknown = [code for code, names in enumerate(named) if not names <= set(classes)]
-    for role, found in parts.items():
-        for part, those in zip(found, codes[role], strict=True):
-            bad = np.flatnonzero(np.isin(those, unknown))
+    unknown = [code for code, names in enumerate(sets_by_code) if not names <= set(classes)]
+    for role, tables in parts.items():
+        for part, part_codes in zip(tables, codes[role], strict=True):
+            bad = np.flatnonzero(np.isin(part_codes, unknown))
             if bad.size:
+                unknown_classes = sets_by_code[part_codes[bad[0]]] - set(classes)
                 source = "training" if data.inference is None else f"the model {data.inference.model}"
                 raise RecipeError(
-                    f"the class {min(named[those[bad[0]]] - set(classes))!r} is none of {source}. Its classes: "
-                    f"{list_labels(classes)}.",
+                    f"the class {min(unknown_classes)!r} is none of {source}. Its classes: {list_labels(classes)}.",
                     code="unknown-label",
                     place=f"{part.row(int(bad[0]) + 1)}: data.label",
                 )
-    table = np.array([[name in names for name in classes] for names in named], np.float32)
-    labels = {role: take(table, concatenate(found)) for role, found in codes.items()}
+    table = np.array([[name in names for name in classes] for names in sets_by_code], np.float32)  # (codes, classes)
+    labels = {role: take(table, concatenate(of_parts)) for role, of_parts in codes.items()}
     return Labels(labels, list(classes), [], [])
 
 

@@ -60,10 +60,10 @@ class AutoClassModel(TextModel):
     """
 
     def __init__(
-        self, recipe: Recipe, auto_class: str, classify: bool = True, what: str = "model", examples: str = ""
+        self, recipe: Recipe, auto_class: str, classify: bool = True, description: str = "model", examples: str = ""
     ) -> None:
         self.auto_class = auto_class
-        self.what = what
+        self.description = description
         self.examples = examples
         super().__init__(recipe, classify)
 
@@ -80,7 +80,7 @@ class AutoClassModel(TextModel):
         if kind in CONFIG_MAPPING and kind not in known and not config.get("auto_map"):
             remedy = f"Use one that it has, such as {self.examples}" if self.examples else "Use another architecture"
             raise RecipeError(
-                f"transformers has no {self.what} for {kind!r} ({self.auto_class}). {remedy}.",
+                f"transformers has no {self.description} for {kind!r} ({self.auto_class}). {remedy}.",
                 code="unsupported-model",
                 place=f"{self.where}.{key}",
             )
@@ -249,7 +249,10 @@ class TextTask(Plugin):
         from fastloop_plugins.text.batches import Ragged
 
         names = ("input_ids",) if "input_ids" in samples[0] else self.columns
-        rows = [sample[name] for name in names if name in samples[0] for sample in samples]
+        rows: list[NDArray[np.int32]] = []
+        for name in names:
+            if name in samples[0]:
+                rows.extend(sample[name] for sample in samples)
         fixed = {}
         if "label" in samples[0]:
             fixed["labels"] = torch.from_numpy(np.array([sample["label"] for sample in samples]))
@@ -354,8 +357,8 @@ class TextTask(Plugin):
         from fastloop_plugins.text import tokens
 
         def encode(tokenizer: Any, rows: Any, arguments: dict[str, Any]) -> Iterator[list[int]]:
-            found = self.encode(tokenizer, rows, arguments["encoding"])
-            return name_row_errors(found, lambda index, problem: refuse_row(self.data, rows[index], problem))
+            encoded = self.encode(tokenizer, rows, arguments["encoding"])
+            return name_row_errors(encoded, lambda index, problem: refuse_row(self.data, rows[index], problem))
 
         encoding = tokens.Encoding(
             arguments={

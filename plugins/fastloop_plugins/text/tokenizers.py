@@ -14,9 +14,10 @@ from fastloop.runtime.files import refuse_full_disk
 from fastloop_plugins._mapped import OTHER_TEMPORARY_FOLDER
 from fastloop_plugins.models.hub import quiet
 
-CHECKED, CHARACTERS = 20, 10_000
-"""Number of training texts, and characters of each at most, that the check of a saved tokenizer encodes. The first word
-decides in the known case."""
+CHECKED = 20
+"""Training texts that the check of a saved tokenizer encodes. The first word decides in the known case."""
+CHARACTERS = 10_000
+"""Characters of each of these texts at most."""
 
 
 @dataclass(kw_only=True)

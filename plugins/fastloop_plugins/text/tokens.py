@@ -162,8 +162,9 @@ class SplitReader:
         if types and model.tokenizer is not None:
             return_token_types(model.tokenizer)
         self.has_types = bool(types)
-        self.encoding = encoding = replace(encoding, arguments=encoding.arguments | types)
-        self.how = json.dumps([encoding.documents, encoding.arguments], sort_keys=True)
+        arguments = encoding.arguments | types
+        self.encoding = replace(encoding, arguments=arguments)
+        self.how = json.dumps([encoding.documents, arguments], sort_keys=True)
         # the hash does not cover such code
         is_cached = not model.options.trust_remote_code and not selection.first
         self.folder = _cache.use_token_folder() if is_cached else None
@@ -324,10 +325,12 @@ def encode(
         texts: Texts, or pairs: see ``text.columns.encode_pairs``.
         facts: The number of texts that truncation shortens is added to ``cut``, before each is yielded.
     """
-    counts = {} if facts is None else facts
-    counts.setdefault("cut", 0)
-    for ids, cut in encode_marked(tokenizer, texts, arguments):
-        counts["cut"] += cut
+    if facts is None:
+        facts = {}
+    facts.setdefault("cut", 0)
+    for ids, is_cut in encode_marked(tokenizer, texts, arguments):
+        if is_cut:
+            facts["cut"] += 1
         yield ids
 
 

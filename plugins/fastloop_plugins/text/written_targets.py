@@ -77,8 +77,11 @@ class TargetWriter:
         """
         written = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         packed = list[list[int]]()
-        for text, other, ids, is_cut in zip(texts, written, rows, cuts, strict=True):
-            packed.append([] if text == other else pack_text(text, self._difference(text, other, ids, is_cut)))
+        for text, written_text, ids, is_cut in zip(texts, written, rows, cuts, strict=True):
+            if text == written_text:
+                packed.append([])
+            else:
+                packed.append(pack_text(text, self._difference(text, written_text, ids, is_cut)))
         return packed
 
     def _difference(self, text: str, written: str, ids: Sequence[int], is_cut: bool) -> TextDifference:

@@ -54,7 +54,7 @@ class TagModel(AutoClassModel):
     label_key = "data.tags"
 
     def __init__(self, recipe: Recipe, data: TagTextData) -> None:
-        super().__init__(recipe, "AutoModelForTokenClassification", what="token classifier", examples=EXAMPLES)
+        super().__init__(recipe, "AutoModelForTokenClassification", description="token classifier", examples=EXAMPLES)
         self.data = data
         self.problem_type = None
 

@@ -124,10 +124,10 @@ class LanguageTextData(TextData):
         Raises:
             RecipeError: It names several, or prompts without completions.
         """
-        given = [key for key in ("text", "messages", "prompt") if self.recipe.data.get(key) is not None]
-        if len(given) > 1:
+        named = [key for key in ("text", "messages", "prompt") if self.recipe.data.get(key) is not None]
+        if len(named) > 1:
             raise RecipeError(
-                code="exclusive-options", place=self.where, found=" and ".join(given), expected="one of them"
+                code="exclusive-options", place=self.where, found=" and ".join(named), expected="one of them"
             )
         if (self.options.prompt is None) != (self.options.completion is None):
             missing = "prompt" if self.options.prompt is None else "completion"
@@ -137,7 +137,7 @@ class LanguageTextData(TextData):
                 place=f"{self.where}.{missing}",
                 expected="the names of both columns: data.prompt and data.completion",
             )
-        return bool(given)
+        return bool(named)
 
     def _check_chat_options(self) -> list[str]:
         """The columns of ``data.messages``; empty without.
@@ -223,14 +223,16 @@ class LanguageTextData(TextData):
                 )
         if not paths:
             return None
-        there = FileLayout(self.how, {"text": "text"}).first_names(str(paths[0]))
-        columns = [] if "text" in there else chat_columns(there)
+        names = FileLayout(self.how, {"text": "text"}).first_names(str(paths[0]))
+        if "text" in names:
+            return None
+        columns = chat_columns(names)
         if not columns:
             return None
         if len(columns) > 1:
             choices = " or ".join(map(_override, columns))
             raise RecipeError(
-                f"has several columns of conversations: {', '.join(there)}.",
+                f"has several columns of conversations: {', '.join(names)}.",
                 code="ambiguous-column",
                 place=str(paths[0]),
                 remedy=f"Name one: {choices}.",
@@ -265,7 +267,9 @@ class LanguageTextData(TextData):
         return super().text_columns()
 
     def optional_columns(self) -> list[str]:
-        return [name for name in OPTIONAL if name == TOOLS or name in self.chat_columns] if self.chat_columns else []
+        if not self.chat_columns:
+            return []
+        return [name for name in OPTIONAL if name == TOOLS or name in self.chat_columns]
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
         keys = self.row_columns()
@@ -329,12 +333,12 @@ class LanguageTextData(TextData):
     def _refuse_conversations(self, parts: Sequence[Table]) -> None:
         """Raise a ``RecipeError`` for a file without the column of texts, but with conversations."""
         for part in parts:
-            there = part.all_names()
-            columns = chat_columns(there)
-            if self.options.text in there or not columns:
+            names = part.all_names()
+            columns = chat_columns(names)
+            if self.options.text in names or not columns:
                 continue
             raise RecipeError(
-                f"has no column {self.options.text!r}, but conversations: {', '.join(there)}.",
+                f"has no column {self.options.text!r}, but conversations: {', '.join(names)}.",
                 code="unknown-column",
                 place=part.where,
                 remedy=f"Give {' or '.join(map(_override, columns))}.",

@@ -80,9 +80,11 @@ class DecoderModel(TextModel):
             return
         resize(model, rows, 0, f"{self.where}.pad_vocab_to", "Leave pad_vocab_to out.", mean=False)
         with torch.no_grad():
-            for parameter in {id(one): one for module in embeddings(model) for one in module.parameters()}.values():
-                parameter[tokens:] = 0
-        self.vocabulary = config.vocab_size = tokens
+            for module in embeddings(model):
+                for parameter in module.parameters():  # a tied one comes twice
+                    parameter[tokens:] = 0
+        self.vocabulary = tokens
+        config.vocab_size = tokens
         logger.info("model.pad_vocab_to: %d tokens, and %d rows of embedding and head while training", tokens, rows)
 
     def weights(self, run: Run) -> dict[str, Tensor]:
@@ -122,7 +124,9 @@ class ChatModel(DecoderModel):
         super().load_tokenizer(max_length)
         if self.tokenizer is None:
             return
-        if unknown := [mark for mark in self.marks if mark not in self.tokenizer.get_vocab()]:
+        vocabulary = self.tokenizer.get_vocab()
+        unknown = [mark for mark in self.marks if mark not in vocabulary]
+        if unknown:
             logger.warning(
                 Problem(
                     f"the tokenizer has no token {', '.join(unknown)}, so each is split into several.",

@@ -148,12 +148,12 @@ class CutPrompts:
         """
         empty = {"role": chat.messages[system]["role"], "content": ""}
         try:
-            other = renderer.prompt(Chat([*chat.messages[:system], empty], chat.tools))
+            empty_ids = renderer.prompt(Chat([*chat.messages[:system], empty], chat.tools))
         except RowError:
             return 0
         size = 0
-        for token, other_token in zip(ids, other, strict=False):
-            if token != other_token:
+        for token, empty_token in zip(ids, empty_ids, strict=False):
+            if token != empty_token:
                 break
             size += 1
         return size
@@ -167,15 +167,16 @@ def counted_prompts(chunks: Iterator[Sequences], room: int | None) -> Iterator[S
     cut.warn("Their end stays, after the token that begins a text")
 
 
-def cut_tokens(ids: list[int], kept: int, room: int) -> list[int]:
-    """The first ``kept`` tokens, and as many of the last ones as ``room`` has for them; only the last ones if the first
-    ones take more than half of it.
+def cut_tokens(ids: list[int], beginning: int, room: int) -> list[int]:
+    """The first ``beginning`` tokens, and as many of the last ones as ``room`` has for them; only the last ones if the
+    first ones take more than half of it.
 
-    For ids ``[1, 2, 3, 4, 5, 6]``, 2 kept and room for 4: ``[1, 2, 5, 6]``.
+    For ids ``[1, 2, 3, 4, 5, 6]``, a beginning of 2 and room for 4: ``[1, 2, 5, 6]``.
     """
-    if kept > room // 2:
+    if beginning > room // 2:
         return ids[-room:]
-    return ids[:kept] + ids[len(ids) - (room - kept) :]
+    last = room - beginning
+    return ids[:beginning] + ids[len(ids) - last :]
 
 
 def _to_answer(row: dict[str, Any], data: LanguageTextData) -> Chat:

@@ -75,9 +75,11 @@ class Chat:
 
 def chat_columns(names: Iterable[str]) -> list[str | list[str]]:
     """The values for ``data.messages`` that fit a file with these columns."""
-    there = set(names)
-    lists: list[str | list[str]] = [name for name in ("messages", "conversations") if name in there]
-    return lists + ([ALPACA] if {"instruction", "output"} <= there else [])
+    names = set(names)
+    columns: list[str | list[str]] = [name for name in ("messages", "conversations") if name in names]
+    if {"instruction", "output"} <= names:
+        columns.append(ALPACA)
+    return columns
 
 
 def read_chat(row: Mapping[str, Any], columns: Sequence[str], roles: Mapping[str, str] | None = None) -> Chat:
@@ -238,8 +240,11 @@ def describe_chat(text: str) -> str:
 
 def has_null(chat: Chat) -> bool:
     """Whether there is a null inside of the tools, or of the arguments of a call."""
-    calls = [call.get("function", call) for message in chat.messages for call in message.get("tool_calls", ())]
-    return _contains_null([chat.tools or [], [call.get("arguments", "") for call in calls]])
+    arguments = []
+    for message in chat.messages:
+        for call in message.get("tool_calls", ()):
+            arguments.append(call.get("function", call).get("arguments", ""))
+    return _contains_null([chat.tools or [], arguments])
 
 
 def _contains_null(value: Any) -> bool:
@@ -430,7 +435,8 @@ def _instruction(row: Mapping[str, Any], columns: Sequence[str]) -> list[dict[st
     for name in columns[1:-1]:
         texts[name] = texts.get(name) or ""
     for name, value in texts.items():
-        if problem := problem_of_text(value):
+        problem = problem_of_text(value)
+        if problem is not None:
             raise RowError(f"column {name!r} (data.messages) {problem}")
     asked = "\n".join(texts[name] for name in columns[:-1] if texts[name])
     answer = [{"role": "assistant", "content": texts[columns[-1]]}] if columns[-1] in texts else []

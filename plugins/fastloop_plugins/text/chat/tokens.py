@@ -173,9 +173,11 @@ class MaskedSequences(Sequences):
             starts = self.ends[span] - lengths[span]
             last = last_trained(ids, starts, starts + np.minimum(lengths[span], max_length))
             has_loss = last > starts  # the first token of a row is no target
-            kept = has_loss | (not drop)
-            ends.extend(last[kept] + 1)
-            kept_lengths.extend(np.where(has_loss, last - starts + 1, 0)[kept])
+            is_kept = has_loss | (not drop)
+            ends.extend(last[is_kept] + 1)
+            # rows [~5 ~6 7 ~8] and [~9 ~4] with starts [0, 4] and last [2, 4]: 3 tokens of the first, and none of the
+            # second, which has no loss
+            kept_lengths.extend(np.where(has_loss, last - starts + 1, 0)[is_kept])
             self.cut += int((lengths[span] > max_length).sum())
             self.dropped += int((~has_loss).sum())
         self.ends = ends.finish()
@@ -411,7 +413,7 @@ def language_samples(data: LanguageTextData, tokenizer: Any, split: Split) -> It
             before += len(ids)
             sample = [("text", str(row))]
         shown = np.where(ids < 0, ~ids, ids)[:size]
-        targets = ["" if one else None for one in has_loss[:size]]
+        targets = ["" if token_has_loss else None for token_has_loss in has_loss[:size]]
         sample.append(("tokens", show_tokens(tokenizer, shown, targets)))
         left = len(ids) - size
         if left > 0 and data.masked:

@@ -4,6 +4,7 @@ options                   # ``data.streaming``, and the settings that exclude it
 opening                   # finds the files of a stream, and opens it
 shards                    # the files that a stream reads
 dataset                   # the dataset: any range of positions of an epoch
+windows                   # the rows in memory among which places are drawn
 rows                      # rows -> samples, in the data workers
 blocks                    # blocks of a language model from texts put end to end
 """

@@ -135,10 +135,12 @@ def tokens_of(reader: Reader, group: int, encode: Tokens, size: int) -> Iterator
     """The tokens of a row group, those of ``size`` rows at a time."""
     rows = reader.read(group, 0)
     row = int(reader.index.firsts[group])
-    while batch := list(islice(rows, size)):
+    batch = list(islice(rows, size))
+    while batch:
         names = [reader.index.name(row + number) for number in range(len(batch))]
         yield encode(batch, names)
         row += len(batch)
+        batch = list(islice(rows, size))
 
 
 def count_tokens(
@@ -152,11 +154,13 @@ def count_tokens(
     """
     reader = make_reader()
     index: Index = reader.index
-    kept = None if tokenizer is None else kept_entry(["tokens", tokenizer, *columns, *index.facts], index.paths)
-    there = kept is not None and (kept / "tokens.npy").is_file()
-    if all(run.processes.all_gather_object(there)):
-        assert kept is not None
-        counts: NDArray[np.int64] = np.load(kept / "tokens.npy", allow_pickle=False)
+    entry = None
+    if tokenizer is not None:
+        entry = kept_entry(["tokens", tokenizer, *columns, *index.facts], index.paths)
+    is_cached = entry is not None and (entry / "tokens.npy").is_file()
+    if all(run.processes.all_gather_object(is_cached)):
+        assert entry is not None
+        counts: NDArray[np.int64] = np.load(entry / "tokens.npy", allow_pickle=False)
         return counts
     logger.info("data: counting the tokens of %d rows in %d row groups, once", int(index.rows.sum()), len(index.rows))
     counts = np.zeros(len(index.rows), np.int64)
@@ -164,9 +168,9 @@ def count_tokens(
         counts[group] = sum(map(len, tokens_of(reader, group, encode, ROWS_AT_ONCE)))
     reader.close()
     counts = np.sum(run.processes.all_gather_object(counts), axis=0)
-    if kept is not None and run.is_main:
-        with _cache.written(kept) as made:
-            np.save(made / "tokens.npy", counts, allow_pickle=False)
+    if entry is not None and run.is_main:
+        with _cache.written(entry) as folder:
+            np.save(folder / "tokens.npy", counts, allow_pickle=False)
     return counts
 
 
@@ -180,7 +184,9 @@ def index_blocks(index: Index, counts: NDArray[np.int64], sources: Sequence[int]
     for tokens in np.split(counts, list(sources[1:])):
         ends = np.cumsum(tokens)
         total = int(ends[-1])
-        blocks = total // size + (total % size > 1)  # one token has no next token to predict
+        blocks = total // size
+        if total % size > 1:  # one token has no next token to predict
+            blocks += 1
         if not blocks:
             raise RecipeError(
                 "the train split, or a source of data.mix, has no two tokens: there is no next token to learn.",

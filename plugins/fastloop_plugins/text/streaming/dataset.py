@@ -11,12 +11,11 @@ import hashlib
 import json
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,11 +28,12 @@ from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.drop import drop_line
 from fastloop_plugins.rows.formats import is_untyped
 from fastloop_plugins.rows.index import Reader, read_index
-from fastloop_plugins.rows.order import Order, Place
+from fastloop_plugins.rows.order import Order
 from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.batches import Sequences
 from fastloop_plugins.text.columns import join_columns, token_types
 from fastloop_plugins.text.label_column import is_unlabelled
+from fastloop_plugins.text.streaming.windows import Windows
 from fastloop_plugins.text.targets import propose_point, read_number
 from fastloop_plugins.text.tokens import encode
 
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.model import TextModel
     from fastloop_plugins.text.streaming.blocks import BlockReader, Tokens
 
-    Lane = tuple[int, int]
-    """Lane and source: a lane reads each source with a window of its own."""
     Encoder = Callable[[list[Row], list[RowName]], list[dict[str, Any]]]
     """Columns and names of some rows -> their samples. A data worker calls it."""
 
@@ -72,104 +70,6 @@ class FoundFiles:
     files: int
     rows: int
     digest: str
-
-
-@dataclass(frozen=True)
-class SlotPlace:
-    """The place of a slot in a pass over a source.
-
-    Attributes:
-        group: Its row group, by the place in the pass.
-        skip: Rows of the group that are before it.
-    """
-
-    group: int
-    skip: int
-
-
-@dataclass(frozen=True)
-class LaneWindow:
-    """Rows of a lane in memory, among which places are drawn.
-
-    Attributes:
-        turn: The pass over the source.
-        start: Its first slot in that pass.
-        rows: Number and columns of each row.
-    """
-
-    turn: int
-    start: int
-    rows: list[tuple[int, Row]]
-
-
-@dataclass(frozen=True)
-class LaneCursor:
-    """The rows of a pass that a lane has not read yet.
-
-    Attributes:
-        turn: The pass over the source.
-        slot: The slot of the next one.
-        rows: They begin with that slot.
-    """
-
-    turn: int
-    slot: int
-    rows: Iterator[tuple[int, Row]]
-
-
-class Windows:
-    """The rows of one reader: the current window of each lane in memory, and the position after it in the files."""
-
-    def __init__(self, order: Order, reader: Reader | BlockReader, sources: Sequence[int]) -> None:
-        self.order = order
-        self.reader = reader
-        self.sources = sources
-        self.held: dict[Lane, LaneWindow] = {}
-        self.cursors: dict[Lane, LaneCursor] = {}
-
-    def row(self, place: Place) -> tuple[int, Row]:
-        """Number and columns of the row at a place. Places of a lane come in increasing order."""
-        lane = (place.lane, place.source)
-        window = self.held.get(lane)
-        if window is None or (window.turn, window.start) != (place.turn, place.start):
-            self.held.pop(lane, None)
-            window = self._read_window(lane, place)
-            self.held[lane] = window
-        return window.rows[place.offset]
-
-    def _read_window(self, lane: Lane, place: Place) -> LaneWindow:
-        """Read the window of a place, from where the last one of its lane ended if that is not far."""
-        start = self._find(place.source, place.turn, place.start)
-        cursor = self.cursors.pop(lane, None)
-        if cursor is not None and cursor.turn == place.turn and 0 <= place.start - cursor.slot <= start.skip:
-            # the cursor reads the same row group: skip its rows before the window
-            deque(islice(cursor.rows, place.start - cursor.slot), maxlen=0)
-            rows = cursor.rows
-        else:
-            rows = self._from(place.source, place.turn, start)
-        window = LaneWindow(place.turn, place.start, list(islice(rows, place.size)))
-        self.cursors[lane] = LaneCursor(place.turn, place.start + place.size, rows)
-        return window
-
-    def _find(self, source: int, turn: int, slot: int) -> SlotPlace:
-        """The place of a slot in a pass over a source.
-
-        With row groups that end at [4, 8, 12], slot 6 is in the second one, after 2 of its rows.
-        """
-        _, ends = self.order.stream(source, turn)
-        place = int(np.searchsorted(ends, slot, side="right"))
-        first = int(ends[place - 1]) if place else 0
-        return SlotPlace(place, slot - first)
-
-    def _from(self, source: int, turn: int, start: SlotPlace) -> Iterator[tuple[int, Row]]:
-        """Yield the rows of a pass over a source, from a place on."""
-        skip = start.skip
-        groups, _ = self.order.stream(source, turn)
-        for number in groups[start.group :]:
-            group = int(number) + self.sources[source]
-            first = int(self.reader.index.firsts[group]) + skip
-            yield from enumerate(self.reader.read(group, skip), first)
-            skip = 0
 
 
 class Streamed(IterableDataset[Any]):
@@ -352,7 +252,7 @@ class Streaming:
     @property
     def paths(self) -> list[str]:
         """All files."""
-        return [path for paths in self.entries for path in paths]
+        return list(chain.from_iterable(self.entries))
 
     def read_head(self) -> Table:
         """Index the files, and read the rows that stand for the training split.
@@ -365,9 +265,11 @@ class Streaming:
         self.columns = [*data.text_columns(), *data.optional_columns(), *labels]
         counted = next(iter(labels), None) if data.label_type == "class" else None
         layout = replace(data.layout(), drop=data.drop, names=self._names())
-        self.index = index = read_index(self.paths, layout, counted, lists=data.tagged)
-        files = np.cumsum([0, *map(len, self.entries)])
-        self.sources = np.searchsorted(index.file, files[:-1]).tolist()
+        index = read_index(self.paths, layout, counted, lists=data.tagged)
+        # entries of 2 and 1 files begin with the files 0 and 2: with row groups of the files [0, 0, 1, 2], sources is
+        # [0, 3]
+        first_files = np.cumsum([0, *map(len, self.entries)])[:-1]
+        self.sources = np.searchsorted(index.file, first_files).tolist()
         self._set_groups(index)
         order = self.order(0, 1)()
         self.make_reader = partial(Reader, index, layout, self.columns)
@@ -402,9 +304,10 @@ class Streaming:
     def _names(self) -> list[dict[str, tuple[str, str]]]:
         """The names of the columns in each file, with ``data.sources``; else empty."""
         data = self.data
-        if not data.sources:
-            return []
-        return [source.names(data) for source in data.sources for _ in source.shards]
+        names: list[dict[str, tuple[str, str]]] = []
+        for source in data.sources:
+            names += [source.names(data)] * len(source.shards)
+        return names
 
     def _describe_sources(self) -> str:
         """The rows and the share of each source of a mix, for the log."""
@@ -455,15 +358,15 @@ class Streaming:
         own = FoundFiles(len(index.paths), int(index.rows.sum()), digest)
         by_rank: list[FoundFiles] = run.processes.all_gather_object(own)
         first = by_rank[0]
-        for rank, other in enumerate(by_rank):
-            if other == first:
+        for rank, files in enumerate(by_rank):
+            if files == first:
                 continue
-            first_found = f"{first.files} with {first.rows}"
-            if (other.files, other.rows) == (first.files, first.rows):
-                first_found += ", of other content"
+            of_first = f"{first.files} with {first.rows}"
+            if (files.files, files.rows) == (first.files, first.rows):
+                of_first += ", of other content"
             raise RecipeError(
-                f"process {rank} found {counted(other.files, 'file')} with {counted(other.rows, 'row')}, and process 0 "
-                f"{first_found}. Every process must read the same files: compare them on the machines.",
+                f"process {rank} found {counted(files.files, 'file')} with {counted(files.rows, 'row')}, and process 0 "
+                f"{of_first}. Every process must read the same files: compare them on the machines.",
                 code="processes-disagree",
                 place=f"{self.data.where}.files.train",
             )

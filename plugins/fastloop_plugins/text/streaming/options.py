@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,17 +45,17 @@ def refuse(data: TextData, key: str, reason: str) -> RecipeError:
     return RecipeError(f"cannot hold with data.streaming: {reason}.", code="no-streaming", place=f"{data.where}.{key}")
 
 
-def check_streaming(data: TextData, given: dict[str, Any]) -> None:
+def check_streaming(data: TextData, section: Mapping[str, Any]) -> None:
     """Check the options that a stream does not support.
 
     Args:
-        given: The recipe's ``data`` section.
+        section: The recipe's ``data`` section.
 
     Raises:
         RecipeError: Names the key, and what to do.
     """
     if not data.options.streaming:
-        _check_absent(data, given)
+        _check_absent(data, section)
         return
     _check_files(data)
     _check_rows(data)
@@ -63,10 +64,10 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     _check_plugins(data)
 
 
-def _check_absent(data: TextData, given: dict[str, Any]) -> None:
+def _check_absent(data: TextData, section: Mapping[str, Any]) -> None:
     """Without a stream: check that no option is for one."""
     for key in ("shuffle_buffer", "lanes", "mix"):
-        if given.get(key) is not None:
+        if section.get(key) is not None:
             raise RecipeError(
                 "it is for data.streaming, which is not on.",
                 code="unknown-option",

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class Shards:
 
     def paths(self) -> list[str]:
         """The files of all splits."""
-        return [path for paths in self.splits.values() for path in paths]
+        return list(chain.from_iterable(self.splits.values()))
 
     def class_names(self, data: TextData, split: str) -> list[str] | None:
         """The names of the classes of a split, if the features define them: the files then have their numbers."""
@@ -145,9 +146,9 @@ def _parquet_copy(data: TextData, name: str, problem: str) -> Shards:
     return shards
 
 
-def commit_of(found: Shards) -> str | None:
+def commit_of(shards: Shards) -> str | None:
     """The commit of files of the hub; None: they are local."""
-    match = COMMIT.match(found.paths()[0])
+    match = COMMIT.match(shards.paths()[0])
     return None if match is None else match[1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class AuditFiles:
 
     def cut(self, rank: int, step: int) -> None:
         """Keep only the lines before ``step``: the run repeats the later steps."""
-        kept = 0
+        size = 0  # bytes of the lines to keep
         with open(self.path(rank), "rb+", opener=no_follow) as file:
             for line in file:
                 try:
@@ -40,8 +40,8 @@ class AuditFiles:
                         break
                 except ValueError:  # a partial line
                     break
-                kept += len(line)
-            file.truncate(kept)
+                size += len(line)
+            file.truncate(size)
 
     def batches(self, epoch: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yield rank, step and the record of each micro-batch of an epoch."""
@@ -49,8 +49,10 @@ class AuditFiles:
             with self.path(rank).open("rb") as file:
                 file.seek(self.read_until.get(self.path(rank), 0))
                 for line in map(json.loads, file):
-                    if line["epoch"] == epoch:
-                        yield from ((rank, line["step"], batch) for batch in line["batches"])
+                    if line["epoch"] != epoch:
+                        continue
+                    for batch in line["batches"]:
+                        yield rank, line["step"], batch
 
     def epoch_ended(self) -> None:
         """Skip everything written so far in later reads."""
@@ -88,13 +90,13 @@ class EpochProblems:
         if self.missing:
             verb = agree(len(self.missing), "is", "are")
             parts.append(
-                f"{counted_of(len(self.missing), self.size, 'samples')} {verb} missing ({_some(self.missing, ', ')})"
+                f"{counted_of(len(self.missing), self.size, 'samples')} {verb} missing ({_first(self.missing, ', ')})"
             )
         if self.lost:
             parts.append(f"{counted_of(self.lost, self.size, 'samples')} {agree(self.lost, 'is', 'are')} missing")
         if self.repeated:
             locations = files.locate(epoch, self.repeated[:SHOWN]) + self.repeated[SHOWN:]
-            parts.append(f"{len(self.repeated)} came more than once ({_some(locations, '; ')})")
+            parts.append(f"{len(self.repeated)} came more than once ({_first(locations, '; ')})")
         if self.unknown:
             parts.append(f"{self.unknown} have ids that a dataset of {self.size} does not have")
         return ", ".join(parts)
@@ -111,13 +113,16 @@ def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = Fa
     import numpy as np
 
     if passes:
-        found = np.sort(np.concatenate([np.empty(0, np.int64), *(np.array(some, np.int64) for some in ids)]))
-        repeated = np.unique(found[1:][found[1:] == found[:-1]]).tolist()
-        return EpochProblems(size, [], repeated, 0, max(size - len(found), 0) if complete else 0)
+        every_id = np.concatenate([np.empty(0, np.int64), *(np.array(of_batch, np.int64) for of_batch in ids)])
+        every_id.sort()
+        repeats_last = every_id[1:] == every_id[:-1]
+        repeated = np.unique(every_id[1:][repeats_last]).tolist()
+        lost = max(size - len(every_id), 0) if complete else 0
+        return EpochProblems(size, missing=[], repeated=repeated, unknown=0, lost=lost)
     times = np.zeros(size, np.int32)
     unknown = 0
-    for some in ids:
-        numbers = np.array(some, np.int64)
+    for of_batch in ids:
+        numbers = np.array(of_batch, np.int64)
         known = numbers[(numbers >= 0) & (numbers < size)]
         np.add.at(times, known, 1)
         unknown += len(numbers) - len(known)
@@ -125,7 +130,8 @@ def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = Fa
     return EpochProblems(size, missing, np.flatnonzero(times > 1).tolist(), unknown)
 
 
-def _some(values: list[Any], separator: str) -> str:
+def _first(values: Sequence[object], separator: str) -> str:
+    """The first ``SHOWN`` values, for messages."""
     shown = [str(value) for value in values[:SHOWN]]
     if len(values) > SHOWN:
         shown.append("...")

@@ -146,9 +146,9 @@ class LaterPackedCollator:
         self.deterministic: bool = getattr(collate, "deterministic", False)
 
     def __call__(self, samples: list[Any]) -> Batch:
-        other = copy.copy(self.packed)
-        other.collate = self.collate
-        return other(samples)
+        packed = copy.copy(self.packed)
+        packed.collate = self.collate
+        return packed(samples)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # each combination of lengths would need its own graph

@@ -114,12 +114,12 @@ def find_first_position(
     return None
 
 
-def in_turns(ours: list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
+def in_turns(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
     """The results of two samples in the order of a batch of both: a sample may have several texts, such as a question
     and its answer, and a batch has all first texts before all second ones."""
     parts = []
-    for our_part, their_part in zip(ours, theirs, strict=True):
-        parts += [our_part, their_part]
+    for first_part, second_part in zip(first, second, strict=True):
+        parts += [first_part, second_part]
     return parts
 
 

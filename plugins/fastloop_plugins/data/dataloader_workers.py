@@ -44,7 +44,7 @@ class DataLoaderWorkers(Plugin):
         "How workers start; null: the platform's default.", default=None
     )
 
-    found: str  # how many workers ``num_workers: auto`` gives, for the log
+    choice: str  # how many workers ``num_workers: auto`` gives, for the log
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -92,10 +92,11 @@ class DataLoaderWorkers(Plugin):
     def _auto(self) -> int:
         processors = platform_support.cores()
         share = processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.found = f"auto is {max(0, min(share - 1, 8))} (of {processors} processors)"
-        return max(0, min(share - 1, 8))
+        workers = max(0, min(share - 1, 8))
+        self.choice = f"auto is {workers} (of {processors} processors)"
+        return workers
 
     @hookimpl
     def check_run(self) -> None:
         if self.num_workers == "auto":
-            self.log.info("%s", self.found)
+            self.log.info("%s", self.choice)

@@ -249,11 +249,11 @@ class LengthBucketing(Plugin):
         if id(dataset) not in self.known:
             import numpy as np
 
-            given = getattr(dataset, "lengths", None)
+            counts = getattr(dataset, "lengths", None)
             try:
-                if given is None:
-                    given = [len(dataset[index]["input_ids"]) for index in range(len(dataset))]
-                lengths = np.asarray(given, np.int64)
+                if counts is None:
+                    counts = [len(dataset[index]["input_ids"]) for index in range(len(dataset))]
+                lengths = np.asarray(counts, np.int64)
             except (TypeError, ValueError, KeyError, IndexError):
                 raise PluginError(
                     f"{type(dataset).__name__} has no lengths.",

@@ -81,7 +81,8 @@ class SampleAudit(Plugin):
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        self.files = files = AuditFiles(run.folder / "sample-audit")
+        files = AuditFiles(run.folder / "sample-audit")
+        self.files = files
         dataset = run.datasets["train"]
         self.has_ids = run.train_loader.stream is None or not getattr(dataset, "shards_itself", False)
         if run.is_main:
@@ -111,10 +112,11 @@ class SampleAudit(Plugin):
             if rank >= run.world_size:  # the run had more processes before; keep their records
                 files.cut(rank, run.state.step)
         if run.state.epoch_samples and not (self.loaded and files.ranks()):
-            self.unrecorded = epoch = run.state.epoch
+            self.unrecorded = run.state.epoch
             self.log.warning(
                 Problem(
-                    f"the beginning of epoch {epoch} is not recorded: it is only checked for repeated samples.",
+                    f"the beginning of epoch {self.unrecorded} is not recorded: it is only checked for repeated "
+                    "samples.",
                     code="epoch-not-recorded",
                 )
             )

@@ -65,11 +65,11 @@ class TokenCache(Plugin):
         return datasets
 
 
-def open_token_folder(given: str, where: str) -> Path:
+def open_token_folder(option: str, where: str) -> Path:
     """Create the folder of token ids.
 
     Args:
-        given: The option ``folder``.
+        option: The option ``folder``.
         where: The recipe, for messages.
 
     Raises:
@@ -78,10 +78,11 @@ def open_token_folder(given: str, where: str) -> Path:
     from fastloop_plugins._cache import own_part, user_cache
 
     try:
-        return own_part(user_cache("tokens") if given == "auto" else Path(given).expanduser())
+        folder = user_cache("tokens") if option == "auto" else Path(option).expanduser()
+        return own_part(folder)
     except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user who has no home folder
-        refuse_full_disk(error, Path(given))
-        place = f"{where}: plugins.token-cache.folder: {getattr(error, 'filename', None) or given}"
+        refuse_full_disk(error, Path(option))
+        place = f"{where}: plugins.token-cache.folder: {getattr(error, 'filename', None) or option}"
         raise PluginError(
             f"{getattr(error, 'strerror', None) or error}.",
             code="folder-not-writable",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -212,16 +213,16 @@ class Seq2SeqModel(AutoClassModel):
         return token
 
     def _build(self, auto: Any, labels: Any) -> Any:
-        given = self.options.config
+        from_scratch = self.options.config
         config = self.config
         pad = self.tokenizer.pad_token_id
-        if given is not None:
+        if from_scratch is not None:
             config.pad_token_id = pad
-            if "forced_eos_token_id" not in given and hasattr(config, "forced_eos_token_id"):
+            if "forced_eos_token_id" not in from_scratch and hasattr(config, "forced_eos_token_id"):
                 config.forced_eos_token_id = self.end()
-        if getattr(config, "decoder_start_token_id", None) is None or (
-            given is not None and "decoder_start_token_id" not in given
-        ):
+            if "decoder_start_token_id" not in from_scratch:
+                config.decoder_start_token_id = pad
+        if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = pad
         model = super()._build(auto, labels)
         model.generation_config = generation_config(model, self.generation)
@@ -231,11 +232,14 @@ class Seq2SeqModel(AutoClassModel):
 def reference_texts(batch: Mapping[str, Tensor], tokenizer: Any) -> list[str]:
     """The target texts of a batch, as the data has them."""
     labels = batch["labels"]
-    written = tokenizer.batch_decode(
+    decoded = tokenizer.batch_decode(
         labels.masked_fill(labels == IGNORED, tokenizer.pad_token_id), skip_special_tokens=True
     )
-    packed = [unpack_text(row) for row in batch["references"].cpu().numpy()]
-    return [other if text is None else text for text, other in zip(packed, written, strict=True)]
+    texts = []
+    for packed, decoded_text in zip(batch["references"].cpu().numpy(), decoded, strict=True):
+        text = unpack_text(packed)
+        texts.append(decoded_text if text is None else text)
+    return texts
 
 
 def generated_metrics(
@@ -263,7 +267,7 @@ def generated_metrics(
             texts = generate(batch.inputs)
             if batch.samples:
                 pairs += zip(texts, reference_texts(batch.inputs, tokenizer), strict=True)
-    pairs = [pair for part in run.processes.all_gather_object(pairs) for pair in part]
+    pairs = list(chain.from_iterable(run.processes.all_gather_object(pairs)))
     generated = [text for text, _ in pairs]
     targets = [[target] for _, target in pairs]
     return {

@@ -118,8 +118,9 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = LanguageTextData(recipe)
         if self.data.options.messages:
-            self.text_model = model = ChatModel(recipe, self.data.options.chat_template)
-            self.data.templates = model.templates
+            chat_model = ChatModel(recipe, self.data.options.chat_template)
+            self.text_model = chat_model
+            self.data.templates = chat_model.templates
         elif self.data.masked:
             self.text_model = CompletionModel(recipe)
         else:
@@ -281,7 +282,8 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         if not self._checked or getattr(model, "generation_config", None) is None:  # texts have no answers
             return
         config = generation_config(model, self.settings)
-        config.max_length = config.max_new_tokens = None  # `predict` has its own
+        config.max_length = None  # `predict` has its own
+        config.max_new_tokens = None
         answers = {name: find_answers(dataset, CHECKED) for name, dataset in self._checked.items()}
         warn_about_forbidden(config, answers, tokenizer, f"plugins.{self.name}", SHARED_SETTINGS)
         self._checked.clear()
@@ -319,9 +321,9 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         """The settings of ``generate`` for predictions and samples: greedy, unless ``temperature`` draws tokens. A text
         stops at the end tokens of ``generation_config``, as it does for users of an exported model."""
         settings = {"do_sample": False, "max_new_tokens": self.max_new_tokens, **self.sampling()}
-        return generation_config(
-            model, settings | self.settings | {"pad_token_id": self.text_model.tokenizer.pad_token_id}
-        )
+        settings |= self.settings
+        settings["pad_token_id"] = self.text_model.tokenizer.pad_token_id
+        return generation_config(model, settings)
 
     def _log_samples(self, run: Run) -> None:
         """Answer some prompts of the validation split with the weights as they are."""
@@ -334,10 +336,10 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         targets = [read(dataset[index]) for index in spread(len(dataset), self.samples)]
         prompts = [list(target.prompt) for target in targets]
         if self.room is not None:
-            kept = len(special_tokens(tokenizer).beginning)
+            beginning = len(special_tokens(tokenizer).beginning)
             for index, prompt in enumerate(prompts):
                 if len(prompt) > self.room:
-                    prompts[index] = cut_tokens(prompt, kept, self.room)
+                    prompts[index] = cut_tokens(prompt, beginning, self.room)
         options = self._settings(base_model(run))
         seed = run.recipe.train.seed
         size = run.recipe.train.eval_batch_size or run.recipe.train.batch_size

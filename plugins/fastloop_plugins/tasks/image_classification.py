@@ -123,7 +123,8 @@ class ImageClassification(TwoClassOptions):
         from fastloop_plugins.tasks.image.batches import read_image
 
         files = self.build_datasets(run)["train"].files
-        for index in [*range(0, len(files.names), max(len(files.names) // count, 1))][:count]:  # of several classes
+        step = max(len(files.names) // count, 1)  # files are sorted by class, so these are of several classes
+        for index in range(0, len(files.names), step)[:count]:
             path = files.root / files.names[index]
             label = files.labels[index]
             width, height = read_image(path, files.max_pixels).size

@@ -99,7 +99,7 @@ class Module(Plugin):
     criterion: Any  # None: the loss is code of the user
     counters: list[Any]  # the collator of each split
     collection: MetricCollection | None
-    found: dict[str, Any]  # key of the recipe -> its class or function; from build_datasets on
+    imported: dict[str, Any]  # key of the recipe -> its class or function; from build_datasets on
     broadcasts: BroadcastCheck  # from build_model on
 
     def __init__(self, **options: Any) -> None:
@@ -157,10 +157,10 @@ class Module(Plugin):
     def build_datasets(self) -> Mapping[str, Any]:
         from fastloop.recipe.references import import_object
 
-        self.found = {key: import_object(reference, self.recipe, key) for key, reference in self.named.items()}
-        for key, found in self.found.items():
-            if not callable(found):
-                problem = f"{self.named[key]} is of type {type(found).__name__}, expected a class or function."
+        self.imported = {key: import_object(reference, self.recipe, key) for key, reference in self.named.items()}
+        for key, code in self.imported.items():
+            if not callable(code):
+                problem = f"{self.named[key]} is of type {type(code).__name__}, expected a class or function."
                 raise RecipeError(problem, code="wrong-result", place=f"{self.file}: {key}")
         datasets = self._call("data")
         splits = ("train", "validation", "test")
@@ -175,7 +175,7 @@ class Module(Plugin):
                     place=f"{self.file}: data.module",
                     remedy=did_you_mean(split, splits),
                 )
-        loss = self.found.get("plugins.module.loss")
+        loss = self.imported.get("plugins.module.loss")
         if self.uses_classes:
             train = datasets.get("train")
             self.criterion.set_weights(lambda: targets_of(train, self.criterion.where), dataset=train)
@@ -194,7 +194,7 @@ class Module(Plugin):
         from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter
 
         remedy = "Let the dataset pad them, or name a collator: plugins.module.collate=FILE.py:NAME."
-        collate = self.found.get("plugins.module.collate") or DefaultCollator(None, remedy)
+        collate = self.imported.get("plugins.module.collate") or DefaultCollator(None, remedy)
         counter = TargetCounter(collate, self.criterion)
         self.counters.append(counter)
         return counter
@@ -228,7 +228,7 @@ class Module(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        warn_of_untrained(self.found.get("plugins.module.loss"), run, f"{self.file}: plugins.module.loss")
+        warn_of_untrained(self.imported.get("plugins.module.loss"), run, f"{self.file}: plugins.module.loss")
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
@@ -255,7 +255,7 @@ class Module(Plugin):
 
     def _call(self, key: str) -> Any:
         try:
-            return self.found[f"{key}.module"](**self.code[key].arguments)
+            return self.imported[f"{key}.module"](**self.code[key].arguments)
         except ImportError as error:
             raise RecipeError(
                 str(error), code="import-failed", place=f"{self.file}: {key}.module: {self.code[key].module}"

@@ -163,7 +163,7 @@ class TextClassification(TwoClassOptions, TextTask):
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         ids = self.text_model.tokenizer(list(PROBE), **self.encoding_arguments())["input_ids"]
-        return [{"input_ids": each} for each in ids]
+        return [{"input_ids": ids_of_text} for ids_of_text in ids]
 
     def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
         check_classifies(run, model, make(), len(self.order.names), self.text_model.where)

@@ -172,7 +172,10 @@ class TokenClassification(ClassifierOptions, TextTask):
 
     def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
         check_classifies(run, model, make(), len(self.order.names), self.text_model.where, tokens=True)
-        if run.recipe.inference is None and (sample := shortest(run.datasets["train"])) is not None:
+        if run.recipe.inference is not None:
+            return
+        sample = shortest(run.datasets["train"])
+        if sample is not None:
             check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
 
     @hookimpl

@@ -118,11 +118,11 @@ def _evenly_spaced(paths: list[Path]) -> list[Path]:
     return chosen[:: max(1, step)]
 
 
-def _count_others(found: list[Path], tried: list[Path]) -> str:
+def _count_others(alike: list[Path], tried: list[Path]) -> str:
     """A sentence for the images beside the first one that a message is about; empty if there are none."""
-    if len(found) == 1:
+    if len(alike) == 1:
         return ""
-    return f" So have {len(found) - 1} more of the {len(tried)} images that were tried."
+    return f" So have {len(alike) - 1} more of the {len(tried)} images that were tried."
 
 
 def _try_image(path: Path, max_pixels: int, resized: int) -> TriedImage:
@@ -158,11 +158,11 @@ def check_size(size: tuple[int, int], max_pixels: int, resized: int) -> None:
     ``resized``."""
     width, height = size
     longer = resized * max(size) // max(min(size), 1)
-    for pixels, what in ((width * height, ""), (resized * longer, f", and resized {resized} x {longer}")):
+    for pixels, resizing in ((width * height, ""), (resized * longer, f", and resized {resized} x {longer}")):
         if pixels > max_pixels:
             raise TooLarge(
-                f"has {width} x {height} pixels{what}, expected at most {max_pixels} in all (data.max_pixels). Cut or "
-                "shrink the image, remove it, or set the option higher."
+                f"has {width} x {height} pixels{resizing}, expected at most {max_pixels} in all (data.max_pixels). Cut "
+                "or shrink the image, remove it, or set the option higher."
             )
 
 
@@ -385,9 +385,9 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
 
     def as_split(self, split: str) -> ImageDataset:
         """See ``DatasetProtocol``."""
-        other = copy.copy(self)
-        other.transform = self.training if split == "train" else self.plain
-        return other
+        dataset = copy.copy(self)
+        dataset.transform = self.training if split == "train" else self.plain
+        return dataset
 
     def place_of(self, index: int) -> str:
         """The path of an image."""
@@ -420,4 +420,6 @@ class Collator:
 
     def __call__(self, samples: list[tuple[Any, ...]]) -> Any:
         inputs = tuple(default_collate(samples))
-        return inputs if self.loss.weights is None else Batch(inputs, loss_weight=self.loss.weight_of(inputs[1]))
+        if self.loss.weights is None:
+            return inputs
+        return Batch(inputs, loss_weight=self.loss.weight_of(inputs[1]))

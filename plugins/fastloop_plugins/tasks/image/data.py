@@ -199,7 +199,9 @@ class ImageData:
         self.ignored: list[Path] = []
         for key in ("mean", "std"):
             values = getattr(self.options, key)
-            if values is not None and (len(values) != 3 or (key == "std" and min(values) <= 0)):
+            if values is None:
+                continue
+            if len(values) != 3 or (key == "std" and min(values) <= 0):
                 raise RecipeError(
                     code="wrong-type",
                     place=f"{self.where}.{key}",
@@ -283,9 +285,12 @@ class ImageData:
             check: Whether to raise an error for a folder that is not a split's.
         """
         names = {split: name for split, name in vars(self.splits).items() if name is not None}
-        there = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-        folders = {split: root / name for split, name in names.items() if name in there}
-        listed = list_names(there, 8) or "none"
+        subfolders = list[str]()
+        for path in sorted(root.iterdir()):
+            if path.is_dir() and not path.name.startswith("."):
+                subfolders.append(path.name)
+        folders = {split: root / name for split, name in names.items() if name in subfolders}
+        listed = list_names(subfolders, 8) or "none"
         for split in self.options.splits or {}:
             if split in names and split not in folders and (self.inference is None or split == self.inference.split):
                 raise RecipeError(
@@ -302,7 +307,7 @@ class ImageData:
                 place=str(root),
             )
         known = {*names.values(), *SPLITS}
-        unknown = [name for name in there if name not in known]
+        unknown = [name for name in subfolders if name not in known]
         if check and unknown:
             name = unknown[0]
             raise RecipeError(
@@ -467,7 +472,9 @@ def _count_suffixes(paths: Iterable[Path]) -> str:
     """The most frequent suffixes of files and their numbers: ``.heic 10, .txt 2``."""
     counts = Counter[str]()
     for path in paths:
-        kind = "hidden" if path.name[0] == "." else path.suffix.lower()
-        counts[kind or "no suffix"] += 1
+        suffix = path.suffix.lower() or "no suffix"
+        if path.name[0] == ".":
+            suffix = "hidden"
+        counts[suffix] += 1
     most_frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5]
     return ", ".join(f"{suffix} {count}" for suffix, count in most_frequent)

@@ -186,8 +186,8 @@ class LibraryModel:
         try:
             yield
         except FAILURES as error:
-            given = f"{self.where}.arguments: {self.name} was called with {self.arguments}"
-            raise RecipeError(f"{clause(error)}.", code="invalid-value", place=str(given)) from None
+            place = f"{self.where}.arguments: {self.name} was called with {self.arguments}"
+            raise RecipeError(f"{clause(error)}.", code="invalid-value", place=place) from None
 
     def _no_weights(self, source: str, error: BaseException) -> RecipeError:
         return RecipeError(

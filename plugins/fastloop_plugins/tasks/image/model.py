@@ -263,18 +263,17 @@ class ImageModel:
     def order(self, classes: list[str]) -> LabelOrder:
         """The classes in sorted order, or in that of a transformers checkpoint with the same names, whose head is
         kept."""
-        sorted_order = LabelOrder(
-            classes, list(range(len(classes))), keeps_head=self.config is None or not self.pretrained
-        )
-        if sorted_order.keeps_head or not any(
-            "ForImageClassification" in name for name in self.config.architectures or ()
-        ):
+        is_new = self.config is None or not self.pretrained
+        sorted_order = LabelOrder(classes, list(range(len(classes))), keeps_head=is_new)
+        if is_new:
             return sorted_order
-        known: dict[int, Any] = self.config.id2label or {}
-        theirs: list[Any] = [known.get(index) for index in range(len(known))]
-        if sorted(map(str, theirs)) != sorted(classes):
+        if not any("ForImageClassification" in name for name in self.config.architectures or ()):
             return sorted_order
-        return LabelOrder(theirs, [theirs.index(name) for name in classes], keeps_head=True)
+        names: dict[int, Any] = self.config.id2label or {}
+        of_checkpoint: list[Any] = [names.get(index) for index in range(len(names))]
+        if sorted(map(str, of_checkpoint)) != sorted(classes):
+            return sorted_order
+        return LabelOrder(of_checkpoint, [of_checkpoint.index(name) for name in classes], keeps_head=True)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -313,7 +312,7 @@ class ImageModel:
         auto: Any = AutoModelForImageClassification
         if self.config.model_type == TIMM:
             self.config.pretrained_cfg = {**(self.config.pretrained_cfg or {}), **self.processor.settings}
-        theirs = name_classes(self.config, labels.names)
+        old_names = name_classes(self.config, labels.names)
         self.config.problem_type = "single_label_classification"
         with self._explained():
             if not pretrained:
@@ -337,7 +336,7 @@ class ImageModel:
         if self.adapter is None:  # an adapter has the weights that its base model lacks
             log_new(self.name, self.new)
         if self.recipe.inference is None and not labels.keeps_head:
-            self.new |= start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
+            self.new |= start_head_fresh(model, set(notes["missing_keys"]), old_names, labels, f"{self.where}.name")
         return model
 
     def export(self, run: Run, folder: Path) -> Path:

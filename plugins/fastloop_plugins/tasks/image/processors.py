@@ -161,15 +161,15 @@ class ImageProcessor(ABC):
         Raises:
             RecipeError: It has rules that the recipe cannot change.
         """
-        given = [key for key, value in asdict(changes).items() if value is not None]
-        if not given:
+        changed = [key for key, value in asdict(changes).items() if value is not None]
+        if not changed:
             return self
         remedy = f"Leave the key out, or change {SETTINGS} in a copy of the model's folder."
         try:
             with quiet():
                 processor = self._changed(changes)
         except FAILURES as error:
-            keys = ", ".join(given)
+            keys = ", ".join(changed)
             raise RecipeError(
                 f"{self.name} cannot use this: {clause(error)}.",
                 code="invalid-value",

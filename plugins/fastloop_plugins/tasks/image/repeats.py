@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ def find_repeated_images(splits: Mapping[str, ImageFiles], classes: Sequence[str
         classes: Names of the classes, by ``ImageFiles.labels``.
     """
     paths = {split: [files.root / name for name in files.names] for split, files in splits.items()}
-    digests = _digests([path for listed in paths.values() for path in listed])
+    digests = _digests(list(chain.from_iterable(paths.values())))
     samples = {}
     for split, listed in paths.items():
         contents = [digests.get(path, str(path)) for path in listed]  # a file that is not read equals no other

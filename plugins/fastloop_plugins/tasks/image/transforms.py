@@ -25,15 +25,15 @@ class TorchvisionProcessor(ImageProcessor):
     def __init__(self, make: Callable[..., Any], settings: Mapping[str, Any]) -> None:
         self.make = make
         self.transform = self._transform(settings)
-        own = self.transform
-        kept = {
-            "crop_size": own.crop_size[0],
-            "resize_size": own.resize_size[0],
-            "interpolation": own.interpolation.value,
-            "mean": list(own.mean),
-            "std": list(own.std),
+        transform = self.transform
+        complete = {
+            "crop_size": transform.crop_size[0],
+            "resize_size": transform.resize_size[0],
+            "interpolation": transform.interpolation.value,
+            "mean": list(transform.mean),
+            "std": list(transform.std),
         }
-        super().__init__(kept, Image.Resampling[own.interpolation.value.upper()])
+        super().__init__(complete, Image.Resampling[transform.interpolation.value.upper()])
 
     @property
     def name(self) -> str:

@@ -59,8 +59,10 @@ class DefaultCollator:
 
     def __call__(self, samples: list[Any]) -> Any:
         rows = samples
+        first = samples[0]
         # first dict: its check calls no Python function
-        if not isinstance(samples[0], tuple) and isinstance(samples[0], dict | Mapping) and "input_ids" in samples[0]:
+        has_ids = not isinstance(first, tuple) and isinstance(first, dict | Mapping) and "input_ids" in first
+        if has_ids:
             rows = [_as_tensors(sample) for sample in samples]
             if self.tokenizer is not None and _find_difference(rows):
                 rows = self._pad(rows)
@@ -196,7 +198,8 @@ class TargetRule:
             return None
         if self.shifted:
             targets = targets[..., 1:]
-        counted = targets[targets != self.ignored]
+        is_counted = targets != self.ignored
+        counted = targets[is_counted]
         if self.weight is None:
             return float(counted.numel())
         return float(self.weight.double()[counted].sum())
@@ -248,8 +251,8 @@ class TargetCounter:
                 code="wrong-batch",
                 place=self.class_loss.where,
             )
-        kept = batch.samples or count_samples(values, targets, len(samples))
-        if kept == 0:
+        kept_samples = batch.samples or count_samples(values, targets, len(samples))
+        if kept_samples == 0:
             raise DataError(
                 f"the collator left out all samples of a micro-batch: {len(samples)}.",
                 code="empty-batch",
@@ -261,11 +264,11 @@ class TargetCounter:
         counted: float | None = None
         if self.count is not None and isinstance(targets, Tensor):
             counted = self.count(targets)
-        weight = kept if counted is None else counted
+        weight = kept_samples if counted is None else counted
         tokens = batch.tokens or count_tokens(values)
-        if result is not batch and weight == kept == len(samples) and not tokens:
+        if result is not batch and weight == kept_samples == len(samples) and not tokens:
             return result  # plugins that wrap the collator read the plain inputs
-        batch.samples = kept
+        batch.samples = kept_samples
         batch.tokens = tokens
         if self.class_loss is not None or batch.loss_weight < 0:
             batch.loss_weight = weight

@@ -43,14 +43,12 @@ def forward(
         except TypeError as error:
             _check_arguments(model, batch, error)
             raise
-        read: Callable[[str], Any] = (
-            result.get if isinstance(result, dict | Mapping) else lambda name: getattr(result, name, None)
-        )
-        logits = read("logits")
+        is_mapping = isinstance(result, dict | Mapping)
+        logits = result.get("logits") if is_mapping else getattr(result, "logits", None)
         labels = batch.get("labels")
         if loss is not None and logits is not None and labels is not None:
             return Output(broadcasts.call_loss(loss, logits, labels), logits, labels)
-        batch_loss = read("loss")
+        batch_loss = result.get("loss") if is_mapping else getattr(result, "loss", None)
         if batch_loss is None:
             raise UsageError(
                 "the model returned no loss for a batch with the keys "
@@ -78,7 +76,9 @@ def warn_of_unused_loss(batch: Any, output: Output, model: nn.Module, place: str
     Args:
         place: The argument or key of the loss function.
     """
-    if not isinstance(batch, dict | Mapping) or (output.predictions is not None and output.targets is not None):
+    if not isinstance(batch, dict | Mapping):
+        return False
+    if output.predictions is not None and output.targets is not None:  # by which the loss function was computed
         return False
     missing = "the batch has no labels" if output.targets is None else "the model returns no logits"
     log.warning(

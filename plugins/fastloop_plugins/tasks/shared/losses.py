@@ -143,22 +143,23 @@ class ClassLoss:
 
         self._names = names
         self._counted = dataset
-        given = self.options.class_weights
-        if given is None:
+        weights = self.options.class_weights
+        if weights is None:
             return
-        if given == "balanced":
+        if weights == "balanced":
             self._balance(labels, names)
             return
-        if isinstance(given, dict):
-            given = self._in_order(given, names or ())
-        if (names is not None and len(given) != len(names)) or min(given, default=0.0) <= 0:
+        if isinstance(weights, dict):
+            weights = self._in_order(weights, names or ())
+        has_other_count = names is not None and len(weights) != len(names)
+        if has_other_count or min(weights, default=0.0) <= 0:
             raise RecipeError(
                 code="wrong-weights",
                 place=self.where,
-                found=str(given),
-                expected=f"a weight above 0 for each of the {len(names or given)} classes",
+                found=str(weights),
+                expected=f"a weight above 0 for each of the {len(names or weights)} classes",
             )
-        self.weights = torch.tensor(given)
+        self.weights = torch.tensor(weights)
 
     def _balance(self, labels: Callable[[], Any] | None, names: Sequence[str] | None) -> None:
         """Compute the weights of ``balanced``. The arguments are those of ``set_weights``."""
@@ -213,15 +214,20 @@ class ClassLoss:
         import torch
 
         assert self.weights is not None
-        if targets.is_floating_point() or (targets.numel() and targets.max() >= len(self.weights)):
-            kind = targets.dtype if targets.is_floating_point() else f"the class {int(targets.max())}"
+        problem = ""
+        if targets.is_floating_point():
+            problem = str(targets.dtype)
+        elif targets.numel() and targets.max() >= len(self.weights):
+            problem = f"the class {int(targets.max())}"
+        if problem:
             raise UsageError(
-                f"has {len(self.weights)} weights, and a batch's targets have {kind}.",
+                f"has {len(self.weights)} weights, and a batch's targets have {problem}.",
                 code="wrong-weights",
                 place=self.where,
                 expected="classes from 0",
             )
-        return float(self.weights.double()[targets[targets >= 0].to(torch.int64)].sum())
+        counted = targets[targets >= 0].to(torch.int64)
+        return float(self.weights.double()[counted].sum())
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         from torch.nn.functional import cross_entropy, log_softmax, nll_loss
@@ -285,17 +291,17 @@ def check_mean(loss: Any, where: str) -> None:
     Raises:
         UsageError: It returns a sum, or the loss of each sample.
     """
-    given: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     if isinstance(loss, functools.partial):
-        given = loss.keywords
+        keywords = loss.keywords
         loss = loss.func
-    reduction = given.get("reduction", getattr(loss, "reduction", "mean"))
+    reduction = keywords.get("reduction", getattr(loss, "reduction", "mean"))
     if isinstance(reduction, str) and reduction not in MEANS:
         raise UsageError(
             f"found reduction={reduction!r}. {NEEDS_MEAN} Set reduction='mean'.", code="conflicting-values", place=where
         )
     for name in LEGACY:
-        if given.get(name) is False:
+        if keywords.get(name) is False:
             raise UsageError(f"found {name}=False. {NEEDS_MEAN} Remove it.", code="conflicting-values", place=where)
 
 
@@ -346,7 +352,8 @@ def with_arguments(function: Callable[..., Any], value: str | Mapping[str, Any],
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in arguments:
-        if key in LEGACY or (key == "reduction" and arguments[key] not in MEANS):
+        is_no_mean = key == "reduction" and arguments[key] not in MEANS
+        if key in LEGACY or is_no_mean:
             raise RecipeError(f"{NEEDS_MEAN} Remove it.", code="conflicting-values", place=f"{where}.{key}")
         if key == "weight":
             raise RecipeError(

@@ -46,8 +46,9 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     from fastloop.probing import probing
 
     implementations = run.plugins.manager.hook.compute_loss.get_hookimpls()
-    if any(one.plugin is not task and not one.wrapper for one in implementations):
-        return
+    for implementation in implementations:
+        if implementation.plugin is not task and not implementation.wrapper:
+            return
     if run.strategy.sets_precision:
         return  # only its wrapper casts the inputs, and a wrapper may exchange data, which not every process would do
     if len(batches) == 1 and run.world_size == 1:

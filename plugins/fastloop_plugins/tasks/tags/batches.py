@@ -149,11 +149,13 @@ class TaggedSentences(Sequences):
         split: bool = False,
         words: list[list[str]] | None = None,
     ) -> None:
-        found, counts, self.cut = cut_words(numbers.reshape(-1, 2), lengths, room)
+        tokens, counts, self.cut = cut_words(numbers.reshape(-1, 2), lengths, room)
+        ids = tokens[:, 0]
+        targets = tokens[:, 1]
         self.long = sum(int((counts[span] > room).sum()) for span in spans(len(counts)))
         if split and self.long:
-            counts = divide_long(found[:, 1], counts, room)
-        super().__init__(found[:, 0], counts, found[:, 1])
+            counts = divide_long(targets, counts, room)
+        super().__init__(ids, counts, targets)
         self.counts = counts
         self.words = words
         self.lengths = np.add(counts, special, out=zeros(len(counts), np.int64))
@@ -214,46 +216,61 @@ def reorder(numbers: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int3
         return numbers
     table = np.array(order, dtype=np.int32)
     ordered = zeros(len(numbers), np.int32)
-    ordered[0::2] = numbers[0::2]
-    for span in spans(len(numbers) // 2):
-        targets = numbers[1::2][span]
-        first = targets >= 0
-        ids = table[np.where(first, targets, ~targets)]
-        ordered[1::2][span] = np.where(first, ids, ~ids)
+    pairs = numbers.reshape(-1, 2)  # id and target of each token
+    ordered_pairs = ordered.reshape(-1, 2)
+    for span in spans(len(pairs)):
+        targets = pairs[span, 1]
+        is_first = targets >= 0  # the first token of a word
+        tags = table[np.where(is_first, targets, ~targets)]
+        ordered_pairs[span, 0] = pairs[span, 0]
+        ordered_pairs[span, 1] = np.where(is_first, tags, ~tags)
     return ordered
 
 
 def cut_words(
-    found: NDArray[np.int32], lengths: NDArray[np.int64], room: int
+    tokens: NDArray[np.int32], lengths: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
     """Keep at most ``room`` tokens of each word. Returns the tokens, their number in each sentence, and the number of
     shortened words.
 
     Args:
-        found: (tokens, 2) id and target of each token.
+        tokens: (tokens, 2) id and target of each.
         lengths: Twice the number of tokens of each sentence.
     """
     counts = np.floor_divide(lengths, 2, out=zeros(len(lengths), np.int64))
     ends = cumsum(counts)
-    cut = sum(_kept_tokens(found[places], counts[rows], room)[1] for rows, places in row_spans(ends))
-    if not cut:
-        return found, counts, 0
-    tokens = GrowingArray(np.int32, 2)
-    new_counts = GrowingArray(np.int64)
+    cut = 0
     for rows, places in row_spans(ends):
-        kept, _ = _kept_tokens(found[places], counts[rows], room)
-        tokens.extend(found[places][kept])
-        new_counts.extend(np.add.reduceat(kept, np.cumsum(counts[rows]) - counts[rows], dtype=np.int64))
-    return tokens.finish(), new_counts.finish(), cut
+        cut += int((_word_sizes(tokens[places, 1], counts[rows]) > room).sum())
+    if not cut:
+        return tokens, counts, 0
+    kept_tokens = GrowingArray(np.int32, 2)
+    kept_counts = GrowingArray(np.int64)
+    for rows, places in row_spans(ends):
+        sizes = _word_sizes(tokens[places, 1], counts[rows])
+        # words of 1, 3 and 2 tokens begin at [0, 1, 1, 1, 4, 4], so the place of each token in its word is
+        # [0, 0, 1, 2, 0, 1]
+        begins = np.repeat(np.cumsum(sizes) - sizes, sizes)
+        is_kept = np.arange(len(begins)) - begins < room
+        kept_tokens.extend(tokens[places][is_kept])
+        first_tokens = np.cumsum(counts[rows]) - counts[rows]
+        kept_counts.extend(np.add.reduceat(is_kept, first_tokens, dtype=np.int64))
+    return kept_tokens.finish(), kept_counts.finish(), cut
 
 
-def _kept_tokens(found: NDArray[np.int32], counts: NDArray[np.int64], room: int) -> tuple[NDArray[np.bool_], int]:
-    """Whether ``cut_words`` keeps each token of some sentences, and the number of words that it shortens."""
-    firsts = np.cumsum(counts) - counts
-    begins = np.union1d(firsts, np.flatnonzero(found[:, 1] >= 0))
-    sizes = np.diff(begins, append=len(found))
-    kept = np.arange(len(found)) - np.repeat(begins, sizes) < room
-    return kept, int((sizes > room).sum())
+def _word_sizes(targets: NDArray[np.int32], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(words,) the tokens of each word of some sentences.
+
+    For targets ``[2, ~2, 0, 1, ~1]`` and counts ``[3, 2]``, words begin at ``[0, 2, 3]``, and their sizes are
+    ``[2, 1, 2]``.
+
+    Args:
+        targets: Those of all tokens.
+        counts: Tokens of each sentence.
+    """
+    first_tokens = np.cumsum(counts) - counts  # a sentence may begin with a token that begins no word
+    begins = np.union1d(first_tokens, np.flatnonzero(targets >= 0))
+    return np.diff(begins, append=len(targets))
 
 
 def divide_long(targets: NDArray[np.int32], counts: NDArray[np.int64], room: int) -> NDArray[np.int64]:
@@ -323,13 +340,16 @@ def batch_sentences(
             labels.append(framed(np.where(targets >= 0, targets, ~targets if every else IGNORED), IGNORED))
             sentences.append(framed(np.where(targets >= 0, number, -1), -1))
             start += size
-    found = np.concatenate(labels)
-    weight = (found != IGNORED).sum() if loss.weights is None else loss.weight_of(torch.from_numpy(found))
+    every_label = np.concatenate(labels)
+    if loss.weights is None:
+        weight = float((every_label != IGNORED).sum())
+    else:
+        weight = loss.weight_of(torch.from_numpy(every_label))
     columns = {
         "input_ids": (ids, model.tokenizer.pad_token_id), "labels": (labels, IGNORED), "sentences": (sentences, -1)
     }  # fmt: skip
     rows = torch.tensor([sample["row"] for sample in samples])
-    return Ragged(columns=columns, fixed={"rows": rows}, loss_weight=float(weight), tokens=sum(map(len, ids)))
+    return Ragged(columns=columns, fixed={"rows": rows}, loss_weight=weight, tokens=sum(map(len, ids)))
 
 
 def copy_logits(module: nn.Module, args: Any, output: Any) -> Any:
@@ -391,12 +411,14 @@ class TagRows:
             raise DataError(problem, code="invalid-row", place=str(names[index]))
 
         encoded = name_row_errors(encode_rows(self.tokenizer, texts), bad)
-        found = TaggedSentences(*flat(encoded), self.room, self.special)
+        dataset = TaggedSentences(*flat(encoded), self.room, self.special)
         empty = np.empty(0, np.int32)
-        samples = [
-            found[index] if words else {"input_ids": empty, "targets": empty, "row": index}
-            for index, (words, _) in enumerate(sentences)
-        ]
+        samples = []
+        for index, (words, _) in enumerate(sentences):
+            if words:
+                samples.append(dataset[index])
+            else:
+                samples.append({"input_ids": empty, "targets": empty, "row": index})
         if not any(words for words, _ in sentences):
             samples[0] = self.spare
         return samples
@@ -410,13 +432,19 @@ def tagged_samples(data: TagTextData, model: TagModel, split: Split, every: bool
     """
     before, after = model.special
     for (words, _), numbers in zip(split.texts, split_rows(split), strict=True):
-        ids, found = numbers.reshape(-1, 2).T
-        names = [data.classes[tag if tag >= 0 else ~tag] for tag in found.tolist()]
-        of_words = [name for name, target in zip(names, found, strict=True) if target >= 0]
-        targets = [name if target >= 0 or every else None for name, target in zip(names, found, strict=True)]
-        targets = [*(None for _ in before), *targets, *(None for _ in after)]
-        tokens = show_tokens(model.tokenizer, [*before, *ids, *after], targets)
-        yield [("words", " ".join(map("/".join, zip(words, of_words, strict=True)))), ("tokens", tokens)]
+        ids, targets = numbers.reshape(-1, 2).T
+        tags_of_words: list[str] = []
+        shown_targets: list[str | None] = [None] * len(before)
+        for target in targets.tolist():
+            is_first = target >= 0  # the first token of a word
+            tag = data.classes[target if is_first else ~target]
+            if is_first:
+                tags_of_words.append(tag)
+            shown_targets.append(tag if is_first or every else None)
+        shown_targets += [None] * len(after)
+        tokens = show_tokens(model.tokenizer, [*before, *ids, *after], shown_targets)
+        tagged_words = [f"{word}/{tag}" for word, tag in zip(words, tags_of_words, strict=True)]
+        yield [("words", " ".join(tagged_words)), ("tokens", tokens)]
 
 
 def encode_sentences(words: list[list[str]], model: TagModel, max_length: int, bad: Bad) -> TaggedSentences:
@@ -441,7 +469,8 @@ def sentence_chunks(
     """
     last = None
     empty = EmptyTexts()
-    long = cut = 0
+    long = 0
+    cut = 0
     for words, bad in chunks:
         last = encode_sentences(words, model, max_length, bad)
         long += last.long

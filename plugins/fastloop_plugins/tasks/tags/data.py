@@ -57,11 +57,16 @@ def has_tags(recipe: Recipe) -> bool:
     data = recipe.data
     if data.get("label") is not None or data.get("target") is not None or recipe.model.get("module"):
         return False
+    if data.get("format") == "conll" or data.get("words") is not None or data.get("tags") is not None:
+        return True
     files: Any = data.get("files")
-    given = list(files.values()) if isinstance(files, dict) else []
-    paths = [path for item in given for path in (item if isinstance(item, list) else [item]) if isinstance(path, str)]
-    is_conll = data.get("format") == "conll" or any(format_of(Path(path))[0] == CONLL for path in paths)
-    return is_conll or any(data.get(key) is not None for key in ("words", "tags"))
+    if not isinstance(files, dict):
+        return False
+    for entries in files.values():
+        for path in entries if isinstance(entries, list) else [entries]:
+            if isinstance(path, str) and format_of(Path(path))[0] == CONLL:
+                return True
+    return False
 
 
 class TagTextData(TextData):
@@ -124,23 +129,27 @@ class TagTextData(TextData):
 
         ids = {name: index for index, name in enumerate(self.classes)}
         part = self.stream.head
-        table = {tag: ids.get(self._name(part, tag), -1) for tag in self._stream_tags()}
-        for tag in (tag for tag, index in table.items() if index < 0):
-            raise self._unknown_tag(str(self.stream.index.name(self.stream.index.labels[tag][1])), tag, "train")
+        table = {}
+        for tag in self._stream_tags():
+            name = self._name(part, tag)
+            if name not in ids:
+                _, row = self.stream.index.labels[tag]
+                raise self._unknown_tag(str(self.stream.index.name(row)), tag, "train")
+            table[tag] = ids[name]
         return self.stream.datasets(run, datasets, TagRows(self, model, table, datasets["train"][0]))
 
     def _stream_tags(self) -> list[Any]:
-        """The tags of a streamed training split."""
-        return (
-            []
-            if self.stream is None
-            else [tag for tag in self.stream.index.labels if isinstance(tag, str | Integral) and tag != ""]
-        )
+        """The tags of a streamed training split; empty without one."""
+        if self.stream is None:
+            return []
+        return [tag for tag in self.stream.index.labels if isinstance(tag, str | Integral) and tag != ""]
 
     def is_conll(self, path: Path) -> bool:
         """Whether a file is read as a CoNLL file."""
         suffix = format_of(path)[0]
-        return suffix == CONLL or (self.options.format == "conll" and suffix in (".txt", ".tsv"))
+        if self.options.format == "conll" and suffix in (".txt", ".tsv"):
+            return True
+        return suffix == CONLL
 
     def _check_file(self, path: Path) -> None:
         suffix = format_of(path)[0]
@@ -189,11 +198,9 @@ class TagTextData(TextData):
                 f"column {self.labels[0]!r} (data.tags) holds {show(tags)}, expected a list of tags: names, or "
                 "whole numbers."
             )
-        return (
-            None
-            if len(tags) == len(words)
-            else f"found {counted(len(words), 'word')} and {counted(len(tags), 'tag')}, expected a tag for each word."
-        )
+        if len(tags) != len(words):
+            return f"found {counted(len(words), 'word')} and {counted(len(tags), 'tag')}, expected a tag for each word."
+        return None
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
         where = ", ".join(part.where for part in parts)
@@ -267,7 +274,9 @@ class TagTextData(TextData):
         names = part.classes or self.options.tag_names
         if names is None and self.inference is not None and str(int(tag)) not in self.classes:
             names = self.classes
-        return names[int(tag)] if names is not None and 0 <= tag < len(names) else str(int(tag))
+        if names is not None and 0 <= tag < len(names):
+            return names[int(tag)]
+        return str(int(tag))
 
     def _tag_names(self, names: set[str], first: Table, where: str) -> list[str]:
         """The classes: those that are given, or the names of the tags in the data, sorted.
@@ -275,9 +284,9 @@ class TagTextData(TextData):
         Args:
             first: The first part with rows.
         """
-        given = self.options.tag_names or first.classes
-        if given:
-            return list(given)
+        classes = self.options.tag_names or first.classes
+        if classes:
+            return list(classes)
         names = names | {self._name(first, tag) for tag in self._stream_tags()}
         refuse_broken_names(names, f"{where}: data.tags")
         if len(names) < 2:
@@ -305,7 +314,8 @@ class TagTextData(TextData):
     def _unknown_tag(self, place: str, tag: Any, role: str) -> RecipeError:
         where = "in data.tag_names" if self.options.tag_names else "in training"
         remedy = f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
-        remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""
+        if role != "train":
+            remedy += f" To leave this split out: data.splits.{role}=null."
         return RecipeError(
             f"found the tag {tag!r} (data.tags), which never occurs {where}. There: {list_labels(self.classes)}. ",
             code="unknown-label",

@@ -167,7 +167,9 @@ def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: s
         remedy = f"The tags follow {fitting}: {where}={fitting}"
     else:
         remedy = f"To count them, as conlleval does: {where}=null"
-    tagged = sum(tag != "O" for sentence in sentences for tag in sentence)
+    tagged = 0
+    for sentence in sentences:
+        tagged += sum(tag != "O" for tag in sentence)
     return (
         f"{len(outside)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as "
         f"{tags[place]!r} after {before}. {remedy}"
@@ -226,8 +228,13 @@ def tags_of(numbers: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[list
         numbers: Ids and targets of all sentences, in turn, end to end.
         lengths: Numbers of each of these sentences.
     """
-    targets = numbers[1 : lengths.sum() : 2]
-    return [part[part >= 0].tolist() for part in np.split(targets, np.cumsum(lengths // 2)[:-1])]
+    targets = numbers[: lengths.sum()].reshape(-1, 2)[:, 1]
+    ends = np.cumsum(lengths // 2)
+    tags = []
+    for targets_of_sentence in np.split(targets, ends[:-1]):
+        has_tag = targets_of_sentence >= 0
+        tags.append(targets_of_sentence[has_tag].tolist())
+    return tags
 
 
 class EntityScores(Metric):

@@ -112,11 +112,11 @@ class SampleAudit(Plugin):
             if rank >= run.world_size:  # the run had more processes before; keep their records
                 files.cut(rank, run.state.step)
         if run.state.epoch_samples and not (self.loaded and files.ranks()):
-            self.unrecorded = run.state.epoch
+            epoch = run.state.epoch
+            self.unrecorded = epoch
             self.log.warning(
                 Problem(
-                    f"the beginning of epoch {self.unrecorded} is not recorded: it is only checked for repeated "
-                    "samples.",
+                    f"the beginning of epoch {epoch} is not recorded: it is only checked for repeated samples.",
                     code="epoch-not-recorded",
                 )
             )

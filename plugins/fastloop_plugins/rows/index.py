@@ -300,12 +300,16 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                         place=str(path),
                     )
             facts += file.facts()
-        if total == start:
+        if total == start and any(dropped):
             raise RecipeError(
-                "has no rows that data.drop keeps." if any(dropped) else "has no rows.",
+                "has no rows that data.drop keeps.",
                 code="empty-file",
                 place=str(path),
                 remedy="Remove it from data.files.train.",
+            )
+        if total == start:
+            raise RecipeError(
+                "has no rows.", code="empty-file", place=str(path), remedy="Remove it from data.files.train."
             )
     files, keys, rows, lines = np.array(groups, np.int64).T
     index = Index(list(paths), files, keys, rows, {}, facts, dropped, lines, layout)

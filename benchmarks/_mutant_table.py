@@ -52,8 +52,8 @@ READING = [
     Mutant(
         "a repeated key of json is ignored",
         f"{PLUGINS}/rows/json.py",
-        "if len(found) < len(pairs):",
-        "if len(found) < len(pairs) // 2:",
+        "if len(mapping) < len(pairs):",
+        "if len(mapping) < len(pairs) // 2:",
     ),
     Mutant(
         "text after a json document is ignored",

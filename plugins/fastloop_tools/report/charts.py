@@ -120,8 +120,11 @@ def value_range(values: Sequence[float]) -> tuple[float, float]:
     low = min(values)
     high = max(values)
     if low == high:
-        return low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
-    return (0.0 if 0 <= low < 0.5 * high else low), high
+        margin = 0.05 * (abs(low) or 1)
+        return low - margin, high + margin
+    if 0 <= low < 0.5 * high:
+        low = 0.0
+    return low, high
 
 
 class MeanMark(NamedTuple):

@@ -30,7 +30,7 @@ def report(
 
     for folder in folders:
         check_links(folder)
-    found = read(folders)
+    contents = read(folders)
     output = output or Path("report.html")
-    write(output, render(found, title or page_title(found)))
+    write(output, render(contents, title or page_title(contents)))
     typer.echo(f"written to {output}")

@@ -150,12 +150,12 @@ def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
                 continue
             values = [row[key] for row in group]
             kinds = [*map(type, values)]
-            there = {int, float}.intersection(kinds)
-            if not there:
+            number_types = {int, float}.intersection(kinds)
+            if not number_types:
                 continue
             where = steps
-            if there != set(kinds):
-                is_number = np.array([kind in there for kind in kinds])
+            if number_types != set(kinds):
+                is_number = np.array([kind in number_types for kind in kinds])
                 where = steps[is_number]
                 values = [*compress(values, is_number)]
             name = f"{split} {key}" if split else key

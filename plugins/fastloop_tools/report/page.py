@@ -14,7 +14,7 @@ from fastloop.problem import counted
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
 from fastloop_tools.report.metrics import Series
-from fastloop_tools.report.read import Evaluation, Found, TrainedRun
+from fastloop_tools.report.read import Evaluation, PageContents, TrainedRun
 from fastloop_tools.report.tables import differences, environment
 from fastloop_tools.shared.matrix_picture import Matrix, draw_matrix
 from fastloop_tools.shared.svg import number
@@ -46,29 +46,29 @@ PAIRS = 20
 """Rows of that table."""
 
 
-def page_title(found: Found) -> str:
+def page_title(contents: PageContents) -> str:
     """The tasks of the runs, and the names of what the page shows, such as ``text-classification: quickstart``; their
     number, if they are more than ``MOST_NAMES``."""
     tasks: list[str] = []
-    for run in found.runs:
+    for run in contents.runs:
         task = str((run.summary or {}).get("task") or "")
         if task and task not in tasks:
             tasks.append(task)
     names = []
-    if not found.sweeps:  # whose runs have numbers
-        names += [run.name for run in found.runs]
-    for name, _ in (*found.sweeps, *found.ablations, *found.profiles):
+    if not contents.sweeps:  # whose runs have numbers
+        names += [run.name for run in contents.runs]
+    for name, _ in (*contents.sweeps, *contents.ablations, *contents.profiles):
         names.append(name)
     shown = ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} results"
     return f"{', '.join(tasks)}: {shown}" if tasks else shown
 
 
-def render(found: Found, title: str) -> str:
+def render(contents: PageContents, title: str) -> str:
     """Render the HTML page."""
-    drawn = charts(found.runs)
+    drawn = charts(contents.runs)
     logged_rows = []
     evaluations = []
-    for run in found.runs:
+    for run in contents.runs:
         for name, rows in run.rows.items():
             if rows:
                 logged_rows.append((run.name, name, rows_table(rows)))
@@ -76,15 +76,15 @@ def render(found: Found, title: str) -> str:
     template = _templates().get_template("page.html")
     return template.render(
         title=title,
-        runs=found.runs,
+        runs=contents.runs,
         charts=[chart for chart in drawn if isinstance(chart, Chart)],
         panels=[chart for chart in drawn if isinstance(chart, Panel)],
-        tables=_tables(found.runs),
+        tables=_tables(contents.runs),
         rows=logged_rows,
         evaluations=evaluations,
-        sweeps=[(name, results_table(record), sweeps.plots(record)) for name, record in found.sweeps],
-        ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
-        profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
+        sweeps=[(name, results_table(record), sweeps.plots(record)) for name, record in contents.sweeps],
+        ablations=[(name, record, ablation_bars(record)) for name, record in contents.ablations],
+        profiles=[(name, record, region_bars(record)) for name, record in contents.profiles],
     )
 
 
@@ -231,41 +231,41 @@ def shown_evaluations(run: TrainedRun) -> list[dict[str, Any]]:
     return [
         {
             "name": run.name,
-            "found": found,
-            "outdated": _outdated(run, found),
-            "matrix": _matrix(found),
-            "tables": _evaluation_tables(found),
+            "evaluation": evaluation,
+            "outdated": _outdated(run, evaluation),
+            "matrix": _matrix(evaluation),
+            "tables": _evaluation_tables(evaluation),
         }
-        for found in run.evaluations
+        for evaluation in run.evaluations
     ]
 
 
-def _outdated(run: TrainedRun, found: Evaluation) -> str:
+def _outdated(run: TrainedRun, evaluation: Evaluation) -> str:
     """A remark if the run has trained on since its evaluation."""
     steps = (run.summary or {}).get("steps")
-    if steps is None or found.steps is None or steps == found.steps:
+    if steps is None or evaluation.steps is None or steps == evaluation.steps:
         return ""
-    return f"This is the model after {counted(found.steps, 'step')}. The run now has {steps:,}: evaluate it again."
+    return f"This is the model after {counted(evaluation.steps, 'step')}. The run now has {steps:,}: evaluate it again."
 
 
-def _matrix(found: Evaluation) -> Matrix | None:
-    if not 0 < len(found.classes) <= MOST_CLASSES:
+def _matrix(evaluation: Evaluation) -> Matrix | None:
+    if not 0 < len(evaluation.classes) <= MOST_CLASSES:
         return None
-    return draw_matrix([row.name for row in found.classes], found.confusion)
+    return draw_matrix([row.name for row in evaluation.classes], evaluation.confusion)
 
 
-def _evaluation_tables(found: Evaluation) -> list[tuple[str, str, ReportTable]]:
+def _evaluation_tables(evaluation: Evaluation) -> list[tuple[str, str, ReportTable]]:
     """Headings, keys and tables: the metrics of each class and, without a matrix, the most frequent confusions."""
     tables = []
-    if found.classes:
+    if evaluation.classes:
         columns = ["precision", "recall", "f1", "samples"]
         rows = []
-        for row in found.classes:
+        for row in evaluation.classes:
             texts = [f"{row.precision:.4f}", f"{row.recall:.4f}", f"{row.f1:.4f}", f"{row.samples:,}"]
             rows.append((row.name, [Cell(text) for text in texts]))
         tables.append(("Classes", "classes", ReportTable("class", columns, rows, numbers=True)))
-    if len(found.classes) > MOST_CLASSES:
-        tables.append(("Most frequent confusions", "confusions", _confusions(found)))
+    if len(evaluation.classes) > MOST_CLASSES:
+        tables.append(("Most frequent confusions", "confusions", _confusions(evaluation)))
     return tables
 
 

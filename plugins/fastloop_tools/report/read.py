@@ -18,7 +18,7 @@ from fastloop_tools.report.metrics import Series, read_log
 from fastloop_tools.shared.json_files import MALFORMED, read_json
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
-"""The file that a folder has instead of a run -> its part of ``Found``."""
+"""The file that a folder has instead of a run -> its part of ``PageContents``."""
 MOST_ROWS = 20
 """Most rows of ``run.log_rows`` on the page, for each name."""
 EVALUATIONS = "evaluation"
@@ -96,7 +96,7 @@ class TrainedRun:
 
 
 @dataclass
-class Found:
+class PageContents:
     """The contents of the page."""
 
     runs: list[TrainedRun] = field(default_factory=list)
@@ -105,13 +105,13 @@ class Found:
     sweeps: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
-def read(folders: Iterable[Path]) -> Found:
+def read(folders: Iterable[Path]) -> PageContents:
     """Read everything in the given folders.
 
     Raises:
         UsageError: A folder contains none of these outputs, or a file cannot be read.
     """
-    found = Found()
+    contents = PageContents()
     names = dict[str, int]()
 
     def unique(folder: Path) -> str:
@@ -122,36 +122,38 @@ def read(folders: Iterable[Path]) -> Found:
     for folder in folders:
         name = unique(folder)
         if _is_run(folder):
-            found.runs.append(_run(folder, name))
+            contents.runs.append(_run(folder, name))
             continue
         file = next((file for file in RECORDS if (folder / file).is_file()), None)
         if file is None:
-            what = "contains no run, sweep, ablation or profile"
+            problem = "contains no run, sweep, ablation or profile"
             remedy = ""
             if folder.is_file():
-                what = "is a file"
+                problem = "is a file"
                 remedy = f"Give the folder, not its files: `fastloop report {folder.parent}`."
             elif not folder.is_dir():
-                what = nothing_at(folder, "folder")
+                problem = nothing_at(folder, "folder")
             raise UsageError(
-                f"{what}.",
+                f"{problem}.",
                 code="not-a-run",
                 place=str(folder),
                 expected="an output folder of `fastloop train`, `sweep`, `bench` or `profile`",
                 remedy=remedy,
             )
         record = read_json(folder / file)
-        part = Found()
-        for place in (part, found):
+        part = PageContents()
+        for place in (part, contents):
             getattr(place, RECORDS[file]).append((name, record))
         _check(part, folder / file)
         if file == "sweep.json":
-            members = [folder / run["name"] for run in record["runs"]]
-            found.runs += [_run(member, unique(member)) for member in members if _is_run(member)]
-    return found
+            for run in record["runs"]:
+                member = folder / run["name"]
+                if _is_run(member):
+                    contents.runs.append(_run(member, unique(member)))
+    return contents
 
 
-def _check(part: Found, path: Path) -> None:
+def _check(part: PageContents, path: Path) -> None:
     """Render the contents of one file alone, as a check of its form.
 
     Raises:
@@ -177,16 +179,15 @@ def _check(part: Found, path: Path) -> None:
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder is that of a run which has logged or ended."""
-    return (folder / "recipe.yaml").is_file() and (
-        (folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file()
-    )
+    has_results = (folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file()
+    return has_results and (folder / "recipe.yaml").is_file()
 
 
 def _run(folder: Path, name: str) -> TrainedRun:
     run = TrainedRun(folder, name)
     if (folder / "summary.json").is_file():
         run.summary = read_json(folder / "summary.json")
-        _check(Found([run]), folder / "summary.json")
+        _check(PageContents([run]), folder / "summary.json")
     try:
         recipe = safe_yaml.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
     except (OSError, UnicodeDecodeError) as error:
@@ -194,8 +195,9 @@ def _run(folder: Path, name: str) -> TrainedRun:
             f"cannot be read: {clause(error)}.", code="file-unreadable", place=str(folder / "recipe.yaml")
         ) from None
     run.recipe = recipe if isinstance(recipe, dict) else {}
-    if (path := folder / "metrics.jsonl").is_file():
-        run.lines = read_log(path)
+    log = folder / "metrics.jsonl"
+    if log.is_file():
+        run.lines = read_log(log)
     run.rows = {path.stem: read_last_rows(path) for path in sorted((folder / "rows").glob("*.jsonl"))}
     run.evaluations = [read_evaluation(path) for path in sorted((folder / EVALUATIONS).glob("*.json"))]
     return run

@@ -21,7 +21,7 @@ def differences(recipes: Sequence[Mapping[str, Any]]) -> Rows:
 
 def environment(summaries: Sequence[Mapping[str, Any]]) -> Rows:
     """The facts in which runs differ. A fact that a run has not recorded is no difference."""
-    found: list[dict[str, str]] = []
+    facts_of_runs: list[dict[str, str]] = []
     for summary in summaries:
         facts: dict[str, str] = {}
         for key in ENVIRONMENT:
@@ -31,6 +31,6 @@ def environment(summaries: Sequence[Mapping[str, Any]]) -> Rows:
                 facts |= {f"{name}: {part}": as_yaml(text) for part, text in value.items()}
             elif value is not None:
                 facts[name] = ", ".join(map(as_yaml, value)) if isinstance(value, list) else as_yaml(value)
-        found.append(facts)
-    rows = rows_that_differ(found)
+        facts_of_runs.append(facts)
+    rows = rows_that_differ(facts_of_runs)
     return [(key, values) for key, values in rows if len(set(values) - {""}) > 1]

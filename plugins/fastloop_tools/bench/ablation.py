@@ -323,7 +323,7 @@ def check_numerics(ablation: Ablation, train: Callable[[tuple[str, ...]], Measur
         bound = BOUNDS.get(plugin.numerics)
         finding = {"plugin": name, "class": plugin.numerics, "bound": bound, "difference": None}
         needed = closure(ablation, name)
-        together = tuple(other for other in ablation.plugins if other == name or other in needed)
+        together = tuple(listed for listed in ablation.plugins if listed == name or listed in needed)
         if bound is None:
             why_not: str | None = "its numerics class is changes-training"
         else:
@@ -334,12 +334,12 @@ def check_numerics(ablation: Ablation, train: Callable[[tuple[str, ...]], Measur
         if needed not in controls:
             controls[needed] = train(needed)
         control = controls[needed]
-        ours = train(together)
-        comparison = compare(plugin.numerics, ours, control, control)
+        measured = train(together)
+        comparison = compare(plugin.numerics, measured, control, control)
         if comparison["verdict"] == BROKEN:
             if needed not in second_controls:
                 second_controls[needed] = train(needed)
-            comparison = compare(plugin.numerics, ours, control, second_controls[needed])
+            comparison = compare(plugin.numerics, measured, control, second_controls[needed])
         yield {**finding, "control": list(needed), **comparison}
 
 
@@ -358,9 +358,11 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "low": low, "high": high}
 
 
-def ratio(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> dict[str, Any] | None:
-    """The ratio of two variants' speeds, over the repeats that both have. A variant that fails is not repeated."""
-    ratios = [faster(our_repeat, their_repeat) for our_repeat, their_repeat in zip(ours, theirs, strict=False)]
+def ratio(measured: Sequence[Measurement], reference: Sequence[Measurement]) -> dict[str, Any] | None:
+    """The ratio of a variant's speed to that of another, over the repeats that both have. A variant that fails is not
+    repeated."""
+    pairs = zip(measured, reference, strict=False)
+    ratios = [faster(repeat, reference_repeat) for repeat, reference_repeat in pairs]
     if not ratios:
         return None
     return {**summary(ratios), "pairs": len(ratios), "ratios": ratios, "verdict": verdict(ratios)}
@@ -430,8 +432,8 @@ def measured_results(measurements: Sequence[Measurement]) -> dict[str, Any]:
     }
 
 
-def pays_after(ours: dict[str, Any], before: dict[str, Any], factor: float) -> int | None:
+def pays_after(results: dict[str, Any], before: dict[str, Any], factor: float) -> int | None:
     """Steps until the time saved exceeds the extra start-up and first steps compared to the variant before, with
     nothing compiled yet."""
-    extra = sum(ours[name] - before[name] for name in ("startup_seconds", "first_steps_cold_seconds"))
+    extra = sum(results[name] - before[name] for name in ("startup_seconds", "first_steps_cold_seconds"))
     return break_even(extra, before["seconds_a_step"] * (1 - 1 / factor))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,7 +146,7 @@ def bench(
             budget=allowed,
         )
         sets = [names(listed) for listed in variants.split(";")] if variants else []
-        added = list(dict.fromkeys([*names(with_), *(name for listed in sets for name in listed)]))
+        added = list(dict.fromkeys([*names(with_), *chain.from_iterable(sets)]))
         loaded = load(recipe, overrides, added, without)
         options = {
             "--with": names(with_),
@@ -180,15 +181,18 @@ def load(recipe: str, overrides: list[str] | None, added: list[str], without: li
     return loaded
 
 
-def refuse_ablation_options(given: Mapping[str, Any]) -> None:
+def refuse_ablation_options(options: Mapping[str, Any]) -> None:
     """Refuse options of the ablation that have no meaning with ``--select``.
+
+    Args:
+        options: Option -> its value.
 
     Raises:
         UsageError: One of them was given.
     """
     from fastloop.errors import UsageError
 
-    for option, value in given.items():
+    for option, value in options.items():
         if value:
             raise UsageError(
                 f"{option} belongs to the ablation, which is not done.",
@@ -341,9 +345,12 @@ def this_place(plugins: Mapping[str, Plugin], recipe: Recipe) -> dict[str, Any]:
 
     machine = this_machine(recipe.train.device)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": __version__}
-    distributions = [distribution_of(type(plugin)) for plugin in plugins.values()]  # type: ignore[arg-type]
+    for plugin in plugins.values():
+        distribution = distribution_of(type(plugin))  # type: ignore[arg-type]
+        if distribution is not None:
+            versions[distribution.name] = distribution.version
     return {
-        "versions": versions | {one.name: one.version for one in distributions if one is not None},
+        "versions": versions,
         "machine": {
             "device": f"{machine.device} ({machine.name})",
             "cores": platform_support.cores(),

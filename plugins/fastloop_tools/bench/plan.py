@@ -84,7 +84,7 @@ def make_ablation(recipe: Recipe, sets: Sequence[Sequence[str]], leave_one_out: 
     full = ablation.full()
     if leave_one_out and len(full.plugins) > 1:
         for name in full.plugins:
-            others = tuple(other for other in full.plugins if other != name)
+            others = tuple(plugin for plugin in full.plugins if plugin != name)
             why_not = unresolvable(ablation, others)
             ablation.variants.append(Variant(f"all but {name}", others, "without", full.title, (name,), why_not))
     return ablation
@@ -178,13 +178,13 @@ def closure(ablation: Ablation, name: str) -> tuple[str, ...]:
     waiting = [name]
     while waiting:
         for reference in ablation.plugins[waiting.pop()].requires:
-            for other, plugin in ablation.plugins.items():
-                if other == name or other in needed:
+            for candidate, plugin in ablation.plugins.items():
+                if candidate == name or candidate in needed:
                     continue
-                if reference in (other, f"slot:{plugin.slot}"):
-                    needed.add(other)
-                    waiting.append(other)
-    return tuple(other for other in ablation.plugins if other in needed)
+                if reference in (candidate, f"slot:{plugin.slot}"):
+                    needed.add(candidate)
+                    waiting.append(candidate)
+    return tuple(candidate for candidate in ablation.plugins if candidate in needed)
 
 
 def unresolvable(ablation: Ablation, names: Sequence[str]) -> str | None:
@@ -198,9 +198,9 @@ def unresolvable(ablation: Ablation, names: Sequence[str]) -> str | None:
 
 def _tested(recipe: Recipe) -> Iterator[str]:
     """The plugins that the recipe lists, without its task, the defaults and those that publish results."""
-    ours = defaults()
+    default_names = defaults()
     for name, options in recipe.plugins.items():
-        if options is False or name in ours:
+        if options is False or name in default_names:
             continue
         plugin = load_listed(recipe, name)
         if plugin.slot != "task" and not plugin.publishes:

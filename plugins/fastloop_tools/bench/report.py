@@ -150,14 +150,14 @@ def quality_table(record: dict[str, Any]) -> Table:
     lines = []
     metrics = record["quality"]["metrics"] if record["quality"] is not None else {"baseline": {}, "full": {}}
     for name in metrics["baseline"]:
-        theirs = _finite(metrics["baseline"][name])
-        ours = _finite(metrics["full"].get(name, []))
-        if not ours or not theirs:
+        baseline = _finite(metrics["baseline"][name])
+        full = _finite(metrics["full"].get(name, []))
+        if not full or not baseline:
             continue
-        difference = fmean(ours) - fmean(theirs)
-        spread = max(max(ours) - min(ours), max(theirs) - min(theirs))
+        difference = fmean(full) - fmean(baseline)
+        spread = max(max(full) - min(full), max(baseline) - min(baseline))
         within = "within the seeds' spread" if abs(difference) <= spread else "more than the seeds' spread"
-        lines.append([name, _with_range(theirs), _with_range(ours), f"{difference:+.4f}", within])
+        lines.append([name, _with_range(baseline), _with_range(full), f"{difference:+.4f}", within])
     return ["metric", "baseline", "full set", "difference", "verdict"], lines
 
 

@@ -45,10 +45,12 @@ def selected_recipe(selection: EditSelection, last: str, folder: Path) -> str:
 
 def measured(trial: Trial) -> str:
     """The speedup of an edit that was kept, as text."""
-    pays = ""
+    text = f"x {median(trial.ratios):.2f}"
+    if len(trial.ratios) == 1:
+        text += ", one pair"
     if trial.once > ONCE and trial.pays_after is not None:
-        pays = f", pays after {counted(trial.pays_after, 'step')}"
-    return f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + pays
+        text += f", pays after {counted(trial.pays_after, 'step')}"
+    return text
 
 
 def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
@@ -58,6 +60,7 @@ def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
     train = {key: value for key, value in dataclasses.asdict(recipe.train).items() if value != usual[key]}
     sections = {"model": recipe.model, "data": recipe.data, "train": train}
     tree: dict[str, Any] = {name: values for name, values in sections.items() if values}
-    tree |= {"plugins": [{name: options} for name, options in recipe.listed(recipe.plugins).items()]}
+    tree["plugins"] = [{name: options} for name, options in recipe.listed(recipe.plugins).items()]
+    tree["output"] = recipe.output
     remarks = {recipe.references.get(name, name): remark for name, remark in remarks.items()}
-    return recipe_text(tree | {"output": recipe.output}, head, remarks)
+    return recipe_text(tree, head, remarks)

@@ -158,8 +158,9 @@ class EditSelection:
         tried = {trial.edit for trial in self.trials}
         refused = {trial.plugin for trial in self.trials if trial.estimate is not None and not trial.kept}
         for trial in self.proposals(here):
-            again = trial.edit in tried or (trial.estimate is not None and trial.plugin in refused)
-            if again or trial.numerics not in self.accept:
+            if trial.edit in tried or trial.numerics not in self.accept:
+                continue
+            if trial.estimate is not None and trial.plugin in refused:
                 continue
             if self.cost(self.best) + self.reserve() <= self.left():
                 return trial
@@ -210,10 +211,10 @@ class EditSelection:
         whole = self.best.train.batch_size // world_size
         size = self.best.train.micro_batch_size or whole
         key = "train.micro_batch_size"
-        for other in (size // 2, size * 2):
-            if 1 <= other <= whole and whole % other == 0:
+        for new_size in (size // 2, size * 2):
+            if 1 <= new_size <= whole and whole % new_size == 0:
                 with suppress(UsageError):
-                    yield Trial(f"{key}={other}", "", "reassociated", edited(self.best, {key: other}, {}))
+                    yield Trial(f"{key}={new_size}", "", "reassociated", edited(self.best, {key: new_size}, {}))
 
     def compare(self, trial: Trial, here: Measurement) -> Measurement:
         """Compare the best recipe with an edited one, and continue with the better recipe. Returns the newest
@@ -221,16 +222,16 @@ class EditSelection:
         base = here
         decision = None
         while decision is None:
-            other = self.measure(trial.recipe)
-            if "error" in other:
-                trial.why = other["error"]
+            measured = self.measure(trial.recipe)
+            if "error" in measured:
+                trial.why = measured["error"]
                 self.say(f"{trial.edit}: {trial.why}")
                 return base
             if not trial.ratios:
-                trial.once = max(0.0, one_time_cost(other) - one_time_cost(base))
-            trial.ratios.append(faster(other, base))
+                trial.once = max(0.0, one_time_cost(measured) - one_time_cost(base))
+            trial.ratios.append(faster(measured, base))
             trial.before.append(base["seconds_a_step"])
-            trial.after.append(other["seconds_a_step"])
+            trial.after.append(measured["seconds_a_step"])
             decision = decide(trial.ratios, trial.estimate or 0.0)
             if decision is None and self.left() < self.cost(self.best) + self.cost(trial.recipe) + self.reserve():
                 decision = False  # no time for a close case: the best recipe stays
@@ -241,7 +242,7 @@ class EditSelection:
                     self.say(f"{trial.edit}: {trial.why}")
                     return here
         trial.pays_after = break_even(trial.once, median(trial.before) - median(trial.after))
-        length = other["total_steps"]
+        length = measured["total_steps"]
         too_late = length is not None and (trial.pays_after is None or trial.pays_after >= length)
         if decision and trial.once > ONCE and too_late:
             decision = False
@@ -251,7 +252,7 @@ class EditSelection:
         if not decision:
             return base
         self.best = trial.recipe
-        return other
+        return measured
 
     def measure(self, recipe: Recipe, number: int = 0, profiles: bool = True) -> Measurement:
         """Measure a recipe in a process of its own."""
@@ -267,7 +268,8 @@ class EditSelection:
         if not promises:
             return
         for recipe in (self.given, self.best):
-            if any(one.numerics == "reduced-precision" for one in resolve(recipe, any_machine=True).plugins):
+            resolved = resolve(recipe, any_machine=True)
+            if any(plugin.numerics == "reduced-precision" for plugin in resolved.plugins):
                 promises.add("reduced-precision")  # in few bits another order of sums is far from 1e-5
         promise = max(promises, key=CLASSES.index)
         comparison = self.runner.compare_losses(self.given, self.best, promise, LOSSES)
@@ -285,16 +287,16 @@ class EditSelection:
             if ratios and (min(ratios) >= CLEAR or self.left() < self.cost(self.given) + self.cost(self.best)):
                 break
             if number % 2 == 0:  # in alternating order
-                theirs = self.measure(self.given, number, profiles=False)
-                ours = self.measure(self.best, number, profiles=False)
+                given = self.measure(self.given, number, profiles=False)
+                best = self.measure(self.best, number, profiles=False)
             else:
-                ours = self.measure(self.best, number, profiles=False)
-                theirs = self.measure(self.given, number, profiles=False)
-            error = ours.get("error") or theirs.get("error")
+                best = self.measure(self.best, number, profiles=False)
+                given = self.measure(self.given, number, profiles=False)
+            error = best.get("error") or given.get("error")
             if error:
                 self.check["error"] = error
                 break
-            ratios.append(faster(ours, theirs))
+            ratios.append(faster(best, given))
         if not ratios:
             self.undo(f"the last check failed: {self.check['error']}")
             return

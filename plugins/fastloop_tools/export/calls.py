@@ -46,12 +46,12 @@ class Calls:
     def variants(self) -> Iterator[dict[str, Tensor]]:
         """The passes, and cuts of them: the first row, and two rows with half of the tokens. Each set of shapes
         once."""
-        seen = set()
+        yielded = set()
         for call in self.tensors:
             for cut in (call, self._cut(call, rows=1), self._cut(call, rows=2, halves_tokens=True)):
                 shapes = tuple(tensor.shape for tensor in cut.values())
-                if shapes not in seen:
-                    seen.add(shapes)
+                if shapes not in yielded:
+                    yielded.add(shapes)
                     yield cut
 
     def _cut(self, call: dict[str, Tensor], rows: int, halves_tokens: bool = False) -> dict[str, Tensor]:

@@ -127,14 +127,14 @@ def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     try:
         with torch.no_grad(), _quiet():
-            found = outputs_of(model(**dict(zip(names, tensors, strict=True)), **calls.constants))
+            outputs = outputs_of(model(**dict(zip(names, tensors, strict=True)), **calls.constants))
             program: Any = torch.onnx.export(
                 wrapped,
                 tensors,
                 dynamo=True,
                 opset_version=OPSET,
                 input_names=names,
-                output_names=list(found),
+                output_names=list(outputs),
                 dynamic_shapes=(tuple(calls.axes[name] for name in names),),
                 verbose=False,
             )
@@ -156,8 +156,8 @@ def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported
         )
     inputs = [(name, _dtype(tensor), _shape(tensor, calls.axes[name])) for name, tensor in example.items()]
     sizes = {value.name: str(value.shape).replace(",", ", ") for value in program.model.graph.outputs}
-    outputs = [(name, _dtype(tensor), sizes[name]) for name, tensor in found.items()]
-    return Exported(inputs, outputs, difference, tolerance, shapes, calls.synthetic, program.model.opset_imports[""])
+    described = [(name, _dtype(tensor), sizes[name]) for name, tensor in outputs.items()]
+    return Exported(inputs, described, difference, tolerance, shapes, calls.synthetic, program.model.opset_imports[""])
 
 
 @torch.no_grad()
@@ -176,10 +176,10 @@ def compare(model: nn.Module, calls: Calls, file: Path) -> tuple[float, float, l
     for tensors in calls.variants():
         expected = model(*(tensors[name] for name in calls.axes))
         outputs = session.run(None, {name: tensor.numpy() for name, tensor in tensors.items() if name in taken})
-        for ours, theirs in zip(expected, outputs, strict=True):
-            error = (ours.double() - torch.from_numpy(theirs).double()).abs().max().item()
+        for of_torch, of_onnx in zip(expected, outputs, strict=True):
+            error = (of_torch.double() - torch.from_numpy(of_onnx).double()).abs().max().item()
             difference = error if math.isnan(error) else max(difference, error)
-            largest = max(largest, ours.double().abs().max().item())
+            largest = max(largest, of_torch.double().abs().max().item())
         shapes.append("x".join(map(str, next(iter(tensors.values())).shape)))
     return difference, largest, shapes
 

@@ -152,7 +152,8 @@ def measure(recipe: Recipe, model: Path, change: Callable[[nn.Module], None]) ->
 
 def size_of(folder: Path) -> int:
     """Bytes of the weights in a folder."""
-    return sum(path.stat().st_size for form in ("*.safetensors", "model.onnx*") for path in folder.glob(form))
+    files = [*folder.glob("*.safetensors"), *folder.glob("model.onnx*")]
+    return sum(path.stat().st_size for path in files)
 
 
 def describe(rows: Iterable[tuple[str, float, float]], before: int, after: int) -> list[list[str]]:

@@ -124,14 +124,17 @@ def find_checkpoint(run: Path, name: str) -> Path:
             log.warning(Problem(f"{warning}.", code="damaged-checkpoint"))
         return newest.checkpoint
     folders = sorted(path for path in (run / "checkpoints").glob("[!.]*") if path.is_dir())
-    chosen = [path for path in folders if (path.name.startswith("best-") if name == "best" else path.name == name)]
+    if name == "best":
+        chosen = [path for path in folders if path.name.startswith("best-")]
+    else:
+        chosen = [path for path in folders if path.name == name]
     if len(chosen) > 1:
         chosen = [path for path in chosen if path == best_of(run)]
     if not chosen:
-        there = ", ".join(path.name for path in folders) or "none"
+        names = ", ".join(path.name for path in folders) or "none"
         hint = " The plugin checkpoint-best keeps the best one." if name == "best" else ""
         raise CheckpointError(
-            f"there is no checkpoint {name!r}. There are: {there}.", code="no-checkpoint", place=str(run), remedy=hint
+            f"there is no checkpoint {name!r}. There are: {names}.", code="no-checkpoint", place=str(run), remedy=hint
         )
     problem = checkpoint.verify(chosen[0])
     if problem:

@@ -80,12 +80,15 @@ def evaluate_tasks(
             code="benchmark-failed",
             place=f"--tasks {','.join(tasks)}",
         ) from error
-    rows = list(read_results(results))
+    rows = read_results(results)
+    command = ["--tasks", ",".join(tasks)]
+    if folder is not None:
+        command += ["--task-folder", str(folder)]
     return {
         "model": target,
         "split": SPLIT,
         "file": None,
-        "arguments": ["--tasks", ",".join(tasks), *(["--task-folder", str(folder)] if folder else []), *arguments],
+        "arguments": [*command, *arguments],
         "metrics": {f"{row['task']} {row['metric']}": row["value"] for row in rows},
         "classes": [],
         "confusion": [],
@@ -168,11 +171,13 @@ def check_model(model: Path, remote: bool) -> None:
         )
     config = read_json_object(model / "config.json")
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
-    found = config.get("architectures") or ["no transformers model"]
-    if not known.intersection(found) and not (remote and "AutoModelForCausalLM" in (config.get("auto_map") or {})):
-        raise UsageError(
-            code="unsupported-model", place=f"--tasks: {model}", found=", ".join(found), expected="a language model"
-        )
+    architectures = config.get("architectures") or ["no transformers model"]
+    own_code = config.get("auto_map") or {}
+    if known.intersection(architectures) or (remote and "AutoModelForCausalLM" in own_code):
+        return
+    raise UsageError(
+        code="unsupported-model", place=f"--tasks: {model}", found=", ".join(architectures), expected="a language model"
+    )
 
 
 def find_tasks(tasks: Sequence[str], folder: Path | None) -> Any:
@@ -191,10 +196,10 @@ def find_tasks(tasks: Sequence[str], folder: Path | None) -> Any:
     manager = TaskManager(include_path=str(folder.resolve()) if folder else None)
     for task in tasks:
         if task not in manager.all_tasks:
-            there = f" {folder} has: {', '.join(own.all_tasks) or 'none'}." if own else ""
+            own_tasks = f" {folder} has: {', '.join(own.all_tasks) or 'none'}." if own else ""
             raise UsageError(
                 f"lm-eval {metadata.version('lm-eval')} has no task "
-                f"{task!r}.{there}{did_you_mean(task, manager.all_tasks)}",
+                f"{task!r}.{own_tasks}{did_you_mean(task, manager.all_tasks)}",
                 code="unknown-task",
                 place="--tasks",
             )
@@ -228,9 +233,10 @@ def show_tasks(rows: Sequence[dict[str, Any]]) -> None:
     """Print the results as a table."""
     from fastloop_tools.shared.tables import show_table
 
-    cells = [
-        [row["task"], row["metric"], f"{row['value']:.4f}"]
-        + ["" if row[name] is None else form.format(row[name]) for name, form in COLUMNS.items()]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        line = [row["task"], row["metric"], f"{row['value']:.4f}"]
+        for name, form in COLUMNS.items():
+            line.append("" if row[name] is None else form.format(row[name]))
+        cells.append(line)
     show_table(["task", "metric", "value", *COLUMNS], cells)

@@ -41,8 +41,10 @@ class Counts(Metric):
         if not classifies(predictions, targets) or len(targets) == 0:
             return
         classes = predictions.shape[1]
+        # with 3 classes, target 1 and prediction 2 are the pair 5: row 1, column 2 of the matrix
         pairs = targets * classes + self.decision.classes(predictions)
-        matrix = torch.bincount(pairs[targets >= 0], minlength=classes**2).reshape(classes, classes)
+        has_target = targets >= 0
+        matrix = torch.bincount(pairs[has_target], minlength=classes**2).reshape(classes, classes)
         self.matrix = matrix if self.matrix is None else self.matrix + matrix
 
     def compute(self) -> Tensor:

@@ -160,10 +160,10 @@ def evaluate(
 
 def refuse_beside_tasks(options: Mapping[str, Any]) -> None:
     """Raise an error for options that have no effect beside --tasks: option -> its value."""
-    given = [name for name, value in options.items() if value]
-    if given:
+    without_effect = [name for name, value in options.items() if value]
+    if without_effect:
         raise UsageError(
-            f"found {', '.join(given)} beside it, which has no effect on tasks.",
+            f"found {', '.join(without_effect)} beside it, which has no effect on tasks.",
             code="exclusive-options",
             place="--tasks",
             remedy="Leave it out.",
@@ -355,6 +355,6 @@ def show_worst(rows: list[dict[str, Any]]) -> None:
                 row["input"] or "",
             ]
         )
-    kept = list(rows[0]["kept"])
-    head = ["sample", "target", "P(target)", "prediction", "P(prediction)", *kept, "input"]
+    kept_names = list(rows[0]["kept"])
+    head = ["sample", "target", "P(target)", "prediction", "P(prediction)", *kept_names, "input"]
     show_table(head, cells, wraps=-1)

@@ -69,7 +69,8 @@ class KeepOption:
         """
         task = reading_task(run, path)
         self._find_columns(task, find_files(task.data.recipe, str(path), "predict", "FILE", task.data.formats)[0])
-        self.kept = task.data.kept = KeptColumns([column.source for column in self.columns], start)
+        self.kept = KeptColumns([column.source for column in self.columns], start)
+        task.data.kept = self.kept
         self._rows = None
 
     def open_split(self, run: Run, split: str, first: Any, start: int) -> None:
@@ -109,15 +110,16 @@ class KeepOption:
         self._find_columns(task, path)
         sources = [column.source for column in self.columns]
         count = 0
-        kept = {}
+        kept_rows = {}
         with layout.reading(str(path)) as file:
             for block in file.blocks(sources, size=ROWS_AT_ONCE):
                 lines = block.lines or range(count + 1, count + block.rows + 1)
                 count += block.rows
                 for number, values in zip(lines, block.tuples(sources), strict=True):
                     if number in numbers:
-                        kept[number] = {column.name: value for column, value in zip(self.columns, values, strict=True)}
-        return kept
+                        columns = zip(self.columns, values, strict=True)
+                        kept_rows[number] = {column.name: value for column, value in columns}
+        return kept_rows
 
     def check_predicted(self, run: Run) -> None:
         """``check_names`` with the columns that the task predicts. Call it after ``build_prediction_data``."""
@@ -145,9 +147,9 @@ class KeepOption:
         if ALL in self.listed:
             renamed = {column.source: column for column in chosen}
             chosen = [renamed.get(name, KeptColumn(name, name)) for name in names]
-        kept = [column.name for column in chosen]
-        for name in kept:
-            if kept.count(name) > 1:
+        chosen_names = [column.name for column in chosen]
+        for name in chosen_names:
+            if chosen_names.count(name) > 1:
                 raise UsageError(
                     f"found two columns with the name {name!r}.",
                     code="repeated-column",

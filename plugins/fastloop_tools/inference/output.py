@@ -64,7 +64,8 @@ class PredictionOutput:
                 expected=f"one of: {', '.join(PREDICTION_FORMATS)}",
             )
         self.folder = path.with_name(f"{path.name}.parts")
-        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
+        is_file = self.folder.exists() and not self.folder.is_dir()
+        if is_file or self.folder.is_symlink():
             raise UsageError(
                 f"{self.folder} is a link or a file, where the parts are kept.",
                 code="unsafe-link",
@@ -326,6 +327,7 @@ def write_parquet(part: PredictedRows, path: Path) -> None:
             return values
         if values.ndim > 2:
             return values.tolist()
+        # (2, 3) numbers are the lists from 0 to 3 and from 3 to 6
         ends = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
         return pyarrow.ListArray.from_arrays(ends, values.ravel())
 

@@ -79,14 +79,14 @@ def predict(
 
         rich.reconfigure(stderr=True)  # log messages must not mix with predictions
     show_messages()
-    given = list(arguments or ())
-    if split is None and not given:
+    words = list(arguments or ())
+    if split is None and not words:
         raise UsageError(
             code="nothing-to-predict",
             found="nothing to predict",
             expected="a FILE, - for stdin, a TEXT, or --split NAME",
         )
-    name = None if split is not None else given.pop(0)
+    name = None if split is not None else words.pop(0)
     source = None if name is None else read_source(name)
     if out is not None and isinstance(source, Path) and out.exists() and out.samefile(source):
         raise UsageError(
@@ -97,7 +97,7 @@ def predict(
         )
     kept = read_keep(keep, source, out)
     recipe = load(
-        target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
+        target, words, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
     )
     job = None  # stdout and stdin cannot continue
     if out is not None and name != "-":
@@ -256,8 +256,8 @@ def _all_files(data: Mapping[str, Any]) -> list[Any]:
     files: list[Any] = []
     sections = [data, *(source for source in data.get("sources") or () if isinstance(source, Mapping))]
     for section in sections:
-        given = section.get("files")
-        for item in given.values() if isinstance(given, Mapping) else [given]:
+        listed = section.get("files")
+        for item in listed.values() if isinstance(listed, Mapping) else [listed]:
             files += item if isinstance(item, list) else [item]
     return files
 

@@ -98,22 +98,22 @@ def worst_samples(run: Run, split: str, count: int, keep: Sequence[str] = ()) ->
     names = class_names(run, worst[0].classes)
     tokenizer = load_tokenizer(run.recipe.inference.model)
     dataset = run.datasets[split]
-    origins = find_origins(run, split, [one.sample for one in worst], keep)
+    origins = find_origins(run, split, [scored.sample for scored in worst], keep)
     samples = []
-    for one, origin in zip(worst, origins, strict=True):
+    for scored, origin in zip(worst, origins, strict=True):
         shown = origin.text
         if shown is None and hasattr(dataset, "__getitem__"):
-            shown = describe_sample(dataset[one.sample], tokenizer)
+            shown = describe_sample(dataset[scored.sample], tokenizer)
         samples.append(
             {
-                "index": one.sample,
+                "index": scored.sample,
                 "place": origin.place,
                 "kept": origin.kept,
                 "input": shown,
-                "target": name_classes(names, one.target),
-                "prediction": name_classes(names, one.prediction),
-                "target_probability": torch.tensor(one.target_score).exp().item(),
-                "prediction_probability": torch.tensor(one.prediction_score).exp().item(),
+                "target": name_classes(names, scored.target),
+                "prediction": name_classes(names, scored.prediction),
+                "target_probability": torch.tensor(scored.target_score).exp().item(),
+                "prediction_probability": torch.tensor(scored.prediction_score).exp().item(),
             }
         )
     return samples

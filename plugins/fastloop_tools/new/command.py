@@ -117,9 +117,11 @@ def check_name(name: str) -> None:
                 remedy="Choose another name.",
             )
     module = name.replace("-", "_")
-    spec = None if keyword.iskeyword(module) else importlib.util.find_spec(module)
-    # no origin: just a folder of this name
-    if keyword.iskeyword(module) or (spec is not None and spec.origin is not None):
+    exists = keyword.iskeyword(module)
+    if not exists:
+        spec = importlib.util.find_spec(module)
+        exists = spec is not None and spec.origin is not None  # no origin: just a folder of this name
+    if exists:
         raise UsageError(
             f"{name!r} would be the Python module {module!r}, which already exists.",
             code="name-taken",

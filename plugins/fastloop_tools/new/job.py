@@ -54,9 +54,8 @@ def job(
     from fastloop.recipe import load_recipe
 
     load_recipe(recipe)
-    chosen = [
-        kind for kind, is_wanted in (("slurm", slurm), ("kubernetes", kubernetes), ("skypilot", skypilot)) if is_wanted
-    ]
+    wanted = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot}
+    chosen = [kind for kind, is_wanted in wanted.items() if is_wanted]
     if not chosen:
         raise UsageError(
             "fastloop new job: expected at least one of --slurm, --kubernetes, --skypilot.", code="missing-value"

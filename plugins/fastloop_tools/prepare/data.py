@@ -78,8 +78,8 @@ def prepare_data(recipe: Recipe) -> PreparedData:
         )
     options = recipe.plugins.get(TokenCache.name)
     is_selected = isinstance(options, dict)
-    given = options.get("folder", "auto") if isinstance(options, dict) else "auto"
-    folder = open_token_folder(str(given), recipe.where)
+    option = options.get("folder", "auto") if isinstance(options, dict) else "auto"
+    folder = open_token_folder(str(option), recipe.where)
     builder = DataBuilder(folder)
     tree = recipe.to_dict()
     tree["train"] |= {"device": "cpu", "max_steps": None}  # a run of few steps needs few rows

@@ -52,10 +52,10 @@ def profile(
         folder.mkdir(parents=True, exist_ok=True)
     check_links(folder)
     plugins = {"--with": names(with_), "--without": names(without)}
-    given = [recipe, *(overrides or ()), *option_words(plugins)]
+    recipe_words = [recipe, *(overrides or ()), *option_words(plugins)]
     if nproc is not None:
         words = option_words({f"--{key.replace('_', '-')}": value for key, value in vars(window).items()})
-        command = ["profile", *given, *words, *option_words({"--output": output})]
+        command = ["profile", *recipe_words, *words, *option_words({"--output": output})]
         code = launch.launch(command, nproc, 1, 0, None, folder)
         if code:
             raise typer.Exit(code)
@@ -66,7 +66,7 @@ def profile(
     startup.start_again(resolved)
     if look(resolved.recipe, folder, window, names(without)):
         fastest = f"{recipe.removesuffix('.yaml')}.fast.yaml"
-        typer.echo(f"to measure these edits: {command_line('bench', given, {'--select': fastest})}")
+        typer.echo(f"to measure these edits: {command_line('bench', recipe_words, {'--select': fastest})}")
 
 
 def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool:

@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 def with_data_plugins(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """Keep the task, and the plugin that skips unreadable samples. Other plugins expect the model of the task."""
     skipping = resolved.plugins.configure(resolved.recipe).writers.get("skip_unreadable")
-    kept = [plugin.name for plugin in resolved.plugins if plugin.slot == "task" or plugin.name == skipping]
-    return resolved.with_only(kept)
+    names = [plugin.name for plugin in resolved.plugins if plugin.slot == "task" or plugin.name == skipping]
+    return resolved.with_only(names)

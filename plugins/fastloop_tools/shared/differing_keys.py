@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 Rows = list[tuple[str, list[str]]]
@@ -12,9 +13,13 @@ Rows = list[tuple[str, list[str]]]
 
 def rows_that_differ(facts: Sequence[Mapping[str, str]]) -> Rows:
     """The keys whose values are not all the same."""
-    keys = dict.fromkeys(key for one in facts for key in one)
-    rows = [(key, [one.get(key, "") for one in facts]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    keys = dict.fromkeys(chain.from_iterable(facts))
+    rows = []
+    for key in keys:
+        values = [of_recipe.get(key, "") for of_recipe in facts]
+        if len(set(values)) > 1:
+            rows.append((key, values))
+    return rows
 
 
 def dotted(values: Any, where: str = "") -> dict[str, str]:

@@ -141,9 +141,9 @@ def check_values(settings: SweepSettings, axes: Sequence[Axis]) -> None:
     from fastloop.plugins.resolve import resolve
 
     for axis in axes:
-        others = [f"{other.key}={other.examples()[0]}" for other in axes if other is not axis]
+        fixed = [f"{fixed_axis.key}={fixed_axis.examples()[0]}" for fixed_axis in axes if fixed_axis is not axis]
         for value in axis.examples():
-            resolve(settings.load([*others, f"{axis.key}={value}"]))
+            resolve(settings.load([*fixed, f"{axis.key}={value}"]))
 
 
 def show_trials(rows: Sequence[TrialRow], settings: SweepSettings, better: MetricMode) -> None:

@@ -111,7 +111,8 @@ def _parse_range(item: str) -> Axis | None:
         low = float(low)
         high = float(high)
         # as decimals: as floats, 9e-3 / 9e-5 is less than 100
-        log = log or (low > 0 and Decimal(match[3]) >= LOG_RATIO * Decimal(match[2]))
+        if low > 0 and Decimal(match[3]) >= LOG_RATIO * Decimal(match[2]):
+            log = True
     return Axis(key, text, ends=(low, high), log=log)
 
 

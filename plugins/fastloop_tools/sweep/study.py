@@ -167,13 +167,18 @@ def _check(trial: FrozenTrial, axes: Mapping[str, Any]) -> None:
         raise ValueError(f"trial {trial.number!r:.20} has values that no search writes")
 
 
-def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check_origin(name: str, of_study: Mapping[str, Any], of_search: Mapping[str, Any]) -> None:
     """Check that a study belongs to this search.
+
+    Args:
+        name: The name of the study.
+        of_study: Its recipe and ranges.
+        of_search: Those of this search.
 
     Raises:
         UsageError: It belongs to another recipe or other ranges; shows both.
     """
-    changed = rows_that_differ([dotted(there), dotted(here)])
+    changed = rows_that_differ([dotted(of_study), dotted(of_search)])
     if changed:
         parts = [f"{key}: {old or '(none)'} in the study, {new or '(none)'} here" for key, (old, new) in changed]
         if len(parts) > 5:
@@ -226,8 +231,10 @@ def collect(study: optuna.Study) -> list[TrialRow]:
         values = runs[0]["values"] if runs else trial.params
         overrides = [f"{key}={text}" for key, text in values.items()]
         rows.append(TrialRow(trial.number, value, shown, overrides, error))
-    sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
-    return sorted(rows, key=lambda row: (row.value is None, sign * (row.value or 0)))
+    with_value = [row for row in rows if row.value is not None]
+    without_value = [row for row in rows if row.value is None]
+    with_value.sort(key=lambda row: row.value or 0.0, reverse=study.direction != StudyDirection.MINIMIZE)
+    return with_value + without_value
 
 
 def read_runs(study: optuna.Study) -> list[TrialRun]:

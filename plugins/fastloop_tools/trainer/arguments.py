@@ -64,11 +64,11 @@ INSTEAD = {
 """Argument of another trainer -> what fastloop has in its place."""
 
 
-def check_arguments(given: Iterable[str], known: Iterable[str]) -> None:
+def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
     """Raise an error for the arguments that are neither those of ``Trainer`` nor keys of ``train``.
 
     Args:
-        given: Names of the keyword arguments that ``Trainer`` does not declare.
+        names: Names of the keyword arguments that ``Trainer`` does not declare.
         known: Names of those that it declares.
 
     Raises:
@@ -76,7 +76,7 @@ def check_arguments(given: Iterable[str], known: Iterable[str]) -> None:
     """
     keys = [field.name for field in dataclasses.fields(Train)]
     problems = []
-    for name in given:
+    for name in names:
         if name in keys:
             continue
         instead = INSTEAD.get(name)
@@ -98,10 +98,10 @@ def check_plugins(plugins: Iterable[Any]) -> None:
         if isinstance(plugin, str | Mapping | Plugin):
             continue
         if isinstance(plugin, type) and issubclass(plugin, Plugin):
-            given = f"the class {plugin.__name__}"
+            kind = f"the class {plugin.__name__}"
             remedy = f"Give an object of it: {plugin.__name__}()."
         else:
-            given = f"an object of {type(plugin).__name__}"
+            kind = f"an object of {type(plugin).__name__}"
             remedy = (
                 "A callback of transformers is run by a plugin of the package fastloop-migrate: from fastloop_migrate "
                 "import TransformersCallbacks; plugins=[TransformersCallbacks(callback)]."
@@ -109,7 +109,7 @@ def check_plugins(plugins: Iterable[Any]) -> None:
         raise UsageError(
             code="wrong-type",
             place=f"Trainer: plugins[{number}]",
-            found=given,
+            found=kind,
             expected="a name, one {name: {option: value}}, or an object of a subclass of fastloop.Plugin",
             remedy=remedy,
         )

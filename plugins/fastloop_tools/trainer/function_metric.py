@@ -72,7 +72,8 @@ class WatchedArray(np.ndarray):
         if "out" in keywords:
             keywords["out"] = tuple(map(as_plain, keywords["out"]))
         result = getattr(ufunc, method)(*map(as_plain, inputs), **keywords)
-        if not isinstance(result, np.ndarray) or (predictions and targets):
+        has_both = bool(predictions and targets)
+        if has_both or not isinstance(result, np.ndarray):
             return result
         return result.view(Predictions if predictions else Targets)
 

@@ -61,7 +61,8 @@ class UserOptimizer:
                 found=f"a {type(optimizer).__name__}",
                 expected=f"a name, an optimizer, or a function: {FUNCTION}",
             )
-        if optimizer is not None and (keys := [key for key in REPLACED if key in train]):
+        keys = [key for key in REPLACED if key in train]
+        if optimizer is not None and keys:
             raise UsageError(
                 f"{keys[0]}={train[keys[0]]!r} would have no effect: the optimizer has settings of its own.",
                 code="option-without-effect",
@@ -91,16 +92,16 @@ class UserOptimizer:
         Raises:
             UsageError: The function returned no optimizer, or the optimizer does not hold the model's parameters.
         """
-        given = self.optimizer
-        if given is None:
+        user_optimizer = self.optimizer
+        if user_optimizer is None:
             return None
-        if isinstance(given, Optimizer):
-            self._check_parameters(given, run, model)
-            optimizer = given
-        elif isinstance(getattr(given, "func", given), type):
-            optimizer = given([parameter for parameter in model.parameters() if parameter.requires_grad])
+        if isinstance(user_optimizer, Optimizer):
+            self._check_parameters(user_optimizer, run, model)
+            optimizer = user_optimizer
+        elif isinstance(getattr(user_optimizer, "func", user_optimizer), type):
+            optimizer = user_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         else:
-            optimizer = given(model)
+            optimizer = user_optimizer(model)
         if not isinstance(optimizer, Optimizer):
             raise UsageError(
                 f"the function returned a {type(optimizer).__name__}.",
@@ -126,16 +127,18 @@ class UserOptimizer:
         Raises:
             UsageError: The function returned no scheduler, or one that cannot be stepped after each optimizer step.
         """
-        given = self.scheduler
-        if given is None or isinstance(given, LRScheduler):
-            return given
-        scheduler = given(optimizer)
+        user_scheduler = self.scheduler
+        if user_scheduler is None or isinstance(user_scheduler, LRScheduler):
+            return user_scheduler
+        scheduler = user_scheduler(optimizer)
         _check_scheduler(scheduler)
         return scheduler
 
     def _check_parameters(self, optimizer: Optimizer, run: Run, model: nn.Module) -> None:
         """Check that an optimizer that was built before the run still holds the model's parameters."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = set[int]()
+        for group in optimizer.param_groups:
+            held.update(map(id, group["params"]))
         current = {id(parameter) for parameter in model.parameters()}
         replaced = [key for key in held - current if key in self.known]
         added = [
@@ -153,11 +156,10 @@ class UserOptimizer:
         if not replaced and not added:
             return
         plugins = ", ".join(plugin.name for plugin, _ in run.plugins.each("before_prepare")) or "none"
-        problem = (
-            f"replaced {len(replaced)} of the parameters that it holds"
-            if replaced
-            else f"added parameters, such as {added[0]!r}"
-        )
+        if replaced:
+            problem = f"replaced {len(replaced)} of the parameters that it holds"
+        else:
+            problem = f"added parameters, such as {added[0]!r}"
         raise UsageError(
             f"it was built before plugins changed the model, and they {problem} (in before_prepare: {plugins}).",
             code="other-optimizer",
@@ -195,7 +197,10 @@ def _record(train: Train, optimizer: Optimizer) -> None:
     name = cls.__name__ if getattr(torch.optim, cls.__name__, None) is cls else f"{cls.__module__}:{cls.__qualname__}"
     train.lr = float(defaults.pop("lr", train.lr))
     train.weight_decay = float(defaults.pop("weight_decay", 0.0))
-    listed = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
-    train.optimizer = {"name": name} | {
-        key: value for key, value in listed.items() if isinstance(value, bool | int | float | str | list)
-    }
+    settings: dict[str, Any] = {"name": name}
+    for key, value in defaults.items():
+        if isinstance(value, tuple):
+            value = list(value)
+        if isinstance(value, bool | int | float | str | list):
+            settings[key] = value
+    train.optimizer = settings

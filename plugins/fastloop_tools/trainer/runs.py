@@ -70,7 +70,8 @@ class Fits:
             self._modules = modules
             return self.resume
         run = self._run
-        self._step = step = max(self._step, run.state.step)
+        step = max(self._step, run.state.step)
+        self._step = step
         if self._completed:
             raise UsageError(
                 f"an earlier call completed the run after {counted(step, 'step')}.",
@@ -171,11 +172,9 @@ def call(task: TrainerTask, function: Callable[[], T]) -> T:
     except (PluginCrash, UserCodeError) as error:
         failure = error  # raise outside of the handler, so that the cause has no context
     cause = failure.__cause__
-    if (
-        cause is None
-        or isinstance(cause, SystemExit)
-        or (isinstance(failure, PluginCrash) and failure.plugin != task.name)
-    ):
+    if cause is None or isinstance(cause, SystemExit):
+        raise failure
+    if isinstance(failure, PluginCrash) and failure.plugin != task.name:
         raise failure
     if isinstance(failure, UserCodeError):
         cause.add_note(f"fastloop: your code failed at {str(failure).partition(': ')[0]}")
@@ -192,8 +191,10 @@ def in_order(loader: UserLoader) -> UserLoader:
         return loader
     order: Any = loader.sampler.sampler
     order = getattr(order, "user_sampler", order)  # without the wrapper for a shared generator
-    complete = isinstance(order, SequentialSampler) or (isinstance(order, RandomSampler) and not order.replacement)
-    if not complete or len(order) != len(loader.dataset):
+    takes_each = isinstance(order, SequentialSampler)
+    if isinstance(order, RandomSampler):
+        takes_each = not order.replacement
+    if not takes_each or len(order) != len(loader.dataset):
         raise UsageError(
             f"the loader's sampler ({type(order).__name__}) may leave samples out or repeat them. Predictions are in "
             "the order of the dataset.",

@@ -67,7 +67,7 @@ class TrainerTask(Plugin):
         self.broadcasts = BroadcastCheck()
         self.has_warned = False
         has_samplers = any(loader.sampler is not None for loader in splits.values())  # otherwise only datasets
-        given = {
+        has_answer = {
             "compute_loss": False,
             "predict": False,
             "build_metrics": metrics,
@@ -76,7 +76,7 @@ class TrainerTask(Plugin):
             "build_sampler": has_samplers,
             "build_collator": has_samplers,
         }
-        self.fallback_hooks = tuple(hook for hook, is_given in given.items() if not is_given)
+        self.fallback_hooks = tuple(hook for hook, is_answered in has_answer.items() if not is_answered)
 
     def with_split(self, split: str, loader: UserLoader) -> TrainerTask:
         """The same task with another loader for a split."""
@@ -99,8 +99,9 @@ class TrainerTask(Plugin):
     def build_collator(self, run: Run, split: str) -> Callable[[list[Any]], Any]:
         collate = self.splits[split].collate_fn or self.splits["train"].collate_fn
         if collate in (None, default_collate):
-            found = getattr(self.processing_class, "tokenizer", self.processing_class)
-            tokenizer = found if hasattr(found, "pad_token") else None
+            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            if not hasattr(tokenizer, "pad_token"):  # an image processor
+                tokenizer = None
             remedy = (
                 "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let "
                 "the dataset pad them."

@@ -101,17 +101,15 @@ class Trainer:
         runs.show_log()
         check_arguments(train, inspect.signature(Trainer).parameters)
         check_plugins(plugins)
-        given = {
-            "train": ("train_loader", train_loader),
-            "validation": ("eval_loader", eval_loader),
-            "test": ("test_loader", test_loader),
-        }
         self._has_batch_size = "batch_size" in train
-        splits = {
-            split: read_loader(name, loader, self._has_batch_size)
-            for split, (name, loader) in given.items()
-            if loader is not None
-        }
+        splits = {}
+        for split, name, loader in (
+            ("train", "train_loader", train_loader),
+            ("validation", "eval_loader", eval_loader),
+            ("test", "test_loader", test_loader),
+        ):
+            if loader is not None:
+                splits[split] = read_loader(name, loader, self._has_batch_size)
         if isinstance(optimizer, str | Mapping):
             train["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
             optimizer = None

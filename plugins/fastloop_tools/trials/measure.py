@@ -35,8 +35,11 @@ class BackgroundLoad:
 
     def read(self) -> float:
         """Share of all cores, 0 to 1. This process's ended children are not counted."""
-        seconds = (time.monotonic() - self.since) * (os.cpu_count() or 1)
-        return min(1.0, max(0.0, (_busy() - self.busy - (sum(os.times()[:4]) - self.own)) / seconds))
+        cores = os.cpu_count() or 1
+        available = (time.monotonic() - self.since) * cores
+        busy = _busy() - self.busy
+        own = sum(os.times()[:4]) - self.own
+        return min(1.0, max(0.0, (busy - own) / available))
 
 
 def _busy() -> float:

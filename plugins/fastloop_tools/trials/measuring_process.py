@@ -178,7 +178,10 @@ class WarningCollector(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.listening and (line := record.getMessage()) not in self.lines:
+        if not self.listening:
+            return
+        line = record.getMessage()
+        if line not in self.lines:
             self.lines.append(line)
 
 
@@ -225,10 +228,14 @@ def train_short(recipe: Recipe, observer: Plugin, off: Iterable[str], **train: A
     from fastloop.recipe import make_recipe
 
     tree = recipe.to_dict()
-    tree["train"] |= {"max_steps": 10**9, "epochs": None, "save_every": None} | train
-    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(off, False) | without_publishers(recipe))
+    tree["train"] |= {"max_steps": 10**9, "epochs": None, "save_every": None}
+    tree["train"] |= train
+    plugins = recipe.plugins | dict.fromkeys(off, False) | without_publishers(recipe)
+    tree["plugins"] = recipe.listed(plugins)
     with tempfile.TemporaryDirectory(prefix="fastloop-short-") as scratch:
-        return run_recipe(resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)), observer)[0]
+        tree["output"] = f"{scratch}/run"
+        run, _ = run_recipe(resolve(make_recipe(tree, recipe.source)), observer)
+    return run
 
 
 def whole_length(run: Run, epochs: int | None, max_steps: int | None) -> int | None:
@@ -267,8 +274,11 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
         kinds = {UsageError: "usage", FastloopError: "run", Exception: "crash"}
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
         text = str(error).strip()
-        text = text if isinstance(error, FastloopError) else f"{type(error).__name__}: {text}"
-        problem = error.problem if isinstance(error, FastloopError) else Problem(text, code="crashed")
+        if isinstance(error, FastloopError):
+            problem = error.problem
+        else:
+            text = f"{type(error).__name__}: {text}"
+            problem = Problem(text, code="crashed")
         return {"error": text.splitlines()[0], "kind": kind, "problem": problem.to_json()}
     finally:
         logger.removeHandler(warnings)
@@ -278,9 +288,9 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
 def run_specification(source: Path, target: Path) -> None:
     """Read the specification in ``source``, run it, and write the result to ``target``."""
     startup.end_with_launcher()
-    given = json.loads(source.read_text(encoding="utf-8"))
-    length = given.pop("length")
-    spec = Spec(**given)
+    content = json.loads(source.read_text(encoding="utf-8"))
+    length = content.pop("length")
+    spec = Spec(**content)
     spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result
     files.write(target, json.dumps(measure(spec, length)))
 

@@ -75,9 +75,9 @@ class TrialRunner:
             needed = startup.environment(startup.resolve_early(make_recipe(tree, recipe.source)))
         place = self.known.setdefault(name or repr(recipe.to_dict()), len(self.known))
         environment = {**needed, **self.environment, "TORCHINDUCTOR_CACHE_DIR": str(self.cache / str(place))}
-        given = Spec(recipe=tree, source=str(recipe.source) if recipe.source else None, **spec)
+        complete = Spec(recipe=tree, source=str(recipe.source) if recipe.source else None, **spec)
         length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
-        return run_process(given, length, environment, self.timeout)
+        return run_process(complete, length, environment, self.timeout)
 
     def measure(self, recipe: Recipe, window: Window, number: int = 0, *how: Any) -> Measurement:
         """Measure a recipe. The same ``number`` gives the same seed. Further arguments are those of ``train``."""
@@ -100,11 +100,11 @@ class TrialRunner:
         if promise not in BOUNDS:
             why = "it changes training"
             return {"class": promise, "verdict": NOT_COMPARED, "difference": None, "bound": None, "why": why}
-        ours = self.losses(after, steps)
-        theirs = self.losses(before, steps)
-        comparison = compare(promise, ours, theirs, theirs)
+        edited_losses = self.losses(after, steps)
+        control = self.losses(before, steps)
+        comparison = compare(promise, edited_losses, control, control)
         if comparison["verdict"] == BROKEN:  # train the first recipe twice, in case it is not deterministic
-            comparison = compare(promise, ours, theirs, self.losses(before, steps))
+            comparison = compare(promise, edited_losses, control, self.losses(before, steps))
         return comparison
 
 
@@ -117,6 +117,8 @@ def speed(measurement: Measurement) -> tuple[float, str]:
     return measurement[unit] / measurement["seconds"], unit
 
 
-def faster(ours: Measurement, theirs: Measurement) -> float:
-    """The ratio of two speeds."""
-    return speed(ours)[0] / speed(theirs)[0]
+def faster(measured: Measurement, reference: Measurement) -> float:
+    """How many times as fast a measurement is as another one."""
+    measured_speed, _ = speed(measured)
+    reference_speed, _ = speed(reference)
+    return measured_speed / reference_speed

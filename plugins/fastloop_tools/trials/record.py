@@ -97,10 +97,13 @@ class Record:
     def contents(self) -> dict[str, Any]:
         """The results so far."""
         points, best = compare(self.runs, self.monitor, self.mode)
+        better = None
+        if self.mode is not None:
+            better = "lower" if self.mode == "min" else "higher"
         return {
             **self.origin,
             "monitor": f"validation {self.monitor}",
-            "better": {"min": "lower", "max": "higher", None: None}[self.mode],
+            "better": better,
             "best": best,
             "points": points,
             "runs": [dataclasses.asdict(run) for run in self.runs],
@@ -128,7 +131,7 @@ def used_folder(folder: Path, kind: str) -> UsageError:
     Args:
         kind: ``sweep`` or ``search``, whose runs get folders of their own in the output folder.
     """
-    other = shlex.quote(f"output={files.free_name(folder, kind)}")
+    override = shlex.quote(f"output={files.free_name(folder, kind)}")
     if not folder.is_dir():
         contents = "a file"
     elif (folder / "recipe.yaml").is_file():
@@ -141,7 +144,7 @@ def used_folder(folder: Path, kind: str) -> UsageError:
         f"{folder} is {contents}, and a {kind} needs a folder of its own for its runs.",
         code="folder-not-empty",
         place="output",
-        remedy=f"Add {other} to the command.",
+        remedy=f"Add {override} to the command.",
     )
 
 
@@ -208,15 +211,15 @@ def best_point(
 
 
 def difference(
-    ours: Mapping[SeedAndFold, float], theirs: Mapping[SeedAndFold, float], folds: int
+    values: Mapping[SeedAndFold, float], reference: Mapping[SeedAndFold, float], folds: int
 ) -> dict[str, Any] | None:
-    """The mean difference of two points over the seeds and folds that both have, with its 95% interval; None: there are
-    none.
+    """The mean difference of a point from another over the seeds and folds that both have, with its 95% interval; None:
+    there are none.
 
     Args:
         folds: Folds of the data that the runs validate on; 0: there are none.
     """
-    pairs = [value - theirs[key] for key, value in ours.items() if key in theirs]
+    pairs = [value - reference[key] for key, value in values.items() if key in reference]
     if not pairs:
         return None
     overlap = 1 / (folds - 1) if folds > 1 else 0.0

@@ -138,8 +138,9 @@ class SweepSettings:
         summary = read_json_object(output / "summary.json")
         if run.status == "finished":
             run.metrics = dict(summary.get("validation") or {}) or None
-            kept = monitored(self.load(run.overrides))[0] == self.monitor
-            if run.metrics and kept and self.monitor in run.metrics and summary.get("best"):
+            kept_metric, _, _ = monitored(self.load(run.overrides))
+            keeps_best = kept_metric == self.monitor
+            if run.metrics and keeps_best and self.monitor in run.metrics and summary.get("best"):
                 run.metrics[self.monitor] = summary["best"]["value"]
         elif run.status == "failed":
             run.reason = summary.get("reason") or f"exit code {code}, before training; its error is in the output"
@@ -172,7 +173,9 @@ class SweepSettings:
             _, metric, mode = monitored(self.base)
             if metric != self.monitor:
                 mode = "auto"
-        if mode == "min" or (mode == "auto" and self.monitor == "loss"):
+        if mode == "auto" and self.monitor == "loss":
+            return "min"
+        if mode == "min":
             return "min"
         return "max" if mode == "max" else None
 

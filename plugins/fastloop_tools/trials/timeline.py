@@ -140,15 +140,15 @@ def build_host_timeline(events: Iterable[Any]) -> HostTimeline:
     thread = mode(event.thread for event in named)  # of the loop
     named = [event for event in named if event.thread == thread]
     own: list[Span] = []  # of the loop's thread
-    other: list[Span] = []
+    of_other_threads: list[Span] = []
     for event in on_host:
         # an asynchronous event ends in another thread, so it contains no events of this one
         if event.thread == thread and not event.is_async:
             own.append(_span(event))
         else:
-            other.append(_span(event))
+            of_other_threads.append(_span(event))
     regions = flatten(_span(event) for event in named if is_region(event.name))
-    elsewhere = [span for span in flatten(other) if OPERATION.match(span.name)]
+    elsewhere = [span for span in flatten(of_other_threads) if OPERATION.match(span.name)]
     first = min(event.time_range.start for event in named)
     last = max(event.time_range.end for event in named)
     seconds: dict[tuple[str, str], float] = defaultdict(float)

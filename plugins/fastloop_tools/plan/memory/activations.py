@@ -55,7 +55,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        self.live = 0
+        self.peak = 0
         self.known = [tensor.untyped_storage() for tensor in known]  # kept, so that their addresses stay theirs
         self.counted: dict[int, Any] = {storage._cdata: None for storage in self.known}
         self.sizes: dict[int, int] = {}
@@ -244,7 +245,9 @@ def state_bytes(optimizer: Any, mode: Any = None) -> dict[int, int]:
 
     States of a single number, such as Adam's count of steps, are left out.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
     with nullcontext() if mode is None else mode:
         for group in optimizer.param_groups:
             # the state has the same sizes

@@ -129,16 +129,19 @@ def options_to_set(recipe: Recipe, variant: MemoryVariant, variants: Iterable[Me
     An option that selects another variant of the same strategy gets its default: with ``fsdp: {cpu_offload: true}`` in
     the recipe, the plain variant sets ``cpu_offload`` to false.
     """
-    given: dict[str, Any] = {}
+    current: dict[str, Any] = {}
     if variant.plugin == strategy_of(recipe):
-        given = recipe.plugins.get(variant.plugin) or {}
+        current = recipe.plugins.get(variant.plugin) or {}
     wanted: dict[str, Any] = {}
-    if given:
+    if current:
         defaults = load_listed(recipe, variant.plugin)().option_values()
-        selecting = {key for other in variants if other.plugin == variant.plugin for key in other.options}
-        wanted = {key: defaults[key] for key in given if key in selecting}
+        selecting = set[str]()  # options by which the variants of the strategy differ
+        for alternative in variants:
+            if alternative.plugin == variant.plugin:
+                selecting.update(alternative.options)
+        wanted = {key: defaults[key] for key in current if key in selecting}
     wanted |= variant.options
-    return {key: value for key, value in wanted.items() if key not in given or given[key] != value}
+    return {key: value for key, value in wanted.items() if key not in current or current[key] != value}
 
 
 def smallest_change(

@@ -112,21 +112,23 @@ def open_fake(resolved: ResolvedRecipe, precision: str, samples: int) -> Iterato
 
     recipe = resolved.recipe
     plugins = resolved.plugins
-    building = {plugin.name for hook in BUILDING for plugin, _ in plugins.each(hook)}
-    kept = [
-        plugin.name
-        for plugin in plugins
-        if plugin.slot == "task"
-        or (plugin.name in building and plugin.slot not in ("strategy", "precision") and not plugin.read_only)
-    ]
-    kept = [name for name in kept if name not in LEFT_OUT]
+    building = set[str]()  # plugins that take part in building the model
+    for hook in BUILDING:
+        building.update(plugin.name for plugin, _ in plugins.each(hook))
+    needed = []
+    for plugin in plugins:
+        changes_model = plugin.name in building and plugin.slot not in ("strategy", "precision")
+        if plugin.name in LEFT_OUT:
+            continue
+        if plugin.slot == "task" or (changes_model and not plugin.read_only):
+            needed.append(plugin.name)
     tree = recipe.to_dict()
     tree["train"] |= {"batch_size": samples, "micro_batch_size": samples, "device": "cpu"}
     with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch, ExitStack() as stack:
         single = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
-            run = stack.enter_context(open_run(single.with_only(kept), [FakeModel(mode)]))
+            run = stack.enter_context(open_run(single.with_only(needed), [FakeModel(mode)]))
         except FastloopError as error:
             if not _is_of_meta(error):
                 raise

@@ -130,14 +130,15 @@ def measure(
         if share is None:
             return micro_step(model, loss, fake.batch, fake.precision, fake.mode)
         before = share.sent
-        one = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
-        return replace(one, sent=(share.sent - before) / PASSES)
+        activations = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
+        return replace(activations, sent=(share.sent - before) / PASSES)
 
     for checkpointing in (False, True):
         if checkpointing and not recompute_blocks(fake, options):
             break
         for cast, dtype in dtypes.items():
-            if cast in errors or (len(dtypes) > 1 and cast not in casts):
+            is_unwanted = len(dtypes) > 1 and cast not in casts
+            if cast in errors or is_unwanted:
                 continue
             has_other_dtype = next(model.parameters()).dtype != torch.float32
             if dtype is not torch.float32 or cast != has_other_dtype:

@@ -118,7 +118,8 @@ def check(ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Ten
         if kind != (torch.bfloat16, "cpu", 3, (1,)) or tensor.shape != shape:
             expected = f"bf16 on the CPU of shape {tuple(shape)} with contiguous features"
             raise ValueError(f"cpu-attention: {name}: found {_describe(tensor)}, expected {expected}.")
-    (_, heads, size), (_, key_heads, key_size) = query.shape, key.shape
+    _, heads, size = query.shape
+    _, key_heads, key_size = key.shape
     if size not in HEAD_SIZES or key_size != size or not key_heads or heads % key_heads:
         expected = f"heads of one size ({', '.join(map(str, HEAD_SIZES))}), and a multiple of the key's"
         raise ValueError(
@@ -221,11 +222,12 @@ class RowAttention(torch.autograd.Function):
             "output": output,
             "output_grad": output_grad.contiguous(),
         }
-        grads = {
-            f"{name}_grad": torch.empty(tensors[name].shape, dtype=torch.bfloat16) for name in ("query", "key", "value")
-        }
-        call("attention_backward", ctx.ends, tensors | grads, log_sums, ctx.options)
-        return *grads.values(), None, None, None, None
+        query_grad = torch.empty(query.shape, dtype=torch.bfloat16)
+        key_grad = torch.empty(key.shape, dtype=torch.bfloat16)
+        value_grad = torch.empty(value.shape, dtype=torch.bfloat16)
+        tensors |= {"query_grad": query_grad, "key_grad": key_grad, "value_grad": value_grad}
+        call("attention_backward", ctx.ends, tensors, log_sums, ctx.options)
+        return query_grad, key_grad, value_grad, None, None, None, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiler cannot follow a call through ctypes
@@ -255,20 +257,18 @@ def attention(
         value = value.to(dtype)
     queries = query.shape[2]
     keys = key.shape[2]
-    fits = (
-        key.shape == value.shape and query.shape[3] == key.shape[3] in HEAD_SIZES and query.shape[1] % key.shape[1] == 0
-    )
-    computes = fits and query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu"
-    regular = (
-        attention_mask is None and (packed is not None or queries in (1, keys)) and kwargs.get("sliding_window") is None
-    )
-    if not (computes and regular) or "position_bias" in kwargs:
+    has_known_size = query.shape[3] == key.shape[3] and key.shape[3] in HEAD_SIZES
+    fits = has_known_size and key.shape == value.shape and query.shape[1] % key.shape[1] == 0
+    is_bf16 = query.dtype == key.dtype == value.dtype == torch.bfloat16
+    attends_all = attention_mask is None and kwargs.get("sliding_window") is None and "position_bias" not in kwargs
+    has_rows = packed is not None or queries in (1, keys)
+    if not (fits and is_bf16 and query.device.type == "cpu" and attends_all and has_rows):
         if packed is not None:
             kwargs["packed"] = packed
-        other: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[previous](
+        by_previous: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[previous](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return other
+        return by_previous
     causal = queries == keys and queries > 1 and bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
     lengths = [keys] * len(key) if packed is None else packed.lengths
     of_keys = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -55,11 +55,11 @@ def call(name: str, columns: int, options: dict[str, Any], **tensors: Tensor | N
     Raises:
         ValueError: A tensor has another dtype, device or shape: the kernel would read or write outside of it.
     """
-    given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    rows = given["input" if "input" in given else "normal"].numel() // columns
+    present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    rows = present["input" if "input" in present else "normal"].numel() // columns
     sizes = {"sums": torch.get_num_threads() * 3 * columns, "factors": rows}
     sizes |= dict.fromkeys(("bias", "weight", "shift"), columns)
-    for key, tensor in given.items():
+    for key, tensor in present.items():
         expected = (torch.float32 if key in sizes else torch.bfloat16, "cpu", sizes.get(key, rows * columns), True)
         layout = (tensor.dtype, tensor.device.type, tensor.numel(), tensor.is_contiguous())
         if layout != expected or not has_kernel(columns):
@@ -67,7 +67,7 @@ def call(name: str, columns: int, options: dict[str, Any], **tensors: Tensor | N
                 f"cpu-layers: {name}: {key}: found {layout}, expected {expected} (dtype, device, numbers, contiguous), "
                 f"and a multiple of {LANES} columns up to {WIDEST}, not {columns}."
             )
-    addresses = {key: tensor.data_ptr() for key, tensor in given.items()}
+    addresses = {key: tensor.data_ptr() for key, tensor in present.items()}
     layer = Layer(rows=rows, columns=columns, threads=torch.get_num_threads(), **addresses, **options)
     with operation(name):
         getattr(load(SOURCE), name)(ctypes.byref(layer))

@@ -102,17 +102,19 @@ class AttentionWithDropout(torch.autograd.Function):
             bias = bias.expand(batch, heads, -1, -1)
         buffer = query.new_empty(0)
         for piece in pieces(probabilities):
-            kept = probabilities[piece].flatten(0, 1)
+            signed = probabilities[piece].flatten(0, 1)
             rows = output[piece].flatten(0, 1)
-            scores = buffer.resize_(kept.shape)
+            scores = buffer.resize_(signed.shape)
             torch.bmm(query[piece].flatten(0, 1), key[piece].flatten(0, 1).transpose(1, 2), out=scores)
             if bias is not None:
                 scores.view(probabilities[piece].shape).add_(bias[piece])
-            aten._softmax.out(scores, -1, False, out=kept)
-            if p:
-                of_sign = torch.iinfo(integers).min
-                kept.view(integers).bitwise_or_(dropped(kept.shape, p, kept.element_size()).bitwise_and_(of_sign))
-                kept = torch.clamp(kept, min=0, out=scores)
+            aten._softmax.out(scores, -1, False, out=signed)
+            kept = signed
+            if p:  # a dropped probability gets a minus sign, and counts as 0
+                sign_bit = torch.iinfo(integers).min
+                is_dropped = dropped(signed.shape, p, signed.element_size())
+                signed.view(integers).bitwise_or_(is_dropped.bitwise_and_(sign_bit))
+                kept = torch.clamp(signed, min=0, out=scores)
             torch.bmm(kept, value[piece].flatten(0, 1), out=rows)
         ctx.save_for_backward(query, key, value, probabilities)
         ctx.scale = scale
@@ -135,13 +137,13 @@ class AttentionWithDropout(torch.autograd.Function):
             signed = probabilities[piece].flatten(0, 1)
             outer = gradient[piece].flatten(0, 1)
             scores = first.resize_(signed.shape)
-            other = second.resize_(signed.shape)
-            kept = torch.clamp(signed, min=0, out=other) if ctx.p else signed
+            buffer = second.resize_(signed.shape)
+            kept = torch.clamp(signed, min=0, out=buffer) if ctx.p else signed
             torch.bmm(kept.transpose(1, 2), outer, out=of_value[piece].flatten(0, 1))
             torch.bmm(outer, value[piece].flatten(0, 1).transpose(1, 2), out=scores)
             if ctx.p:
                 bits = signed.view(integers)
-                mask = other.view(integers)
+                mask = buffer.view(integers)
                 torch.bitwise_right_shift(bits, 8 * bits.element_size() - 1, out=mask)
                 scores.view(integers).bitwise_and_(mask.bitwise_not_())
                 signed = torch.bitwise_and(bits, torch.iinfo(integers).max, out=mask).view(signed.dtype)
@@ -198,7 +200,9 @@ def attention(
     )
     long = query.shape[2] * key.shape[2] > LONGEST**2
     torchs = not drops if dropout else causal or long or not torch.is_grad_enabled()
-    biased = kwargs.get("position_bias") is not None or (attention_mask is not None and attention_mask.requires_grad)
+    biased = kwargs.get("position_bias") is not None
+    if attention_mask is not None and attention_mask.requires_grad:
+        biased = True
     if torchs or biased:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -214,9 +218,10 @@ def attention(
     value = repeat_kv(value, groups)
     bias = None
     if causal:
-        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])[
-            None, None
-        ]
+        queries = query.shape[2]
+        keys = key.shape[2]
+        # 2 queries and 3 keys: [[1, 1, 0], [1, 1, 1]]
+        attention_mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
     if attention_mask is not None:
         bias = attention_mask
         if attention_mask.dtype is torch.bool:

@@ -34,14 +34,14 @@ class Changes:
     total: float = 0.0
     kind: str = PROBABILITIES
 
-    def add(self, other: Changes) -> None:
+    def add(self, more: Changes) -> None:
         """Add those of further rows."""
-        self.rows += other.rows
-        self.count += other.count
-        self.total += other.total
-        self.kind = other.kind
-        if other.largest > self.largest or math.isnan(other.largest):  # NaN stays
-            self.largest = other.largest
+        self.rows += more.rows
+        self.count += more.count
+        self.total += more.total
+        self.kind = more.kind
+        if more.largest > self.largest or math.isnan(more.largest):  # NaN stays
+            self.largest = more.largest
 
     def __str__(self) -> str:
         mean = self.total / max(self.count, 1)
@@ -65,12 +65,13 @@ class Values:
     kind: str
     numbers: Tensor
 
-    def changes_to(self, other: Values) -> Changes:
+    def changes_to(self, changed: Values) -> Changes:
         """The changes from these values to others of the same rows. A value that is NaN in both has none."""
         if not self.numbers.numel():
             return Changes(self.rows, kind=self.kind)
-        change = (self.numbers - other.numbers).abs()
-        change[self.numbers.isnan() & other.numbers.isnan()] = 0
+        change = (self.numbers - changed.numbers).abs()
+        are_nan = self.numbers.isnan() & changed.numbers.isnan()
+        change[are_nan] = 0
         return Changes(self.rows, change.numel(), float(change.max()), float(change.double().sum()), self.kind)
 
 

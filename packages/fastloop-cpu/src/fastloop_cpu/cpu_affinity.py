@@ -120,18 +120,18 @@ class CpuAffinity(Plugin):
         """
         import torch
 
-        given = threads_of_user()
-        if self.count is not None or given is None:
+        of_user = threads_of_user()
+        if self.count is not None or of_user is None:
             torch.set_num_threads(self.count or quota)
         elif size == 1:
-            torch.set_num_threads(min(given, quota))
+            torch.set_num_threads(min(of_user, quota))
             self.log.info("OMP_NUM_THREADS sets the number of threads (plugins.cpu-affinity.count: another one)")
             return
         else:
             torch.set_num_threads(quota)
-        if given is not None and given != torch.get_num_threads():
+        if of_user is not None and of_user != torch.get_num_threads():
             reason = "count sets" if self.count is not None else "a launcher may have set it, and the plugin sets"
-            self.log.info("OMP_NUM_THREADS=%d has no effect: %s %d threads", given, reason, torch.get_num_threads())
+            self.log.info("OMP_NUM_THREADS=%d has no effect: %s %d threads", of_user, reason, torch.get_num_threads())
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:

@@ -92,7 +92,7 @@ def drop(module: nn.Dropout, torchs: Any, tensor: Tensor) -> Tensor:
     from fastloop_cpu._fast_dropout import dropout
 
     if not module.training or not 0 < module.p < 1 or tensor.device.type != "cpu" or not tensor.is_floating_point():
-        kept: Tensor = torchs(tensor)
-        return kept
+        by_torch: Tensor = torchs(tensor)
+        return by_torch
     masked: Tensor = dropout(tensor, module.p)
     return masked

@@ -140,13 +140,13 @@ class Int8Linears(Plugin):
         finally:
             self.switch.is_on = True
 
-    def _compare(self, run: Run, exact: Values, found: Values) -> None:
+    def _compare(self, run: Run, exact: Values, quantized: Values) -> None:
         """Add the changes of a batch. Every process must call it.
 
         Raises:
             PluginError: A probability changes by more than ``largest_change``.
         """
-        for part in run.processes.all_gather_object(exact.changes_to(found)):
+        for part in run.processes.all_gather_object(exact.changes_to(quantized)):
             self.changes.add(part)
         if self.largest_change is not None and not self.changes.largest <= self.largest_change:  # also if it is NaN
             self.is_shown = True

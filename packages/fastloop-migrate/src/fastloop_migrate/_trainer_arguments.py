@@ -59,14 +59,14 @@ def find_callbacks(
     return callbacks
 
 
-def check_arguments(given: Mapping[str, Any], recipe: Recipe, key: str) -> None:
+def check_arguments(arguments: Mapping[str, Any], recipe: Recipe, key: str) -> None:
     """Check the names of additional ``TrainingArguments``.
 
     Raises:
         RecipeError: There is no such field, or fastloop sets it.
     """
     known = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    for name in given:
+    for name in arguments:
         if name not in known:
             raise RecipeError(
                 "no such field.",
@@ -83,11 +83,11 @@ def check_arguments(given: Mapping[str, Any], recipe: Recipe, key: str) -> None:
             )
 
 
-def training_arguments(run: Run, given: Mapping[str, Any]) -> TrainingArguments:
+def training_arguments(run: Run, extra: Mapping[str, Any]) -> TrainingArguments:
     """The run's ``TrainingArguments``. Accelerate's shared state stays as it is.
 
     Args:
-        given: Fields that callbacks read and that no key of the recipe sets. They do not change the run.
+        extra: Fields that callbacks read and that no key of the recipe sets. They do not change the run.
     """
     train = run.recipe.train
     loader = run.train_loader
@@ -123,12 +123,12 @@ def training_arguments(run: Run, given: Mapping[str, Any]) -> TrainingArguments:
         fields[f"{name}_strategy"] = "steps" if isinstance(every, int) else every or "no"
         if isinstance(every, int):
             fields[f"{name}_steps"] = every
-    if "greater_is_better" not in given:
-        name = str(given.get("metric_for_best_model") or fields["metric_for_best_model"]).removeprefix("eval_")
+    if "greater_is_better" not in extra:
+        name = str(extra.get("metric_for_best_model") or fields["metric_for_best_model"]).removeprefix("eval_")
         fields["greater_is_better"] = _greater_is_better(run, name, best)
     PartialState(cpu=fields["use_cpu"])  # user code may have reset it
-    arguments = TrainingArguments(**{**fields, **given})
-    if "load_best_model_at_end" not in given:  # afterwards: it refuses schedules that fastloop takes
+    arguments = TrainingArguments(**{**fields, **extra})
+    if "load_best_model_at_end" not in extra:  # afterwards: it refuses schedules that fastloop takes
         arguments.load_best_model_at_end = bool(plugins.get("checkpoint-best", False) is not False)
     return arguments
 

@@ -48,7 +48,8 @@ class Conversion:
             UsageError: The value is no number.
         """
         value = self.take(key, default)
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is None or is_number:
             return value
         if isinstance(value, str):
             with suppress(ValueError):
@@ -92,18 +93,18 @@ def convert(
             names = names | preference.AXOLOTL_NAMES
         else:
             defaults |= preference.KINDS[trainer].defaults
-    given = {names.get(key, key): value for key, value in config.items() if value is not None}
+    settings = {names.get(key, key): value for key, value in config.items() if value is not None}
     original = {name: key for key, name in names.items() if key in config}
     if trainer != "sft":
-        preference.check_values(given, original, trainer, file)
-    result = Conversion({**keys.BASE, **defaults, **given}, file, original)
-    convert_lengths(result, processes, given)
-    convert_plugins(result, given)
+        preference.check_values(settings, original, trainer, file)
+    result = Conversion({**keys.BASE, **defaults, **settings}, file, original)
+    convert_lengths(result, processes, settings)
+    convert_plugins(result, settings)
     convert_optimizer(result)
     convert_schedule(result)
-    convert_precision(result, given)
-    convert_lora(result, given)
-    convert_data(result, given, format, trainer)
+    convert_precision(result, settings)
+    convert_lora(result, settings)
+    convert_data(result, settings, format, trainer)
     convert_strategy(result, processes, format)
     convert_evaluation(result)
     if format == "transformers":
@@ -116,14 +117,14 @@ def convert(
         value = result.take_number(key) if key in keys.NUMBERS else result.take(key)
         if value is not None:
             result.put(dotted, value)
-    result.put("output", own_folder(result.take("output_dir"), given, file))
+    result.put("output", own_folder(result.take("output_dir"), settings, file))
     if result.take("use_cpu"):
         result.put("train.device", "cpu")
-    explain_rest(result, given, format)
+    explain_rest(result, settings, format)
     return build_recipe(result), result.notes
 
 
-def own_folder(old: Any, given: Mapping[str, Any], file: Path) -> str:
+def own_folder(old: Any, settings: Mapping[str, Any], file: Path) -> str:
     """The folder of the run, in runs/, with the name of the old trainer's. That one keeps its own: fastloop refuses a
     folder with other files, and one name would mix the two.
 
@@ -131,7 +132,7 @@ def own_folder(old: Any, given: Mapping[str, Any], file: Path) -> str:
         old: The old trainer's folder, or its default.
         file: The config, whose name the folder gets if the config names none.
     """
-    name = Path(str(old)).name if "output_dir" in given else file.stem
+    name = Path(str(old)).name if "output_dir" in settings else file.stem
     folder = Path("runs", name or file.stem)
     if folder == Path(str(old)):
         folder = folder.with_name(f"{folder.name}-fastloop")
@@ -153,7 +154,7 @@ def build_recipe(result: Conversion) -> dict[str, Any]:
     return recipe
 
 
-def convert_lengths(result: Conversion, processes: int, given: Mapping[str, Any]) -> None:
+def convert_lengths(result: Conversion, processes: int, settings: Mapping[str, Any]) -> None:
     """Batch sizes, epochs, steps, and when to log, evaluate and save."""
     micro = int(result.take_number("per_device_train_batch_size"))
     accumulated = int(result.take_number("gradient_accumulation_steps"))
@@ -169,14 +170,14 @@ def convert_lengths(result: Conversion, processes: int, given: Mapping[str, Any]
     result.put("train.micro_batch_size", micro)
     logging = result.take_number("logging_steps")
     result.put("train.log_every", int(logging) if logging >= 1 else 10)
-    convert_interval(result, given, "eval", "train.evaluate_every", logging)
-    convert_interval(result, given, "save", "train.save_every", logging)
+    convert_interval(result, settings, "eval", "train.evaluate_every", logging)
+    convert_interval(result, settings, "save", "train.save_every", logging)
     norm = result.take_number("max_grad_norm")
     if norm > 0:
         result.put("train.max_grad_norm", norm)
 
 
-def convert_interval(result: Conversion, given: Mapping[str, Any], name: str, key: str, logging: float) -> None:
+def convert_interval(result: Conversion, settings: Mapping[str, Any], name: str, key: str, logging: float) -> None:
     """When to evaluate or to save.
 
     Args:
@@ -187,7 +188,7 @@ def convert_interval(result: Conversion, given: Mapping[str, Any], name: str, ke
     strategy = str(result.take(f"{name}_strategy"))
     steps = result.take_number(f"{name}_steps")
     times = result.take_number(f"{name}s_per_epoch")
-    if f"{name}_steps" in given and f"{name}_strategy" not in given:
+    if f"{name}_steps" in settings and f"{name}_strategy" not in settings:
         strategy = "steps"
     if strategy == "steps" and steps is None:
         steps = logging
@@ -206,10 +207,10 @@ def convert_interval(result: Conversion, given: Mapping[str, Any], name: str, ke
     result.put(key, every)
 
 
-def convert_plugins(result: Conversion, given: Mapping[str, Any]) -> None:
+def convert_plugins(result: Conversion, settings: Mapping[str, Any]) -> None:
     """Keys that are true, and plugins with a few options."""
     for key, (plugin, options) in keys.PLUGINS.items():
-        if key == "activation_checkpointing" and "gradient_checkpointing" in given:
+        if key == "activation_checkpointing" and "gradient_checkpointing" in settings:
             result.take(key)  # a default, and the config has the other name
         elif result.take(key):
             result.plugins[plugin] = dict(options)
@@ -287,8 +288,8 @@ def convert_optimizer(result: Conversion) -> None:
 def convert_schedule(result: Conversion) -> None:
     """The schedule of the learning rate."""
     kind = str(result.take("lr_scheduler_type"))
-    given = result.take("lr_scheduler_kwargs", {})
-    given = dict(given) if isinstance(given, Mapping) else json.loads(given)
+    arguments = result.take("lr_scheduler_kwargs", {})
+    arguments = dict(arguments) if isinstance(arguments, Mapping) else json.loads(arguments)
     steps = result.take_number("warmup_steps")
     share = result.take_number("warmup_ratio")
     warmup = steps or share or 0
@@ -299,22 +300,22 @@ def convert_schedule(result: Conversion) -> None:
         options["schedule"] = "cosine"
     if warmup and kind != "constant":
         options["warmup"] = warmup
-    ratio = result.take("cosine_min_lr_ratio", given.pop("min_lr_rate", None))
+    ratio = result.take("cosine_min_lr_ratio", arguments.pop("min_lr_rate", None))
     if ratio is not None and options["schedule"] == "cosine":
         options["min_ratio"] = ratio
-    if given and options["schedule"] not in ("linear", "cosine", "constant"):
-        options["arguments"] = given
-    elif given:
-        result.note("lr_scheduler_kwargs", f"{given}: {schedule} of fastloop has warmup and min_ratio only")
+    if arguments and options["schedule"] not in ("linear", "cosine", "constant"):
+        options["arguments"] = arguments
+    elif arguments:
+        result.note("lr_scheduler_kwargs", f"{arguments}: {schedule} of fastloop has warmup and min_ratio only")
     if options != {"schedule": "constant"}:
         result.plugins["lr-scheduler"] = options
 
 
-def convert_precision(result: Conversion, given: Mapping[str, Any]) -> None:
+def convert_precision(result: Conversion, settings: Mapping[str, Any]) -> None:
     """Mixed precision."""
     bf16 = result.take("bf16")
     fp16 = result.take("fp16")
-    if fp16 and ("bf16" not in given or not bf16):
+    if fp16 and ("bf16" not in settings or not bf16):
         result.plugins["amp"] = {"dtype": "fp16"}
     elif bf16:
         result.plugins["amp"] = {"dtype": "auto" if bf16 == "auto" else "bf16"}
@@ -324,7 +325,7 @@ def convert_precision(result: Conversion, given: Mapping[str, Any]) -> None:
         result.note("bf16", "full: fastloop keeps fp32 weights, and computes in bf16 (amp)")
 
 
-def convert_lora(result: Conversion, given: Mapping[str, Any]) -> None:
+def convert_lora(result: Conversion, settings: Mapping[str, Any]) -> None:
     """LoRA and QLoRA."""
     options = {name: result.take(f"lora_{name}") for name in ("r", "alpha", "dropout", "target_modules")}
     for name in ("use_rslora", "use_dora", "layers_to_transform", "init_lora_weights"):
@@ -333,8 +334,8 @@ def convert_lora(result: Conversion, given: Mapping[str, Any]) -> None:
     linear = result.take("lora_target_linear")
     saved = result.take("lora_modules_to_save")
     four_bit = result.take("load_in_4bit")
-    adapter = given.get("adapter")
-    if not adapter and given.get("use_peft"):
+    adapter = settings.get("adapter")
+    if not adapter and settings.get("use_peft"):
         adapter = "lora"
     if adapter not in ("lora", "qlora"):
         if adapter:
@@ -360,7 +361,8 @@ def convert_strategy(result: Conversion, processes: int, format: str) -> None:
         fsdp = fsdp or settings
     if (deepspeed or fsdp) and "quantize" in result.plugins.get("lora", {}):
         result.note("deepspeed" if deepspeed else "fsdp", "4-bit weights cannot be sharded: ddp, or no lora.quantize")
-        deepspeed = fsdp = None
+        deepspeed = None
+        fsdp = None
     if deepspeed or isinstance(deepspeed, Mapping):
         convert_deepspeed(result, deepspeed)
     elif fsdp:
@@ -392,17 +394,17 @@ def fsdp_options(fsdp: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         fsdp: Words such as ``full_shard offload``, or the settings.
         settings: The section ``fsdp_config``. Its keys may begin with ``fsdp_``.
     """
-    given = {str(key).removeprefix("fsdp_"): value for key, value in settings.items()}
+    by_name = {str(key).removeprefix("fsdp_"): value for key, value in settings.items()}
     options: dict[str, Any] = {}
-    blocks = given.get("transformer_layer_cls_to_wrap")
+    blocks = by_name.get("transformer_layer_cls_to_wrap")
     if blocks:
         options["blocks"] = blocks.split(",") if isinstance(blocks, str) else list(blocks)
-    words = f"{fsdp} {given.get('sharding_strategy', '')}".lower()
-    if given.get("reshard_after_forward") is False or "shard_grad_op" in words:
+    words = f"{fsdp} {by_name.get('sharding_strategy', '')}".lower()
+    if by_name.get("reshard_after_forward") is False or "shard_grad_op" in words:
         options["reshard_after_forward"] = False
-    if given.get("offload_params") or "offload" in str(fsdp):
+    if by_name.get("offload_params") or "offload" in str(fsdp):
         options["cpu_offload"] = True
-    if given.get("cpu_ram_efficient_loading"):
+    if by_name.get("cpu_ram_efficient_loading"):
         options["meta_device"] = True
     return options
 
@@ -430,7 +432,7 @@ def convert_loss(result: Conversion) -> None:
         result.note("label_smoothing_factor", "for another task than text-classification, give the loss to its plugin")
 
 
-def explain_rest(result: Conversion, given: Mapping[str, Any], format: str) -> None:
+def explain_rest(result: Conversion, settings: Mapping[str, Any], format: str) -> None:
     """A note for each key that no other function has converted, unless it is off or has its default."""
     defaults: dict[str, Any] = {}
     if format != "axolotl":
@@ -443,7 +445,7 @@ def explain_rest(result: Conversion, given: Mapping[str, Any], format: str) -> N
 
         defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     for key, value in result.left.items():
-        if key in keys.IRRELEVANT or key not in given or not value or value == defaults.get(key):
+        if key in keys.IRRELEVANT or key not in settings or not value or value == defaults.get(key):
             continue
         result.note(key, reason_for(key))
 

@@ -25,7 +25,7 @@ INSTRUCTIONS = {
 TEMPLATE = "texts follow a chat template: that of the tokenizer, or data.chat_template; the type's own text is not used"
 
 
-def convert_data(result: Conversion, given: Mapping[str, Any], format: str, trainer: str) -> None:
+def convert_data(result: Conversion, settings: Mapping[str, Any], format: str, trainer: str) -> None:
     """The data sets, their columns, and the chat template.
 
     Args:
@@ -34,7 +34,7 @@ def convert_data(result: Conversion, given: Mapping[str, Any], format: str, trai
     if format == "axolotl":
         convert_axolotl(result, trainer)
     else:
-        convert_trl(result, given, format, trainer)
+        convert_trl(result, settings, format, trainer)
     convert_chat_template(result)
     if result.plugins.get("packing") is not None:
         counts = "with packing, TRL counts rows of max_length tokens"
@@ -61,7 +61,7 @@ def convert_chat_template(result: Conversion) -> None:
         result.note("chat_template", f"{name}: save it as a Jinja file, and set data.chat_template to the file")
 
 
-def convert_trl(result: Conversion, given: Mapping[str, Any], format: str, trainer: str) -> None:
+def convert_trl(result: Conversion, settings: Mapping[str, Any], format: str, trainer: str) -> None:
     """The keys of TRL. ``TrainingArguments`` name no data."""
     name = result.take("dataset_name")
     files = {} if name else script_files(result)
@@ -75,7 +75,7 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], format: str, train
         splits = {}
         if train != "train":
             splits["train"] = train
-        if given.get("eval_strategy", "no") != "no":
+        if settings.get("eval_strategy", "no") != "no":
             splits["validation"] = test
         if splits:
             result.put("data.splits", splits)
@@ -90,7 +90,7 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], format: str, train
         result.note("dataset_name", columns)
     elif files:
         result.put("data.files", files)
-        if "label_column_name" not in given and "text_column_name" not in given:
+        if "label_column_name" not in settings and "text_column_name" not in settings:
             result.note("data", "set the columns: data.text and data.label, or those of another task")
     else:
         result.put("data.files", MISSING)
@@ -101,7 +101,7 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], format: str, train
         else:
             columns = "those of the pairs, such as data.chosen and data.rejected"
         result.note("data", f"{NO_DATA}: {columns}")
-    if "model_name_or_path" not in given:
+    if "model_name_or_path" not in settings:
         result.put("model.name", MISSING)
         result.note("model", "the file names no model: set model.name")
     if result.take("assistant_only_loss"):

@@ -151,10 +151,10 @@ def find_trainer(config: Mapping[str, Any], format: str, trainer: str, file: Pat
                 code="unsupported-trainer",
                 place=f"{file}: {key}",
             )
-    for key, other in OTHER_TRAINERS.items():
+    for key, other_trainer in OTHER_TRAINERS.items():
         if config.get(key) is not None:
             raise UsageError(
-                f"found a key of {other}, and fastloop has no such training.",
+                f"found a key of {other_trainer}, and fastloop has no such training.",
                 code="unknown-key",
                 place=f"{file}: {key}",
                 remedy="Use TRL for it.",
@@ -216,18 +216,18 @@ def _losses(config: Mapping[str, Any]) -> set[str]:
     return {str(name) for name in (value if isinstance(value, list) else [value])}
 
 
-def check_values(given: Mapping[str, Any], original: Mapping[str, str], trainer: str, file: Path) -> None:
+def check_values(settings: Mapping[str, Any], original: Mapping[str, str], trainer: str, file: Path) -> None:
     """Check that no key asks for another loss than the package has.
 
     Args:
-        given: The config, with TRL's names.
+        settings: The config, with TRL's names.
         original: TRL's name -> that of the config, where they differ.
 
     Raises:
         UsageError: A key does; the message names it.
     """
     for key, (accepted, why) in REFUSED.items():
-        value = given.get(key)
+        value = settings.get(key)
         if value is not None and value != accepted:
             name = original.get(key, key)
             raise UsageError(
@@ -236,7 +236,7 @@ def check_values(given: Mapping[str, Any], original: Mapping[str, str], trainer:
                 place=f"{file}: {name}",
                 remedy="Remove the key, or use the other library.",
             )
-    losses = sorted(_losses(given))
+    losses = sorted(_losses(settings))
     known = {"dpo": ("sigmoid", "robust", "ipo"), "kto": ("kto",)}.get(trainer)
     if known is not None and losses and (len(losses) > 1 or losses[0] not in known):
         name = original.get("loss_type", "loss_type")
@@ -269,9 +269,9 @@ def convert_tuning(result: Conversion, trainer: str, format: str, file: Path) ->
     axolotl = str(result.take("rl", ""))
     if format == "axolotl" and trainer == "dpo":
         loss = AXOLOTL_RL[axolotl][1]
-    given = result.take("loss_type")
-    if trainer == "dpo" and given is not None:
-        loss = str(given[0] if isinstance(given, list) else given)
+    loss_type = result.take("loss_type")
+    if trainer == "dpo" and loss_type is not None:
+        loss = str(loss_type[0] if isinstance(loss_type, list) else loss_type)
     options: dict[str, Any] = {}
     if kind.plugin == "dpo":
         options["loss"] = loss

@@ -60,12 +60,13 @@ class TransformersCallbacks(Plugin):
     events: TrainerEvents
     """The callbacks, once the run is built."""
 
-    found: list[tuple[type[TrainerCallback], Mapping[str, Any]]]  # classes with their arguments; from check_recipe on
+    classes: list[tuple[type[TrainerCallback], Mapping[str, Any]]]  # with their arguments; from check_recipe on
 
     def __init__(self, *objects: TrainerCallback, **options: Any) -> None:
         super().__init__(**options)
         self.objects = objects
-        self.training = self.in_epoch = False
+        self.training = False
+        self.in_epoch = False
         # micro-batches of the current step, and steps of this process
         self.passes = 0
         self.steps = 0
@@ -79,9 +80,9 @@ class TransformersCallbacks(Plugin):
         with importing_bitsandbytes():  # transformers' Trainer imports peft
             from fastloop_migrate._trainer_arguments import check_arguments, find_callbacks
 
-            self.found = find_callbacks(self.callbacks, recipe, f"{key}.callbacks")
+            self.classes = find_callbacks(self.callbacks, recipe, f"{key}.callbacks")
         check_arguments(self.arguments, recipe, f"{key}.arguments")
-        if not self.found and not self.objects:
+        if not self.classes and not self.objects:
             logger.warning(
                 Problem(
                     f"{key}.callbacks lists no callback, so the plugin does nothing.",
@@ -96,7 +97,7 @@ class TransformersCallbacks(Plugin):
         from fastloop_migrate._trainer_events import TrainerEvents
 
         callbacks = list(self.objects)
-        for cls, arguments in self.found:
+        for cls, arguments in self.classes:
             try:
                 callbacks.append(cls(**arguments))
             except Exception as error:

@@ -47,9 +47,9 @@ def require_trait(trait: Trait, plugin: Plugin, recipe: Recipe, plugins: PluginS
     """
     task = plugins.task
     if task is None or trait not in _traits(type(task), recipe):
-        found = "this run has no task" if task is None else f"the task of this run is {task.name!r}"
+        problem = "this run has no task" if task is None else f"the task of this run is {task.name!r}"
         raise PluginError(
-            f"plugin {plugin.name!r} requires a task that declares {trait!r}, and {found}.",
+            f"plugin {plugin.name!r} requires a task that declares {trait!r}, and {problem}.",
             code="missing-trait",
             place=recipe.where,
             remedy=f"Leave it out: --without {plugin.name}. A task of your own declares it in `declare_traits`.",

@@ -73,10 +73,12 @@ class RemoteOutput(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        is_new = run.resume_point is None and not self.resumes
-        if is_new and (found := self.try_remote(run, self.remote.results)):
+        if run.resume_point is not None or self.resumes:
+            return
+        results = self.try_remote(run, self.remote.results)
+        if results:
             raise UsageError(
-                f"{self.remote.url} holds a run already, with {found[0]}.",
+                f"{self.remote.url} holds a run already, with {results[0]}.",
                 code="folder-not-empty",
                 place=f"{self.where}.url",
                 remedy="Continue it with --resume, or set another output or url.",

@@ -253,11 +253,9 @@ class Compile(Plugin):
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
         summary["compile_seconds"] = seconds() - self.before - self.while_evaluating
-        summary["compile"] = found = counts(self.records) | {
-            "evaluate_seconds": self.while_evaluating,
-            "failure": self.failure,
-        }
-        skipped = found["cuda_graphs_skipped"]
+        totals = counts(self.records)
+        summary["compile"] = {**totals, "evaluate_seconds": self.while_evaluating, "failure": self.failure}
+        skipped = totals["cuda_graphs_skipped"]
         if skipped:
             self.log.warning(
                 Problem(
@@ -266,7 +264,7 @@ class Compile(Plugin):
                     code="no-cuda-graphs",
                 )
             )
-        again = found["recompilations"]
+        again = totals["recompilations"]
         if again >= self.recompile_limit:
             self.log.warning(
                 Problem(

@@ -41,10 +41,14 @@ class ActivationCheckpointing(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        found = transformer_blocks(model, self.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks")
-        inner = {id(part) for block in found for part in block.modules() if part is not block}
-        # an outer block recomputes its inner ones
-        blocks = [block for block in found if id(block) not in inner][:: self.every]
+        every_block = transformer_blocks(
+            model, self.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks"
+        )
+        inner = set[int]()
+        for block in every_block:
+            inner.update(id(part) for part in block.modules() if part is not block)
+        outer = [block for block in every_block if id(block) not in inner]  # an outer block recomputes its inner ones
+        blocks = outer[:: self.every]  # of blocks 0 to 4 with every=2: 0, 2 and 4
         if not blocks:
             self.log.warning(
                 Problem(

@@ -314,8 +314,8 @@ def on_all_processes(
                 f"{where}: {type(model).__name__} cannot compute logits from the task's batches: "
                 f"{typed_clause(error)}. {remedy}",
             )
-    results = [found for found in run.processes.all_gather_object(result) if found is not None]
+    results = [of_rank for of_rank in run.processes.all_gather_object(result) if of_rank is not None]
     problem = next((problem for _, problem in results if problem), "")
     if problem:
         raise RecipeError(problem, code="unsupported-model")
-    return next((found for found, _ in results), None)
+    return next((value for value, _ in results), None)

@@ -41,12 +41,17 @@ def estimated(run: Run, batches: int, restore: bool = True) -> Iterator[None]:
 
 def _estimate(run: Run, norms: list[BatchNorm], batches: int) -> None:
     momenta = [module.momentum for module in norms]
-    with closing(run.training_batches()) as found, torch.no_grad(), run.scalars.paused(), evaluating(run.model):
+    with (
+        closing(run.training_batches()) as training_batches,
+        torch.no_grad(),
+        run.scalars.paused(),
+        evaluating(run.model),
+    ):
         for module in norms:
             module.reset_running_stats()
             module.momentum = None  # the mean over all batches
             module.train()
-        for batch in islice(found, batches):
+        for batch in islice(training_batches, batches):
             run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
     for module, momentum in zip(norms, momenta, strict=True):
         module.momentum = momentum

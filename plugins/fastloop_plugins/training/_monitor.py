@@ -100,10 +100,10 @@ class Monitor:
         """The metric's value in an evaluation. NaN, with a warning, if it is missing or not finite."""
         value = metrics.get(self.name, math.nan)
         if not math.isfinite(value):
-            found = metrics.get(self.name, "missing")
+            text = metrics.get(self.name, "missing")
             logger.warning(
                 Problem(
-                    f"the evaluation's {self.name} is {found}, which is ignored.", code="not-finite", place=self.plugin
+                    f"the evaluation's {self.name} is {text}, which is ignored.", code="not-finite", place=self.plugin
                 )
             )
         return value

@@ -7,6 +7,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -368,11 +369,10 @@ class Reader:
         """
         number = int(self.index.file[group])
         key = int(self.index.key[group])
-        path = self.index.paths[number]
         rows = int(self.index.rows[group])
         count = skip
         self.rows_read += skip
-        try:
+        with self._explaining(group):
             file = self._file(number)
             layout = self.layout.of_file(number)
             columns = layout.own_names(self.columns)
@@ -385,12 +385,23 @@ class Reader:
                     yield values
                 if count == rows:
                     return
+        raise DataError(
+            f"its row group at {key} has {counted(count, 'row')}, and had {rows} when the run started.",
+            code="data-changed",
+            place=str(self.index.paths[number]),
+            remedy="Start it again.",
+        )
+
+    @contextmanager
+    def _explaining(self, group: int) -> Iterator[None]:
+        """Raise errors of reading a row group inside the block as a ``DataError``, which names the file or the row."""
+        key = int(self.index.key[group])
+        path = self.index.paths[int(self.index.file[group])]
+        try:
+            yield
         except BadRow as error:
-            raise DataError(
-                str(error),
-                code="invalid-row",
-                place=str(self.index.name(int(self.index.firsts[group]) + error.before)),
-            ) from None
+            row = int(self.index.firsts[group]) + error.before
+            raise DataError(str(error), code="invalid-row", place=str(self.index.name(row))) from None
         except RemoteError as error:
             raise DataError(
                 f"a row group cannot be read: {clause(error)}.",
@@ -412,12 +423,6 @@ class Reader:
                 code="file-unreadable",
                 place=str(path),
             ) from None
-        raise DataError(
-            f"its row group at {key} has {counted(count, 'row')}, and had {rows} when the run started.",
-            code="data-changed",
-            place=str(path),
-            remedy="Start it again.",
-        )
 
     def close(self) -> None:
         """Close the files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -39,10 +40,12 @@ class Cache:
         missing = [place for place, key in enumerate(keys) if key not in self.known]
         if missing:
             logits = compute({name: value[missing] for name, value in rows.inputs.items()}).logits.cpu()
-            new = {keys[place]: each.clone() for place, each in zip(missing, logits, strict=True)}
+            for place, logits_of_text in zip(missing, logits, strict=True):
+                new[keys[place]] = logits_of_text.clone()
             fitting = self.room // (ENTRY + logits[0].nbytes) - len(self.known)
-            self.known |= [*new.items()][: max(fitting, 0)]
-        return torch.stack([self.known[key] if key in self.known else new[key] for key in keys]).to(rows.real.device)
+            self.known |= islice(new.items(), max(fitting, 0))
+        every_logit = [self.known[key] if key in self.known else new[key] for key in keys]
+        return torch.stack(every_logit).to(rows.real.device)
 
     def save(self, processes: Any) -> dict[str, Any]:
         """The entries of each process. With them, a resumed run computes no text again in a batch that gives other
@@ -55,6 +58,6 @@ class Cache:
         entries = state["known"]
         rank = processes.rank
         own = entries if len(entries) != processes.world_size else entries[rank : rank + 1]
-        self.known = {
-            key: value for keys, values in own for key, value in zip(keys.tolist(), values.clone(), strict=True)
-        }
+        self.known = {}
+        for keys, values in own:
+            self.known |= zip(keys.tolist(), values.clone(), strict=True)

@@ -157,10 +157,10 @@ class Distill(Plugin):
         output = yield
         if self.student is None or not is_training(model):
             return output
-        found = self.student.output
+        student_output = self.student.output
         self.student.output = None
         with run.accelerator.autocast():
-            soft, states = compare(found, batch, self.teacher_model, self.cache, self, self.pairs)
+            soft, states = compare(student_output, batch, self.teacher_model, self.cache, self, self.pairs)
         self.add("distill/soft_loss", soft, batch)
         output.loss = (1 - self.weight) * output.loss + self.weight * soft
         if states is not None:

@@ -17,8 +17,9 @@ from fastloop_distill.teacher import Teacher
 def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """T^2 * KL(teacher || student) of logits (N, C) each, divided by T before the softmax; the mean over the rows.
     Hinton et al., 2015, https://arxiv.org/abs/1503.02531."""
-    ours, theirs = ((logits / temperature).log_softmax(1) for logits in (student, teacher))
-    return kl_div(ours, theirs, reduction="batchmean", log_target=True) * temperature**2
+    of_student = (student / temperature).log_softmax(1)
+    of_teacher = (teacher / temperature).log_softmax(1)
+    return kl_div(of_student, of_teacher, reduction="batchmean", log_target=True) * temperature**2
 
 
 def distances(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
@@ -28,7 +29,9 @@ def distances(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
         kind: ``mse``, the mean squared difference, or ``cosine``, 1 - cosine similarity: Jiao et al., 2020,
             https://arxiv.org/abs/1909.10351, and Sanh et al., 2019, https://arxiv.org/abs/1910.01108.
     """
-    return 1 - cosine_similarity(student, teacher, dim=1) if kind == "cosine" else (student - teacher).square().mean(1)
+    if kind == "cosine":
+        return 1 - cosine_similarity(student, teacher, dim=1)
+    return (student - teacher).square().mean(1)
 
 
 def compare(
@@ -50,20 +53,20 @@ def compare(
     if with_states or not per_text:
         output = teacher(rows.inputs, with_states)
     if output is None:
-        theirs = cache.logits(rows, len(logits), teacher)
+        teacher_logits = cache.logits(rows, len(logits), teacher)
     elif per_text:
-        theirs = output.logits
+        teacher_logits = output.logits
     else:
         size = min(logits.shape[-1], output.logits.shape[-1])
-        kept = targets.flatten() != IGNORED
+        has_loss = targets.flatten() != IGNORED
         # one may be padded
-        logits = logits.flatten(0, 1)[kept, :size]
-        theirs = rows.flat(output.logits)[kept, :size]
-    soft = soft_loss(logits.to(dtype), theirs.to(dtype), options.temperature)
+        logits = logits.flatten(0, 1)[has_loss, :size]
+        teacher_logits = rows.flat(output.logits)[has_loss, :size]
+    soft = soft_loss(logits.to(dtype), teacher_logits.to(dtype), options.temperature)
     if not with_states:
         return soft, None
     of_layers: list[Tensor] = []
     for own, layer in zip(student.hidden_states[1:], pairs, strict=True):  # hidden_states[0] are the embeddings
-        other = output.hidden_states[layer + 1]
-        of_layers.append(distances(own.flatten(0, 1).to(dtype), other.flatten(0, 1).to(dtype), options.states))
+        of_teacher = output.hidden_states[layer + 1]
+        of_layers.append(distances(own.flatten(0, 1).to(dtype), of_teacher.flatten(0, 1).to(dtype), options.states))
     return soft, torch.stack(of_layers).mean(0) @ rows.weights(targets, per_text, dtype)

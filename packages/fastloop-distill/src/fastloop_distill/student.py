@@ -33,10 +33,10 @@ def keep_layers(model: Any, layers: list[int], where: str) -> None:
             found=f"{layers}, and {type(model).__name__} has {len(lists)} list of {count} layers",
             expected="one list with all of them, counted from 0",
         )
-    kept = [lists[0][layer] for layer in layers]
+    modules = [lists[0][layer] for layer in layers]
     del lists[0][:]
-    lists[0].extend(kept)
-    for place, layer in enumerate(kept):
+    lists[0].extend(modules)
+    for place, layer in enumerate(modules):
         part: Any
         for part in layer.modules():
             if hasattr(part, "layer_idx"):  # by which a cache of keys and values finds it
@@ -47,20 +47,21 @@ def keep_layers(model: Any, layers: list[int], where: str) -> None:
     config.num_hidden_layers = len(layers)
 
 
-def pair_layers(model: Any, teacher: Any, given: list[int], where: str) -> list[int]:
-    """The teacher's layer for each one of the student, from 0: the given ones, or spread evenly, the last one included.
+def pair_layers(model: Any, teacher: Any, layers: list[int], where: str) -> list[int]:
+    """The teacher's layer for each one of the student, from 0: the listed ones, or evenly spread with the last one.
 
     For 3 layers of a teacher with 12, these are 3, 7 and 11.
 
     Args:
         teacher: Its configuration.
+        layers: The option ``teacher_layers``; empty: spread evenly.
     """
-    ours = model.config.get_text_config().num_hidden_layers
-    theirs = teacher.get_text_config().num_hidden_layers
-    pairs = given or [(layer + 1) * theirs // ours - 1 for layer in range(ours)]
-    if len(pairs) != ours or not all(0 <= layer < theirs for layer in pairs):
+    own_count = model.config.get_text_config().num_hidden_layers
+    teacher_count = teacher.get_text_config().num_hidden_layers
+    pairs = layers or [(layer + 1) * teacher_count // own_count - 1 for layer in range(own_count)]
+    if len(pairs) != own_count or not all(0 <= layer < teacher_count for layer in pairs):
         raise RecipeError(
-            f"found {pairs}, expected one of the teacher's {theirs} layers for each of {ours}.",
+            f"found {pairs}, expected one of the teacher's {teacher_count} layers for each of {own_count}.",
             code="out-of-range",
             place=f"{where}.teacher_layers",
         )
@@ -69,13 +70,13 @@ def pair_layers(model: Any, teacher: Any, given: list[int], where: str) -> list[
 
 def add_projections(model: Any, teacher: Any) -> None:
     """Let the student learn to map the hidden states of each layer to another width of the teacher's."""
-    ours = model.config.get_text_config()
-    theirs = teacher.get_text_config()
-    if ours.hidden_size == theirs.hidden_size:
+    own_config = model.config.get_text_config()
+    teacher_config = teacher.get_text_config()
+    if own_config.hidden_size == teacher_config.hidden_size:
         return
     projections = nn.ModuleDict()  # no list: plugins find the layers of a model by its ModuleList
-    for layer in range(ours.num_hidden_layers):
-        projections[str(layer)] = nn.Linear(ours.hidden_size, theirs.hidden_size, bias=False)
+    for layer in range(own_config.num_hidden_layers):
+        projections[str(layer)] = nn.Linear(own_config.hidden_size, teacher_config.hidden_size, bias=False)
     model.add_module(PROJECTIONS, projections)
 
 

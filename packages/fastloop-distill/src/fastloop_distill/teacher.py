@@ -52,7 +52,7 @@ class Teacher:
         """
         self.saved.load_tokenizer(max_length)
         self.config = self.saved.config
-        theirs = self.saved.tokenizer
+        tokenizer = self.saved.tokenizer
         advice = f"Expected the same one. Set model.tokenizer={self.source}."
         if student.trained is not None:
             raise RecipeError(
@@ -62,11 +62,12 @@ class Teacher:
                 remedy=advice,
             )
         student.load_tokenizer(max_length)
-        ours = student.tokenizer
-        if ours.get_vocab() != theirs.get_vocab() or ours(PROBE)["input_ids"] != theirs(PROBE)["input_ids"]:
+        student_tokenizer = student.tokenizer
+        has_other_vocabulary = student_tokenizer.get_vocab() != tokenizer.get_vocab()
+        if has_other_vocabulary or student_tokenizer(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
             raise RecipeError(
-                f"the tokenizer of {self.name} has {len(theirs)} tokens, and the student's has {len(ours)}, or other "
-                "rules.",
+                f"the tokenizer of {self.name} has {len(tokenizer)} tokens, and the student's has "
+                f"{len(student_tokenizer)}, or other rules.",
                 code="tokens-differ",
                 place=self.where,
                 remedy=advice,
@@ -74,18 +75,18 @@ class Teacher:
 
     def check_labels(self, names: list[str]) -> None:
         """Raise an error unless the classes have these names, in any order."""
-        theirs = [str(name) for _, name in sorted(self.config.id2label.items())]
-        ours = [name.strip().casefold() for name in names]
-        known = [name.strip().casefold() for name in theirs]
-        if sorted(ours) != sorted(known):
+        teacher_names = [str(name) for _, name in sorted(self.config.id2label.items())]
+        wanted = [name.strip().casefold() for name in names]
+        known = [name.strip().casefold() for name in teacher_names]
+        if sorted(wanted) != sorted(known):
             raise RecipeError(
-                f"the classes of {self.name} are {', '.join(theirs)}, and those of the data {', '.join(names)}.",
+                f"the classes of {self.name} are {', '.join(teacher_names)}, and those of the data {', '.join(names)}.",
                 code="labels-differ",
                 place=self.where,
                 expected="the same names",
                 remedy="Rename those of the data.",
             )
-        self.order = [known.index(name) for name in ours]
+        self.order = [known.index(name) for name in wanted]
 
     def load(self, device: torch.device, dtype: torch.dtype) -> None:
         """Load the weights."""

@@ -138,9 +138,9 @@ def load_dense(modules: SentenceModules, module: ModuleEntry, size: int, where: 
         raise RecipeError(
             f"cannot be read: {clause(error)}.", code="file-unreadable", place=f"{where}: {place / WEIGHTS}"
         ) from None
-    expected = {"linear.weight": shape} | {
-        f"activation_function.{name}": tuple(value.shape) for name, value in activation.state_dict().items()
-    }
+    expected: dict[str, tuple[int, ...]] = {"linear.weight": shape}
+    for name, value in activation.state_dict().items():
+        expected[f"activation_function.{name}"] = tuple(value.shape)
     if module.config.get("bias", True):
         expected["linear.bias"] = shape[:1]
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
@@ -165,9 +165,10 @@ def find_activation(name: str | None, where: str, default: str = TANH) -> nn.Mod
         RecipeError: It is none of torch.
     """
     name = name or default
-    known = {f"torch.nn.modules.activation.{each}": each for each in nn.modules.activation.__all__}
-    known |= {"torch.nn.modules.linear.Identity": "Identity"}
-    known |= {f"torch.nn.{each}": each for each in known.values()}
+    known = {"torch.nn.modules.linear.Identity": "Identity", "torch.nn.Identity": "Identity"}
+    for class_name in nn.modules.activation.__all__:
+        known[f"torch.nn.modules.activation.{class_name}"] = class_name
+        known[f"torch.nn.{class_name}"] = class_name
     try:
         activation: nn.Module = getattr(nn, known[name])()
     except (KeyError, TypeError):  # TypeError: it needs arguments, such as MultiheadAttention

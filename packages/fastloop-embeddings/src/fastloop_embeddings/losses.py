@@ -86,7 +86,8 @@ def cosent(vectors: Sequence[Tensor], scores: Tensor, temperature: float) -> Ten
     Su, 2022, https://kexue.fm/archives/8847."""
     first, second = vectors
     similar = functional.cosine_similarity(first, second) / temperature
-    differences = (similar[:, None] - similar)[scores[:, None] < scores]
+    has_smaller_score = scores[:, None] < scores  # (rows i, rows j)
+    differences = (similar[:, None] - similar)[has_smaller_score]
     return functional.pad(differences, (1, 0)).logsumexp(0)
 
 

@@ -58,7 +58,9 @@ class Retrieval(Metric):
         keys = rows[..., -2:].contiguous().view(torch.int64)[..., 0].cpu().numpy()
         _, queries, query_of = np.unique(keys[:, 0], return_index=True, return_inverse=True)
         _, documents, document_of = np.unique(keys[:, 1:].ravel(), return_index=True, return_inverse=True)
-        pairs = np.unique(np.stack([query_of, document_of[:: keys.shape[1] - 1]], 1), axis=0)
+        # with two columns of documents, [0 1] and [2 3], the relevant one of each row is the first: [0 2]
+        relevant_of = document_of[:: keys.shape[1] - 1]
+        pairs = np.unique(np.stack([query_of, relevant_of], 1), axis=0)
         parts = torch.split(torch.from_numpy(pairs[:, 1]), np.bincount(pairs[:, 0]).tolist())
         relevant = pad_sequence(list(parts), batch_first=True, padding_value=-1).to(rows.device)
         ranking = search(
@@ -83,9 +85,9 @@ class Ranking(Metric):
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Add queries: scores of their documents, and how relevant they are (0 or less: not), (queries, documents)
         each. NaN as a label: there is no document."""
-        kept = (labels > 0).any(1)
-        gains, order = labels[kept].nan_to_num(0).clamp(min=0).sort(dim=1)
-        scores = scores.masked_fill(labels.isnan(), float("-inf"))[kept].gather(1, order)
+        has_relevant = (labels > 0).any(1)
+        gains, order = labels[has_relevant].nan_to_num(0).clamp(min=0).sort(dim=1)
+        scores = scores.masked_fill(labels.isnan(), float("-inf"))[has_relevant].gather(1, order)
         if len(gains):
             ranked = gains.gather(1, scores.argsort(dim=1, descending=True, stable=True))
             self.total += torch.stack([*measure(ranked, gains, (1,)).values()]) * len(gains)
@@ -108,24 +110,40 @@ def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, 
     gains = gains.gather(1, order)
     documents = normalize(documents).T
     parts = []
-    chunks = [torch.split(each, CHUNK) for each in (queries, relevant, gains)]
-    for part, own, gain in zip(*chunks, strict=True):
-        best = (normalize(part) @ documents).topk(min(depth, documents.shape[1])).indices
-        places = torch.searchsorted(own, best).clamp(max=own.shape[1] - 1)
-        parts.append(gain.gather(1, places) * (own.gather(1, places) == best))
+    chunks = (torch.split(queries, CHUNK), torch.split(relevant, CHUNK), torch.split(gains, CHUNK))
+    for some_queries, known, gains_of_known in zip(*chunks, strict=True):
+        nearest = (normalize(some_queries) @ documents).topk(min(depth, documents.shape[1])).indices
+        # known [2, 5, 9] and nearest [5, 7]: places [1, 2], of which the second has document 9, so 7 has no gain
+        places = torch.searchsorted(known, nearest).clamp(max=known.shape[1] - 1)
+        is_known = known.gather(1, places) == nearest
+        parts.append(gains_of_known.gather(1, places) * is_known)
     return torch.cat(parts)
 
 
-def measure(found: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[str, Tensor]:
-    """Means over queries, from the gains of their documents, best score first, (Q, depth), and those of all relevant
-    documents in any order, (Q, most), both filled with 0. ``recall_at``: depths of recall."""
-    hit = found > 0
+def measure(gains: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[str, Tensor]:
+    """Means over queries.
+
+    Args:
+        gains: Those of the documents of each query, best score first, (Q, depth), filled with 0.
+        relevant: Those of all relevant documents in any order, (Q, most), filled with 0.
+        recall_at: Depths of recall.
+    """
+    hit = gains > 0
     count = (relevant > 0).sum(1)
-    places = torch.arange(1, DEPTH + 1, device=found.device)
+    places = torch.arange(1, DEPTH + 1, device=gains.device)
     ideal = relevant.sort(dim=1, descending=True).values
-    dcg, best = (
-        (each[:, :DEPTH] / (places + 1).log2()[: each.shape[1]]).sum(1, dtype=torch.float64) for each in (found, ideal)
-    )
     metrics = {f"recall@{k}": (hit[:, :k].sum(1) / count).mean() for k in recall_at}
     metrics[f"mrr@{DEPTH}"] = (hit[:, :DEPTH] / places[: hit.shape[1]]).max(1).values.mean()
-    return metrics | {f"ndcg@{DEPTH}": (dcg / best).mean()}
+    metrics[f"ndcg@{DEPTH}"] = (discounted_gain(gains, places) / discounted_gain(ideal, places)).mean()
+    return metrics
+
+
+def discounted_gain(gains: Tensor, places: Tensor) -> Tensor:
+    """The sum of the gains at the first ``DEPTH`` places, each divided by the logarithm of its place, (Q,) float64.
+
+    Args:
+        gains: The gain at each place, (Q, most).
+        places: The numbers from 1 to ``DEPTH``.
+    """
+    discounts = (places + 1).log2()[: gains.shape[1]]
+    return (gains[:, :DEPTH] / discounts).sum(1, dtype=torch.float64)

@@ -113,11 +113,11 @@ class SentenceModules:
 
     def pooling_modes(self) -> tuple[str, ...]:
         """The modes of the pooling. The vectors of several modes are joined."""
-        given = self.pooling.get("pooling_mode")
-        if isinstance(given, str):
-            return (given,)
-        if given is not None:
-            return tuple(given)
+        modes = self.pooling.get("pooling_mode")
+        if isinstance(modes, str):
+            return (modes,)
+        if modes is not None:
+            return tuple(modes)
         return tuple(mode for key, mode in LEGACY_MODES.items() if self.pooling.get(key)) or ("mean",)
 
     def find_prompts(self) -> tuple[str, str]:
@@ -244,10 +244,14 @@ def check_transformer(config: Mapping[str, Any], expected: Mapping[str, Any], wh
         config: ``sentence_bert_config.json``.
         expected: ``transformer_task``, ``module_output_name`` and ``method_output_name``.
     """
-    text = config.get("modality_config", {}).get("text", {})
-    given = {"method": "forward"} | {name: config[name] for name in expected if name in config} | text
-    for key, value in given.items():
-        wanted = {"method": "forward", **expected}.get(key)
+    required = {"method": "forward", **expected}
+    named = {"method": "forward"}
+    for name in expected:
+        if name in config:
+            named[name] = config[name]
+    named |= config.get("modality_config", {}).get("text", {})
+    for key, value in named.items():
+        wanted = required.get(key)
         if value != wanted:
             raise RecipeError(
                 code="unsupported-model",
@@ -311,16 +315,16 @@ def read_modules(folder: Path, where: str) -> SentenceModules | None:
     return modules_of_folder
 
 
-def problems(found: SentenceModules) -> Iterator[str]:
+def problems(modules: SentenceModules) -> Iterator[str]:
     """Options of modules that are not supported, and files that are missing."""
-    unknown = [mode for mode in found.pooling_modes() if mode not in LEGACY_MODES.values()]
+    unknown = [mode for mode in modules.pooling_modes() if mode not in LEGACY_MODES.values()]
     if unknown:
         yield (
-            f"{found.folder}/{found.modules[1].path}/config.json: pooling_mode: found {unknown[0]!r}, expected one of "
-            + (", ".join(LEGACY_MODES.values()))
+            f"{modules.folder}/{modules.modules[1].path}/config.json: pooling_mode: found {unknown[0]!r}, expected one "
+            f"of {', '.join(LEGACY_MODES.values())}"
         )
-    for module in found.stages:
-        place = f"{found.folder}/{module.path}"
+    for module in modules.stages:
+        place = f"{modules.folder}/{module.path}"
         for key in ("module_input_name", "module_output_name"):
             if module.config.get(key) not in (None, "sentence_embedding"):
                 yield f"{place}/config.json: {key}: found {module.config[key]!r}, expected 'sentence_embedding'"

@@ -47,9 +47,9 @@ class Joiner:
         self.specials = rows.shape[1] - 2 * size
         self.max_length = self.specials + 8
         for first, second in PROBES:
-            own = self(self._tokenize(tokenizer, first), self._tokenize(tokenizer, second))
-            theirs = tokenizer(first, second, truncation="longest_first", max_length=self.max_length)
-            if any(theirs[name] != row.tolist() for name, row in own.items()):
+            joined = self(self._tokenize(tokenizer, first), self._tokenize(tokenizer, second))
+            of_tokenizer = tokenizer(first, second, truncation="longest_first", max_length=self.max_length)
+            if any(of_tokenizer[name] != row.tolist() for name, row in joined.items()):
                 raise RecipeError(problem, code="invalid-row")
         self.max_length = max_length
 

@@ -80,9 +80,11 @@ class Reranker(PairTask):
         where = f"{recipe.where}: data.candidates"
         self.candidates = None if options.candidates is None else recipe.find(options.candidates)
         if self.candidates is not None and (self.folder is None or not self.candidates.is_file()):
-            found = f"found {self.candidates}, and data.beir is {options.beir}"
             raise RecipeError(
-                f"{found}.", code="exclusive-options", place=where, expected="a file, and the folder of its documents"
+                f"found {self.candidates}, and data.beir is {options.beir}.",
+                code="exclusive-options",
+                place=where,
+                expected="a file, and the folder of its documents",
             )
         self.holds_out = loss == "list_net" and options.validation_fraction > 0 and self.data.inference is None
         if self.holds_out and self.data.files and self.data.splits.validation not in self.data.files:
@@ -103,9 +105,8 @@ class Reranker(PairTask):
                 self.check_negatives(split, rows)
                 seed = run.recipe.train.seed if split == "train" else 0  # other runs are evaluated on the same texts
                 lists[split] = draw(rows, self.columns[1:], self.negatives, seed)
-            elif (labels := getattr(rows, "labels", None)) is not None and not 0 <= labels.min() <= labels.max() <= 1:
-                problem = f"found numbers from {labels.min():g} to {labels.max():g}, and the loss binary needs 0 to 1"
-                raise RecipeError(f"{problem}.", code="wrong-label", place=f"{run.recipe.where}: data.label: {split}")
+            else:
+                check_scores(getattr(rows, "labels", None), f"{run.recipe.where}: data.label: {split}")
         return lists or datasets
 
     @hookimpl
@@ -120,7 +121,11 @@ class Reranker(PairTask):
         import numpy as np
         import torch
 
-        pairs = [self.join(row["text"], row[key]) for row in samples for key in row if key not in ("text", "label")]
+        pairs = []
+        for row in samples:
+            for key in row:
+                if key not in ("text", "label"):
+                    pairs.append(self.join(row["text"], row[key]))
         batch = super().build_batch(pairs)
         batch.loss_weight = len(samples)
         if "label" in samples[0]:
@@ -194,8 +199,28 @@ class Reranker(PairTask):
         from fastloop_embeddings.export import write_scores
 
         tokenizer = self.text_model.tokenizer  # CrossEncoder reads the length of pairs there
-        tokenizer.model_max_length = tokenizer.init_kwargs["model_max_length"] = self.data.options.max_length
+        max_length = self.data.options.max_length
+        tokenizer.model_max_length = max_length
+        tokenizer.init_kwargs["model_max_length"] = max_length
         super().export_model(run, folder)
         if run.is_main:
-            write_scores(folder, self.activation_name, self.data.options.max_length)
+            write_scores(folder, self.activation_name, max_length)
         return folder
+
+
+def check_scores(labels: Any, where: str) -> None:
+    """Raise an error for scores that are not from 0 to 1.
+
+    Args:
+        labels: The scores of a split, (rows,); None: it has none.
+    """
+    if labels is None:
+        return
+    lowest = labels.min()
+    highest = labels.max()
+    if not 0 <= lowest <= highest <= 1:
+        raise RecipeError(
+            f"found numbers from {lowest:g} to {highest:g}, and the loss binary needs 0 to 1.",
+            code="wrong-label",
+            place=where,
+        )

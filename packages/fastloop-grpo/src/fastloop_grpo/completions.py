@@ -113,11 +113,11 @@ def check_completions(completions: Sequence[Completion], expected: int, vocabula
                 code="wrong-result",
                 place=str(hook),
             )
-        given = completion.log_probabilities
-        if given is not None and len(given) != size:
+        log_probabilities = completion.log_probabilities
+        if log_probabilities is not None and len(log_probabilities) != size:
             raise PluginError(
-                f"completion {place + 1} has {size} tokens and {len(given)} log-probabilities, expected one for each "
-                "token, or None.",
+                f"completion {place + 1} has {size} tokens and {len(log_probabilities)} log-probabilities, expected "
+                "one for each token, or None.",
                 code="wrong-result",
                 place=str(hook),
             )

@@ -53,8 +53,8 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
         ids = encode_prompt(tokenizer, renderer, prompt, arguments["render"], tools)
         if not arguments["leaves_out"]:
             check_length(ids, arguments["max_length"])
-        kept = json.dumps([prompt, *map(json.loads, values)])
-        yield [len(ids), *ids, *kept.encode()]
+        content = json.dumps([prompt, *map(json.loads, values)])
+        yield [len(ids), *ids, *content.encode()]
 
 
 def check_length(ids: Sequence[int], max_length: int) -> None:
@@ -114,12 +114,12 @@ class Prompts(Sequences):
         super().__init__(split.ids, split.lengths)
         starts = self.ends - split.lengths
         sizes = split.ids[starts].astype(np.int64)
-        kept = (sizes > 0) & (sizes <= max_length)
-        self.left_out = np.flatnonzero(~kept)
+        fits = (sizes > 0) & (sizes <= max_length)
+        self.left_out = np.flatnonzero(~fits)
         self.first = 0
-        self.starts = starts[kept]
-        self.ends = self.ends[kept]
-        self.lengths = sizes[kept]
+        self.starts = starts[fits]
+        self.ends = self.ends[fits]
+        self.lengths = sizes[fits]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = self.starts[index] + 1

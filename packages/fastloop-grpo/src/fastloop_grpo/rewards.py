@@ -76,11 +76,11 @@ class RewardFunction:
         Raises:
             RecipeError: The function raised, or it returned something else than a number or None for each completion.
         """
-        given = scored.arguments()
+        arguments = scored.arguments()
         if self.parameters is not None:
-            given = {name: value for name, value in given.items() if name in self.parameters}
+            arguments = {name: value for name, value in arguments.items() if name in self.parameters}
         try:
-            result = self.function(**given)
+            result = self.function(**arguments)
             if inspect.isawaitable(result):
                 result = asyncio.run(wait_for(result))
         except Exception as error:

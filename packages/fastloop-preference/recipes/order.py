@@ -13,6 +13,6 @@ def pairs(train: int = 3000, validation: int = 200, test: int = 200, digits: int
         place = rng.randrange(digits - 1)
         rejected = chosen[:place] + chosen[place + 1] + chosen[place] + chosen[place + 2 :]
         rows[prompt] = {"prompt": f"{prompt}=", "chosen": chosen, "rejected": rejected}
-    found = list(rows.values())
+    unique_rows = list(rows.values())
     first = test + validation
-    return {"train": found[first:], "validation": found[test:first], "test": found[:test]}
+    return {"train": unique_rows[first:], "validation": unique_rows[test:first], "test": unique_rows[:test]}

@@ -127,6 +127,6 @@ class WithOther:
         batch = self.collate(samples)
         if "other" not in samples[0]:
             return batch
-        other = self.collate([{"completion": sample["other"]} for sample in samples])
-        inputs = batch.inputs | {"other": other.inputs}
-        return replace(batch, inputs=inputs, tokens=batch.tokens + other.tokens)
+        mismatched = self.collate([{"completion": sample["other"]} for sample in samples])
+        inputs = {**batch.inputs, "other": mismatched.inputs}
+        return replace(batch, inputs=inputs, tokens=batch.tokens + mismatched.tokens)

@@ -59,7 +59,8 @@ class PolicyTask(PreferenceTask):
         columns = {**batch.columns, "targets": (targets, IGNORED), "completion": (trained, 0)}
         hashes = [blake2b(row.astype(np.int32).tobytes(), digest_size=8).digest() for row in signed]
         batch.columns = columns
-        batch.fixed["keys"] = torch.tensor([int.from_bytes(each, "little", signed=True) for each in hashes])
+        keys = [int.from_bytes(digest, "little", signed=True) for digest in hashes]
+        batch.fixed["keys"] = torch.tensor(keys)
         batch.fixed["sizes"] = torch.tensor([[len(row), int((row >= 0).sum())] for row in signed])
         return batch
 
@@ -71,11 +72,11 @@ class PolicyTask(PreferenceTask):
         inputs = {name: value for name, value in batch.items() if name not in LOSS_INPUTS}
         targets = batch["targets"]
         places = batch.get("places")
-        found = log_probabilities(model, inputs, targets, places)
+        values = log_probabilities(model, inputs, targets, places)
         if places is not None:
-            found = found.new_zeros(targets.numel()).index_copy(0, places, found).view_as(targets)
-        with torch.autocast(found.device.type, enabled=False):
-            means = pool(torch.stack([found * batch["completion"], found], -1), batch)
+            values = values.new_zeros(targets.numel()).index_copy(0, places, values).view_as(targets)
+        with torch.autocast(values.device.type, enabled=False):
+            means = pool(torch.stack([values * batch["completion"], values], -1), batch)
             sums: Tensor = means * batch["sizes"][:, :1]
             return sums
 
@@ -123,20 +124,20 @@ class PolicyTask(PreferenceTask):
         rows = pack(batch["keys"], self.log_probabilities(model, batch)[:, 0])
         return torch.stack(rows.chunk(self.completions), 1)
 
-    def ratios(self, run: Run, found: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    def ratios(self, run: Run, log_probabilities: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Log-probabilities of completions minus those of the reference, (completions,)."""
         if self.reference is None:  # a plugin tries the model before training
-            return found - found.detach()
-        values = self.reference.find(batch["keys"])
-        if run.recipe.inference is not None and values.isnan().any():
+            return log_probabilities - log_probabilities.detach()
+        reference_values = self.reference.find(batch["keys"])
+        if run.recipe.inference is not None and reference_values.isnan().any():
             import torch
 
             from fastloop_preference.reference import load_model, unpack
 
             self.loaded = self.loaded or load_model(run, self)
             with torch.no_grad():
-                values = self.log_probabilities(self.loaded, unpack(batch))[:, 0]
-        return found - values
+                reference_values = self.log_probabilities(self.loaded, unpack(batch))[:, 0]
+        return log_probabilities - reference_values
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

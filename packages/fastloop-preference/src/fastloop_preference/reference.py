@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import Context
 from hashlib import blake2b
@@ -83,6 +83,16 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+class NoEntry(Exception):
+    """The cache reads the rows of an entry, because it does not have them."""
+
+
+def _refuse_to_compute() -> Iterator[list[int]]:
+    """Rows that raise ``NoEntry`` when the cache reads them."""
+    raise NoEntry
+    yield  # makes the function a generator: it raises at the first row, and not when it is called
+
+
 def compute_reference(
     run: Run, model: nn.Module, compute: Callable[..., Tensor], known: str, cache: Context
 ) -> Reference:
@@ -90,19 +100,20 @@ def compute_reference(
     ``compute(model, inputs)``: those of ``pack``, (rows, ...). Every process calls it. ``known`` describes weights and
     precision."""
     about = ["preference reference 2", known, *(data.fingerprint() for data in run.datasets.values())]
-    found: Any = None
+    packed: Tensor | None = None
     if run.is_main:
-        with suppress(KeyError):  # the cache reads the rows, because it has no such entry
-            found = torch.tensor(cache.run(cache_token_ids, about, ({}[name] for name in about))[0]).view(torch.int64)
-    found = run.processes.all_gather_object(found)[0]
-    if found is None:
+        with suppress(NoEntry):
+            ids, _ = cache.run(cache_token_ids, about, _refuse_to_compute())
+            packed = torch.tensor(ids).view(torch.int64)
+    packed = run.processes.all_gather_object(packed)[0]
+    if packed is None:
         collators = run.loaders.collators
         parts = [compute_all(run, model, data, collators[name], compute) for name, data in run.datasets.items()]
-        found = torch.cat([part.flatten() for part in parts]).cpu()
+        packed = torch.cat([part.flatten() for part in parts]).cpu()
         if run.is_main:
-            cache.run(cache_token_ids, about, iter([found.view(torch.int32).tolist()]))
-        logger.info("reference: computed the log-probabilities of %d completions", len(found) // 2)
-    return Reference(found.view(-1, 2).to(run.device))
+            cache.run(cache_token_ids, about, iter([packed.view(torch.int32).tolist()]))
+        logger.info("reference: computed the log-probabilities of %d completions", len(packed) // 2)
+    return Reference(packed.view(-1, 2).to(run.device))
 
 
 def load_model(run: Run, task: PolicyTask) -> nn.Module:
@@ -125,9 +136,9 @@ def load_model(run: Run, task: PolicyTask) -> nn.Module:
                 place=run.recipe.place(task.name),
             )
         )
-    other = SecondModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model", lora.get("adapter"))
-    other.load_tokenizer(task.data.options.max_length)
-    model, _ = other.build()
+    second_model = SecondModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model", lora.get("adapter"))
+    second_model.load_tokenizer(task.data.options.max_length)
+    model, _ = second_model.build()
     add_loss(model)
     frozen: nn.Module = model.eval().requires_grad_(False).to(run.device)
     return frozen

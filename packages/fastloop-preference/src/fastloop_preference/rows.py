@@ -110,16 +110,16 @@ def divide(pair: Sequence[Any]) -> tuple[Any, list[Any]]:
     ``the sky is blue`` and ``the sky is red`` share ``the sky is``. If one is the beginning of the other, its last
     character or message is no part of the beginning.
     """
-    one, other = pair
-    shorter = min(len(one), len(other))
+    first, second = pair
+    shorter = min(len(first), len(second))
     size = 0
-    while size < shorter and one[size] == other[size]:
+    while size < shorter and first[size] == second[size]:
         size += 1
     if size == shorter:
         size = max(shorter - 1, 0)
-    elif size and one[size - 1] == " ":
+    elif size and first[size - 1] == " ":
         size -= 1
-    return one[:size], [one[size:], other[size:]]
+    return first[:size], [first[size:], second[size:]]
 
 
 class Completions(Sequences):
@@ -146,29 +146,29 @@ class Completions(Sequences):
         # positions of 7, 4 and 9, and the end.
         count = len(names) + 1
         starts = self.ends - split.lengths
-        parts = split.ids[starts[:, None] + np.arange(count)].astype(np.int64)
+        parts = split.ids[starts[:, None] + np.arange(count)].astype(np.int64)  # (rows, count): [2 3 1] of this row
         borders = np.cumsum(np.column_stack([starts + count, parts]), axis=1)
         whole = parts[:, :1] + parts[:, 1:]  # each prompt with each completion
         if keep == "all":
-            kept = np.ones(len(parts), dtype=bool)
+            is_kept = np.ones(len(parts), dtype=bool)
         elif keep == "begun":
-            kept = parts[:, 0] < most
+            is_kept = parts[:, 0] < most
         else:
-            kept = (whole <= most).all(1)
+            is_kept = (whole <= most).all(1)
         same = np.zeros(len(parts), dtype=bool)
         if len(names) == 2:
             for row, (first, second, end) in enumerate(borders[:, -3:]):
                 same[row] = np.array_equal(split.ids[first:second], split.ids[second:end])
         self.findings = {
-            f"are cut at {most} tokens (data.max_length)": np.flatnonzero((whole > most).any(1) & kept),
-            f"are left out: more than {most} tokens (data.max_length)": np.flatnonzero(~kept),
+            f"are cut at {most} tokens (data.max_length)": np.flatnonzero((whole > most).any(1) & is_kept),
+            f"are left out: more than {most} tokens (data.max_length)": np.flatnonzero(~is_kept),
             "have the same completion twice": np.flatnonzero(same),
         }
-        self.borders = borders[kept]
-        self.sizes = np.minimum(whole, most)[kept]
-        self.ends = self.ends[kept]
+        self.borders = borders[is_kept]
+        self.sizes = np.minimum(whole, most)[is_kept]
+        self.ends = self.ends[is_kept]
         if self.labels is not None:
-            self.labels = self.labels[kept]
+            self.labels = self.labels[is_kept]
         self.lengths = self.sizes.sum(1)
 
     def __getitem__(self, index: int) -> dict[str, Any]:

@@ -105,9 +105,9 @@ class PreferenceTask(TextTask):
                 code="empty-split",
                 place=f"{self.data.where}.max_length",
             )
-        for what, found in dataset.findings.items():
-            if len(found):
-                text = f"{len(found)} rows {what}. The first is row {found[0] + 1} of the split."
+        for finding, row_numbers in dataset.findings.items():
+            if len(row_numbers):
+                text = f"{len(row_numbers)} rows {finding}. The first is row {row_numbers[0] + 1} of the split."
                 logger.warning(Problem(text, code="rows-left-out", place=f"data: {split}"))
 
     @hookimpl
@@ -143,7 +143,10 @@ class PreferenceTask(TextTask):
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """The first completions of all samples, then the second ones."""
         names = [name for name in COMPLETIONS if name in samples[0]]
-        return self.join([sample[name] for name in names for sample in samples], len(samples))
+        completions = []
+        for name in names:
+            completions += [sample[name] for sample in samples]
+        return self.join(completions, len(samples))
 
     def join(self, signed: Sequence[Any], count: int) -> Ragged:
         """A batch of completions of ``count`` rows, whose ids are ``~id`` in the prompt."""
@@ -174,7 +177,10 @@ class PreferenceTask(TextTask):
 
         rewards = rewards.detach()
         if model.training and torch.is_grad_enabled():
-            self.totals = self.totals + sums(rewards) * (id(batch) not in self.repeated)
+            sums_of_batch = sums(rewards)
+            if id(batch) in self.repeated:
+                sums_of_batch = torch.zeros_like(sums_of_batch)
+            self.totals = self.totals + sums_of_batch
         return Output(losses.mean(), rewards, rewards)
 
     def output_columns(self) -> Sequence[str]:
@@ -183,7 +189,10 @@ class PreferenceTask(TextTask):
     def name_rewards(self, run: Run, rewards: Tensor) -> Mapping[str, Tensor]:
         """The predictions of a batch: ``reward``, or of a split's pairs ``chosen`` and ``rejected``."""
         paired = "rejected" in run.datasets[run.loaders.first][0]
-        return dict(zip(("chosen", "rejected"), rewards.chunk(2), strict=True)) if paired else {"reward": rewards}
+        if not paired:
+            return {"reward": rewards}
+        chosen, rejected = rewards.chunk(2)
+        return {"chosen": chosen, "rejected": rejected}
 
     @hookimpl
     def after_step(self, run: Run) -> None:

@@ -101,18 +101,18 @@ def check_index(where: str, index: Path) -> None:
 def check_one_export(where: str, folder: Path) -> None:
     """Raise an error for a folder with the weights of several exports, of which libraries read an older one: a file
     before shards, and an adapter before a whole model."""
-    found = []
+    exports = []
     if (folder / "model.safetensors").is_file():
-        found.append("model.safetensors")
+        exports.append("model.safetensors")
     index = folder / "model.safetensors.index.json"
     shards = read_json_object(index).get("weight_map")
     if isinstance(shards, dict) and set(map(str, shards.values())) - {"model.safetensors"}:
-        found.append(index.name)
+        exports.append(index.name)
     if (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-        found.append("adapter_config.json")
-    if len(found) > 1:
+        exports.append("adapter_config.json")
+    if len(exports) > 1:
         raise RecipeError(
-            f"{folder} holds several exports: {' and '.join(found)}. It is not clear which one is meant.",
+            f"{folder} holds several exports: {' and '.join(exports)}. It is not clear which one is meant.",
             code="several-exports",
             place=where,
             remedy="Remove the files of the others.",

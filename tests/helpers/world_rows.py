@@ -11,6 +11,7 @@ from functools import cache
 from itertools import combinations, permutations
 from typing import Any
 
+from long_form import LONG
 from world_runs import Case
 
 from fastloop.plugins import installed
@@ -316,19 +317,24 @@ OPTIMIZERS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam",
 
 
 def optimizer_groups() -> list[Group]:
-    """Each optimizer in each implementation, with a learning rate that changes and differs between parameters."""
+    """Each optimizer in each implementation, with a learning rate that changes and differs between parameters.
+
+    Under ``ddp``, an optimizer steps whole weights, as in one process. Only the long form trains each with it.
+    """
     groups = []
     plugins = ("fused-optimizer", "lr-scheduler", "parameter-groups")
     for optimizer in OPTIMIZERS:
-        groups.append(Group("vectors", plugins, ("ddp", "fsdp"), "foreach", optimizer))
+        strategies: tuple[str, ...] = ("ddp", "fsdp") if LONG or optimizer == "AdamW" else ("fsdp",)
+        groups.append(Group("vectors", plugins, strategies, "foreach", optimizer))
         if optimizer in FUSED:
             strategies = ("ddp", "fsdp") if optimizer in FUSED_ON_SHARDS else ("ddp",)
             groups.append(Group("vectors", plugins, strategies, "fused", optimizer))
     return groups
 
 
-GROUP_SIZE = 14
-"""Plugins that are trained together at most: more of them need fewer runs, and hide what one of them does."""
+GROUP_SIZE = 14 if LONG else 21
+"""Plugins that are trained together at most: 13 groups of 21 plugins, or 27 groups of 14. Larger groups need fewer
+runs, and show less clearly which of their plugins is wrong."""
 
 
 PAIRED_TASKS = ("vectors", "texts", "language", "wide")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,8 @@ TRAIN: dict[str, Any] = {
     "seed": 1,
     "device": "cpu",
 }
+LONGEST_NAME = 200
+"""Characters of a case's name in the name of its folder, which file systems limit to 255 bytes."""
 
 
 class TracksSomePasses(nn.Module):
@@ -151,7 +154,7 @@ class Case:
     """A training.
 
     Attributes:
-        name: Also its folder.
+        name: Unique among the cases.
         task: A recipe's ``model`` and ``data``, and maybe ``plugins`` and ``train``.
         plugins: Name -> options.
         turns: Processes whose turns a single process imitates; 1 for a run of several processes.
@@ -163,6 +166,13 @@ class Case:
     train: Mapping[str, Any] = field(default_factory=dict)
     turns: int = 1
 
+    @property
+    def folder(self) -> str:
+        """The name of its run folder: its own name, or the beginning of a long one and a checksum."""
+        if len(self.name) <= LONGEST_NAME:
+            return self.name
+        return f"{self.name[:LONGEST_NAME]} {zlib.crc32(self.name.encode()):08x}"
+
     def recipe(self) -> dict[str, Any]:
         """The recipe."""
         task = dict(self.task)
@@ -170,7 +180,7 @@ class Case:
         for entry in task.pop("plugins", ()):
             plugins |= {entry: {}} if isinstance(entry, str) else entry
         train = TRAIN | task.pop("train", {}) | dict(self.train)
-        return {**task, "plugins": plugins | dict(self.plugins), "train": train, "output": self.name}
+        return {**task, "plugins": plugins | dict(self.plugins), "train": train, "output": self.folder}
 
 
 @dataclass(kw_only=True)

@@ -77,7 +77,7 @@ class Worlds:
             first = self.together[0][case.name]
             if not first.error and not expected.error:
                 own += summary_differences(first, expected, allowed)
-                own += export_differences(self.folder / case.name, self.folder / reference.name, allowed)
+                own += export_differences(self.folder / case.folder, self.folder / reference.folder, allowed)
             if own:
                 problems[case.name] = own
         return problems

@@ -17,6 +17,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # One thread for torch, here and in started processes: sums have one order, and threads do not wait for those of other
 # workers, which took half the time of some tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor compiles with the vector instructions of this processor. With an empty cache, it would first try each by
+# compiling a library, for seven seconds of each such test.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

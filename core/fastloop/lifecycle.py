@@ -15,6 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fastloop import log_points, loop
 from fastloop.checkpoint import folder, resume, run_summary
@@ -310,6 +311,7 @@ def _build_model(run: Run) -> None:
         )
         run._shared_buffers = SharedBuffers(run._built_model, run.processes, strategy_shares=False)
         return
+    _check_shapes(run, model)
     _set_train_mode(model)
     _share_new_weights(run, model)
     model = run.plugins.chain("before_prepare", model, run=run)
@@ -377,6 +379,19 @@ def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any
     if type(stepped) is AcceleratedOptimizer and hasattr(optimizer, "scale"):
         stepped = optimizer.scale(stepped.scaler)
     return model, stepped
+
+
+def _check_shapes(run: Run, model: nn.Module) -> None:
+    """Raise an error for a parameter that gets its shape in the first forward pass, such as that of ``LazyLinear``."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise PluginError(
+                f"the parameter {name} of {type(model).__name__} has no shape before the first forward pass, and the "
+                "optimizer is built before it.",
+                code="lazy-parameter",
+                place=run.recipe.where,
+                remedy="Call the model once with a batch before the run, or use a layer of a known size.",
+            )
 
 
 def _set_train_mode(model: nn.Module) -> None:

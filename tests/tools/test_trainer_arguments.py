@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import TrainerCallback
 
-from fastloop import Trainer, UsageError
+from fastloop import PluginError, Trainer, UsageError
 from fastloop.testing import expect_problem
 from fastloop_tools.trainer.arguments import INSTEAD
 from fastloop_tools.trainer.function_metric import FunctionMetric
@@ -104,3 +104,9 @@ def test_arrays_of_a_metric_in_bfloat16_are_float32():
     metric = FunctionMetric(lambda predictions, targets: float(predictions.dtype == "float32"))
     metric.update(torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2))
     assert metric.compute() == 1.0
+
+
+def test_a_layer_whose_size_the_first_forward_decides_is_refused():
+    trainer = Trainer(nn.Sequential(nn.LazyLinear(2)), DATA, batch_size=1, loss=nn.functional.cross_entropy)
+    with expect_problem("lazy-parameter 0.weight Sequential", PluginError):
+        trainer.fit()

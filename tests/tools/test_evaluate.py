@@ -462,6 +462,7 @@ def test_a_model_from_before_the_run_was_resumed_is_a_warning(tmp_path, cli):
         execute(build(resolve(recipe), [EndsEarly()], resume=run))
     (warning,) = warnings()
     assert "step 13" in str(warning)
+    assert json.loads((run / "evaluation" / "validation.json").read_text())["steps"] is None
     (run / "summary.json").write_bytes(completed)  # as after a loss of power
     os.utime(run / "summary.json", ns=(changed, changed))
     (warning,) = warnings()

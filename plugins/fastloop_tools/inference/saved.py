@@ -36,9 +36,8 @@ def save(run: Path, record: Mapping[str, Any], settings: Sequence[str]) -> Path 
 
 
 def _steps(run: Path) -> int | None:
-    """The optimizer steps that a run has trained; None: unknown."""
-    try:
-        steps = json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return steps if isinstance(steps, int) else None
+    """The optimizer steps of a run at the export of its model; None: unknown, as after a resume that ended early."""
+    summary = files.read_json_object(run / "summary.json")
+    steps = summary.get("steps")
+    is_exported = summary.get("model_step", steps) is not None
+    return steps if isinstance(steps, int) and is_exported else None

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -20,6 +21,10 @@ from forked import ForkedPopen, Request, run_in_fork
 from zygote import Zygote, adopt_orphans
 
 from fastloop_plugins.tasks.shared.metrics import import_torchmetrics
+
+SAFE_THREADS = ("jemalloc_bg_thd",)
+"""Names of threads that a process may fork beside: jemalloc, in pyarrow, holds its locks while a process forks, and
+starts its thread anew in the new one."""
 
 
 @contextmanager
@@ -51,11 +56,35 @@ class WorkerPopen(ForkedPopen):
 
 def _collect(arguments: Sequence[str]) -> None:
     """Import the files of tests. Each worker reports those that fail, which it imports again."""
+    stderr = os.dup(2)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
     import_torchmetrics()
     pytest.main([*arguments, "--collect-only", "-n", "0"])
+    _refuse_threads(stderr)
+    os.close(stderr)
+
+
+def _refuse_threads(stderr: int) -> None:
+    """End the tests if their import has started a thread: it may hold a lock, which a forked worker would wait for.
+
+    Args:
+        stderr: The file descriptor for the message.
+    """
+    names: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != os.getpid():
+            names.append((task / "comm").read_text().strip())
+    names = [name for name in names if name not in SAFE_THREADS]
+    if not names:
+        return
+    message = (
+        f"tests: found threads that the import of a file has started ({', '.join(names)}), expected none: workers are "
+        "forked from this process. Import what starts a thread in a fixture or a test, or pass -n 0.\n"
+    )
+    os.write(stderr, message.encode())
+    os._exit(1)
 
 
 def _become_worker(request: Request, streams: Sequence[int]) -> NoReturn:

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
+from needed_packages import skip_file_without
 from round_trip_cases import CASES, KINDS, QUICK, REFUSED, Case, Refusal
 from round_trip_data import LONGEST
 from round_trip_runs import RoundTrip, differences
 
 pytest.importorskip("peft")
-if find_spec("onnxruntime") is None:  # an import starts a thread, which workers could not be forked with
-    pytest.skip("onnxruntime is not installed", allow_module_level=True)
+skip_file_without("onnxruntime")
 
 TEXT_CASES = [case for case in CASES if case.kind not in ("image", "module")]
 

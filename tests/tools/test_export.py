@@ -20,6 +20,7 @@ import yaml
 from cards import load_by_card
 from inference_runs import CLASSES, TRAIN, texts, train, write_recipe
 from long_form import LONG
+from needed_packages import skip_file_without
 from safetensors.torch import load_file
 from text_helpers import TINY_GPT
 
@@ -30,7 +31,7 @@ from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.export import folder as folders
 from fastloop_tools.export import onnx_model, source
 
-pytest.importorskip("onnxruntime")
+skip_file_without("onnxruntime")
 
 CODE = """
 import torch

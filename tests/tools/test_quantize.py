@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from inference_runs import CLASSES, texts, train, write_recipe
+from needed_packages import skip_file_without
 
 from fastloop.testing import assert_problem
 
-pytest.importorskip("onnxruntime")
+skip_file_without("onnxruntime")
 
 VALIDATION = texts(24, 100)
 MODEL = {"model_type": "distilbert", "dim": 64, "hidden_dim": 256, "n_layers": 2, "n_heads": 2}

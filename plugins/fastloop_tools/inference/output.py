@@ -95,12 +95,14 @@ class PredictionOutput:
         continues = job is not None and file.is_file() and file.read_text(encoding="utf-8") == identity
         if continues:
             return
-        if self._remove_parts():
+        has_predictions = bool(self._complete_parts())
+        self._remove_parts()
+        if has_predictions:
             log.info("%s: the parts of another job are removed", self.folder)
         files.write(file, identity, hidden=True)
 
-    def _remove_parts(self) -> bool:
-        """Remove everything in the folder but the lock. Returns whether there was anything."""
+    def _remove_parts(self) -> None:
+        """Remove everything in the folder but the lock."""
         assert self._lock is not None
         paths = [path for path in self.folder.iterdir() if path != self._lock.path]
         for path in paths:
@@ -108,7 +110,6 @@ class PredictionOutput:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        return bool(paths)
 
     def close(self) -> None:
         """Let other processes write the parts."""

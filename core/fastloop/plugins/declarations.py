@@ -122,7 +122,10 @@ def check_strategy(recipe: Recipe, plugins: Iterable[Plugin], processes: int) ->
 def _keep_one(rivals: Sequence[Plugin]) -> tuple[str, str]:
     """Names of plugins of which a run may have one, and the options that leave out the others."""
     *others, last = (repr(plugin.name) for plugin in rivals)
-    fixes = [f"--without {','.join(other.name for other in rivals if other is not kept)}" for kept in rivals]
+    fixes = []
+    for kept in rivals:
+        left_out = [other.name for other in rivals if other is not kept]
+        fixes.append(f"--without {','.join(left_out)}")
     return f"{', '.join(others)} and {last}", f"Keep one: {' or '.join(fixes)}."
 
 

@@ -51,20 +51,20 @@ def leftovers(cls: type[Plugin]) -> list[str]:
     if package is None:
         return []
     description = str(package.project.get("description", ""))
-    found = []
+    all_problems = []
     if package.is_alone:
-        found += [f"pyproject.toml: description: {problem}" for problem in _other_sentence(description, cls)]
+        all_problems += [f"pyproject.toml: description: {problem}" for problem in _other_sentence(description, cls)]
     readme = package.folder / "README.md"
     if readme.is_file():
         for number, line in enumerate(readme.read_text(encoding="utf-8").splitlines(), start=1):
             problems = list(_problems_of_line(line, cls, package.is_alone))
-            found += [f"README.md, line {number}: {problem}" for problem in problems]
-        found += [f"README.md: {problem}" for problem in _other_table(readme, cls, package.is_alone)]
+            all_problems += [f"README.md, line {number}: {problem}" for problem in problems]
+        all_problems += [f"README.md: {problem}" for problem in _other_table(readme, cls, package.is_alone)]
     recipe = package.folder / "recipe.yaml"
     if recipe.is_file():
         for number, line in enumerate(recipe.read_text(encoding="utf-8").splitlines(), start=1):
-            found += [f"recipe.yaml, line {number}: {problem}" for problem in _other_options(line, cls)]
-    return found
+            all_problems += [f"recipe.yaml, line {number}: {problem}" for problem in _other_options(line, cls)]
+    return all_problems
 
 
 def find_package(cls: type[Plugin]) -> SourcePackage | None:

@@ -99,7 +99,7 @@ def after_step(run: Run, loss: Tensor) -> None:
     now = scalars.mark
     elapsed = max(now.seconds - before.seconds, 1e-9)
     if run.is_main:
-        lr = run.optimizer.param_groups[0]["lr"]
+        lr = run.optimizer.param_groups[0]["lr"]  # other groups may have other rates
         scalars.values["train/lr"] = [lr.to(run.device, non_blocking=True) if isinstance(lr, Tensor) else lr]
     measured = {
         "train/samples_per_second": (now.samples - before.samples) / elapsed,

@@ -1,6 +1,6 @@
 """The optimizer of ``train.optimizer``, and several optimizers and schedulers that a run uses as one.
 
-named                     # the optimizer of a recipe, with the decay and the groups of its parameters
+named                     # the optimizer of a recipe for all trained parameters; `parameter-groups` divides them
 several, schedulers       # several optimizers, and their schedulers
 combining                 # makes them from the dicts that plugins return
 """

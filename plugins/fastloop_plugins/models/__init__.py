@@ -4,7 +4,8 @@ hub                       # configurations, and access to the hub
 checks                    # whether a model can do a task
 vocabulary                # rows of the embedding, and the id of padding
 label_order               # the classes of a dataset and of a checkpoint
-warm_start, adapters      # ``model.weights``, and folders of LoRA adapters
+warm_start                # ``model.weights``
+adapters                  # folders of LoRA adapters: found, loaded and merged
 wrapped                   # the model inside wrappers, and the type of a recipe's model
 blocks                    # the repeated blocks of any model, such as the layers of a transformer
 """

@@ -1,4 +1,4 @@
-"""The export of adapters: the files beside them, and shards that are gathered before they are merged."""
+"""Files beside an exported adapter, and sharded adapters in full, before ``models.adapters`` merges them."""
 
 from __future__ import annotations
 

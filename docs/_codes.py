@@ -88,6 +88,9 @@ def show(node: ast.expr) -> str:
         return "Did you mean ...?"
     if isinstance(node, ast.Call) and ast.unparse(node.func) in ("counted", "agree"):
         return show_plural(node)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "counted_of":
+        number, total, nouns = map(show, node.args)
+        return f"{number} of {total} {nouns}"
     if isinstance(node, ast.Name | ast.Attribute):
         return f"{{{ast.unparse(node).rpartition('.')[2]}}}"
     return "{...}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from fastloop.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 log = logging.getLogger("fastloop")
 

@@ -30,7 +30,7 @@ from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
 from fastloop.metric_groups import group_metrics
-from fastloop.plugins.manager import PluginSet, make_crash
+from fastloop.plugins.manager import PluginSet, emptied, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop.problem import Problem, agree, clause, counted
@@ -173,7 +173,7 @@ def release(run: Run) -> None:
     Plugins keep the run that they are part of. Without this, the reference cycle would keep the model and the state of
     its optimizer until Python's garbage collector happens to run.
     """
-    run.plugins = run.plugins.emptied()
+    run.plugins = emptied(run.plugins)
     run.hooks = run.plugins.hooks
 
 

@@ -273,18 +273,6 @@ class PluginSet:
         self.manager.register_core()
         return HookCallers(self.manager, self.manager.handle_error)
 
-    def emptied(self) -> PluginSet:
-        """Unregister the plugins of a set whose hooks were called. Returns a set with the core's hooks alone."""
-        manager = self.manager
-        for plugin in self.plugins:
-            manager.silence(plugin)
-            manager.unregister(plugin)
-        manager.failure = None  # it would keep its plugin
-        emptied = PluginSet([])
-        emptied.manager = manager  # a new one would register the core's hooks again
-        emptied.hooks = HookCallers(manager, manager.handle_error)
-        return emptied
-
     def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:
         """Each plugin that implements a hook, with a function that calls it, in call order."""
         for impl in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
@@ -355,3 +343,16 @@ class PluginSet:
             if place:
                 return UserCodeError(f"{place}: {type(error).__name__}: {error}", code="user-code-failed")
         return None if failure is None else make_crash(failure.plugin, failure.hook, error)
+
+
+def emptied(plugins: PluginSet) -> PluginSet:
+    """Unregister the plugins of a set whose hooks were called. Returns a set with the core's hooks alone."""
+    manager = plugins.manager
+    for plugin in plugins:
+        manager.silence(plugin)
+        manager.unregister(plugin)
+    manager.failure = None  # it would keep its plugin
+    remaining = PluginSet([])
+    remaining.manager = manager  # a new one would register the core's hooks again
+    remaining.hooks = HookCallers(manager, manager.handle_error)
+    return remaining

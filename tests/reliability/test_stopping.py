@@ -5,12 +5,17 @@ A run that is restarted repeatedly reaches the end, with the numbers of an undis
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -186,11 +191,50 @@ def test_two_different_signals_are_one_request():
     assert steps() == [14]
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 @pytest.mark.usefixtures("whole")
-def test_ctrl_c_of_a_job_in_the_foreground():
-    """Ctrl-C while the run is a script's background job: it continues"""
-    ignored = {"first": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    assert train("output=run", environment={"FAULT": "step 14 0 me('SIGINT')"}, **ignored) == 0
+def test_an_ignored_signal_does_not_stop_a_run(name):
+    """Ctrl-C while the run is a script's background job, and a closed terminal after `nohup`: it continues"""
+    ignored = {"first": lambda: signal.signal(getattr(signal, name), signal.SIG_IGN)}
+    assert train("output=run", environment={"FAULT": f"step 14 0 me('{name}')"}, **ignored) == 0
+    assert record() == record("whole")
+
+
+@pytest.mark.parametrize(("name", "is_handled"), [("SIGINT", True), ("SIGHUP", False)])
+def test_a_measurement_ends_by_an_ignored_interrupt_but_not_after_nohup(name, is_handled):
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with signals.on_signals(signals.stop_now, also_ignored=True):
+            handler = signal.getsignal(number)
+    finally:
+        signal.signal(number, before)
+    assert handler is (signals.stop_now if is_handled else signal.SIG_IGN)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole")
+def test_a_terminal_that_is_closed():
+    """the terminal is closed: saved although nothing can be shown, exit code 75, and resumed to the same numbers"""
+    terminal, inner = pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, *FASTLOOP, "recipe.yaml", "output=run"],
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        env=os.environ | {"FAULT": "step 14 0 print('in step 14', flush=True); time.sleep(1)"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # this is the terminal of the session
+    )
+    os.close(inner)
+    shown = b""
+    while b"in step 14" not in shown:
+        shown += os.read(terminal, 2**16)
+    os.close(terminal)
+    assert run.wait(300) == STOPPED
+    assert summary()["reason"] == "interrupted by SIGHUP"
+    assert steps() == [14]
+    assert train("output=run", "--resume") == 0
     assert record() == record("whole")
 
 

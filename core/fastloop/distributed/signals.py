@@ -19,9 +19,9 @@ from fastloop.state import INTERRUPTED
 
 log = logging.getLogger("fastloop")
 
-SIGNALS = existing_signals("SIGINT", "SIGTERM", "SIGUSR1")
+SIGNALS = existing_signals("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
 """Signals that make a run save and stop: Ctrl-C; schedulers, containers and init systems; SLURM's warning
-(``--signal=USR1@120``)."""
+(``--signal=USR1@120``); a terminal that was closed or has lost its connection. ``nohup`` ignores the last."""
 STOP_TIMEOUT = 600.0
 """Seconds after a signal in which a run must save and stop."""
 EXIT_INTERRUPTED = 130
@@ -65,14 +65,16 @@ def on_signals(handler: Callable[[int, Any], Any], also_ignored: bool = False) -
 
     Args:
         also_ignored: Whether to handle signals that the process ignores, too. Shells make background jobs ignore
-            Ctrl-C, which a training respects; a command that only measures should end with the script around it.
+            Ctrl-C, which a training respects; a command that only measures should end with the script around it. One
+            that ``nohup`` has started still ignores the loss of its terminal.
     """
     handled = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    previous = {
-        number: signal.signal(number, handler)
-        for number in handled
-        if also_ignored or signal.getsignal(number) is not signal.SIG_IGN
-    }
+    previous: dict[signal.Signals, Any] = {}
+    for number in handled:
+        is_ignored = signal.getsignal(number) is signal.SIG_IGN
+        if is_ignored and (not also_ignored or number.name == "SIGHUP"):
+            continue
+        previous[number] = signal.signal(number, handler)
     try:
         yield
     finally:

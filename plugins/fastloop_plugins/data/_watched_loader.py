@@ -210,7 +210,7 @@ def _send_error(queue: Any, error: Exception, item: Any) -> None:
 def _ignore_signals() -> None:
     """Leave stop signals to the training process: they often reach a complete process group. Accept SIGTERM only from
     that process."""
-    for number in platform_support.existing_signals("SIGINT", "SIGUSR1"):
+    for number in platform_support.existing_signals("SIGINT", "SIGUSR1", "SIGHUP"):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # Linux
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -142,8 +142,9 @@ class Trainer:
         """Train, test and export. Returns the summary, which is also ``summary.json`` in the run folder.
 
         Ctrl-C, or the interrupt of a notebook, saves at the step's end, and then raises ``KeyboardInterrupt``; a second
-        one stops at once. SIGTERM and SIGUSR1 save, too, and end the process with exit code 75. After an interrupt or
-        an error, another call continues from the newest checkpoint, to the numbers of an uninterrupted run.
+        one stops at once. SIGTERM, SIGUSR1 and SIGHUP save, too, and end the process with exit code 75. After an
+        interrupt or an error, another call continues from the newest checkpoint, to the numbers of an uninterrupted
+        run.
 
         Raises:
             UsageError: An earlier call completed the run, or the run cannot continue with this model object.

@@ -303,6 +303,14 @@ def test_the_saved_model_is_the_one_of_the_run_folder():
     assert not any(torch.equal(saved[name], initial[name]) for name in saved)
 
 
+def test_a_folder_with_files_of_a_user_keeps_them():
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text("{}")
+    Path("mine/adapter_config.json").write_text("{}")
+    make().save_pretrained("mine")
+    assert {path.name for path in Path("mine").iterdir()} >= {"config.json", "adapter_config.json", "model.safetensors"}
+
+
 # -- several processes -------------------------------------------------------------------------------------------------
 
 

@@ -27,11 +27,12 @@ def export_model(run: Run, folder: Path) -> Path:
 
 @hookimpl(wrapper=True, tryfirst=True, specname="export_model")
 def finish_export(run: Run, folder: Path) -> Generator[None, Path, Path]:
-    """Remove the files of an earlier export that the new one has not written. Then write the README of the exported
-    model, unless a user has written one. It replaces the empty form of PEFT."""
+    """Remove the files of an earlier export of fastloop that the new one has not written. Then write the README of the
+    exported model, unless a user has written one. It replaces the empty form of PEFT."""
     readme = folder / "README.md"
     stays = readme.exists() and not is_own(readme)
-    before = find_exported(folder) if run.is_main else {}
+    has_export = readme.exists() and is_own(readme)  # otherwise the files may be a user's
+    before = find_exported(folder) if run.is_main and has_export else {}
     path = yield
     if not run.is_main or not folder.is_dir():
         return path

@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
-READ_BY_COMPUTE = ("beta", "zero_division")
+READ_BY_COMPUTE = ("beta", "max_fpr", "zero_division")
 """Attributes of torchmetrics' metrics that ``update`` does not read. Another metric lists its own in its attribute
 ``read_by_compute``."""
 PLAIN = (bool, int, float, str, bytes, type(None))
@@ -45,21 +45,29 @@ def group_metrics(metrics: MetricCollection) -> None:
 
 def update_alike(first: Metric, second: Metric) -> bool:
     """Whether two metrics have the same states after any updates. False if it is not known."""
-    ours = type(first)
-    theirs = type(second)
-    if ours is not theirs:
-        are_known = ours.__module__.startswith("torchmetrics.") and theirs.__module__.startswith("torchmetrics.")
-        if not are_known or ours.update is not theirs.update:
-            return False
-    if not first._defaults or any(first.children()) or any(second.children()):
+    if type(first) is not type(second) and not _update_by_one_function(first, second):
+        return False
+    has_children = len(list(first.children())) + len(list(second.children())) > 0
+    if not first._defaults or has_children:
         return False
     return _are_equal(_settings(first), _settings(second))
+
+
+def _update_by_one_function(first: Metric, second: Metric) -> bool:
+    """Whether two metrics of different classes are updated by one function that calls nothing of their classes. That is
+    known of the classes of torchmetrics for classification: those for detection share ``update``, which calls a
+    function of each class."""
+    for metric in (first, second):
+        if not type(metric).__module__.startswith("torchmetrics.classification."):
+            return False
+    return type(first).update is type(second).update
 
 
 def _settings(metric: Metric) -> dict[str, Any]:
     """The attributes of a metric that its updates may depend on."""
     unread = (*READ_BY_COMPUTE, *getattr(metric, "read_by_compute", ()), *_own_attributes())
     settings: dict[str, Any] = dict(metric.named_buffers())
+    settings.update(metric.named_parameters())
     for name, value in vars(metric).items():
         if name not in unread and name not in metric._defaults:
             settings[name] = value

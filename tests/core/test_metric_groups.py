@@ -22,7 +22,7 @@ from torchmetrics.classification import (
 )
 
 from fastloop import Trainer
-from fastloop.metric_groups import group_metrics
+from fastloop.metric_groups import group_metrics, update_alike
 from fastloop_plugins.tasks.tags.metrics import EntityScores
 from fastloop_tools.trainer.function_metric import FunctionMetric
 
@@ -42,6 +42,21 @@ class Hits(Metric):
         return self.hits
 
 
+class Weighted(Metric):
+    """Sums predictions, times a weight that is a parameter."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+        self.add_state("sum", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> None:
+        self.sum = self.sum + (predictions * self.weight.detach()).sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.sum
+
+
 @pytest.mark.parametrize(
     ("first", "second", "share"),
     [
@@ -50,6 +65,7 @@ class Hits(Metric):
         (BinaryRecall(), BinaryRecall(ignore_index=-100), False),
         (BinaryAUROC(thresholds=[0.2, 0.5]), BinaryAUROC(thresholds=[0.2, 0.6]), False),
         (BinaryAUROC(thresholds=[0.2, 0.5]), BinaryAUROC(thresholds=[0.2, 0.5]), True),
+        (BinaryAUROC(), BinaryAUROC(max_fpr=0.5), True),
         (BinaryHingeLoss(squared=True), BinaryHingeLoss(), False),
         (MulticlassF1Score(3), MulticlassPrecision(3), True),
         (MulticlassF1Score(3), MulticlassFBetaScore(2.0, 3), True),
@@ -59,6 +75,8 @@ class Hits(Metric):
         (MeanSquaredError(), MeanSquaredError(num_outputs=2), False),
         (Hits(0.7), Hits(0.9), False),
         (Hits(0.7), Hits(0.7), True),
+        (Weighted(1.0), Weighted(2.0), False),
+        (Weighted(1.0), Weighted(1.0), True),
         (FunctionMetric(min), FunctionMetric(max), True),
         (EntityScores("f1", ["O", "B-a"], None), EntityScores("recall", ["O", "B-a"], None), True),
         (EntityScores("f1", ["O", "B-a"], None), EntityScores("f1", ["O", "B-a"], "IOB2"), False),
@@ -108,3 +126,31 @@ def test_metrics_that_agree_in_the_first_evaluation_differ_later(tmp_path):
     metrics = trainer.fit()["validation"]
     assert (metrics["above_70"], metrics["above_90"]) == (1.0, 0.0)
     assert (metrics["hits"], metrics["more"]) == (8.0, 0.0)
+
+
+def test_metrics_share_no_states_if_a_function_of_their_classes_updates_them() -> None:
+    """As IntersectionOverUnion of torchmetrics, which needs torchvision, and its subclasses do."""
+
+    class Loss(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("sum", torch.tensor(0.0), dist_reduce_fx="sum")
+
+        @staticmethod
+        def error(prediction: torch.Tensor) -> torch.Tensor:
+            return prediction.abs()
+
+        def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> None:
+            self.sum = self.sum + self.error(predictions - targets).sum()
+
+        def compute(self) -> torch.Tensor:
+            return self.sum
+
+    class Squared(Loss):
+        @staticmethod
+        def error(prediction: torch.Tensor) -> torch.Tensor:
+            return prediction.square()
+
+    for cls in (Loss, Squared):
+        cls.__module__ = "torchmetrics.detection.loss"
+    assert not update_alike(Loss(), Squared())

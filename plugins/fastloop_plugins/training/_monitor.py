@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,9 @@ def describe_metric(metric: Metric) -> str:
         if value is None or isinstance(value, bool | int | float | str):
             settings.append(f"{name}={value!r}")
         elif hasattr(value, "__self__"):  # a method, such as that of the decision between two classes
-            settings.append(f"{name}={value.__self__!r}.{value.__name__}")
+            owner = value.__self__
+            described = repr(owner) if is_dataclass(owner) else type(owner).__qualname__  # other reprs have an address
+            settings.append(f"{name}={described}.{value.__name__}")
     for child in metric.children():
         settings.append(describe_metric(child) if isinstance(child, Metric) else type(child).__name__)
     return f"{type(metric).__name__}({', '.join(settings)})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from recording_plugins import ScriptedScore
 from torch import nn
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
+from torchmetrics.wrappers import LambdaInputTransformer
 
 from fastloop import Trainer, UsageError
 from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
@@ -88,3 +89,16 @@ def test_the_description_of_a_metric_names_the_decision_between_two_classes(firs
     of_second = classifier_metrics({}, {}, "r", 2, second)
     assert describe_metric(of_first["f1"]) != describe_metric(of_second["f1"])
     assert describe_metric(of_first["f1"]) == describe_metric(classifier_metrics({}, {}, "r", 2, first)["f1"])
+
+
+def test_the_description_of_a_metric_is_the_same_in_another_process():
+    """no address of an object whose method the metric calls"""
+
+    class Probabilities:
+        def of(self, logits):
+            return logits.sigmoid()
+
+    first = LambdaInputTransformer(BinaryAUROC(), Probabilities().of)
+    second = LambdaInputTransformer(BinaryAUROC(), Probabilities().of)
+    assert describe_metric(first) == describe_metric(second)
+    assert "Probabilities.of" in describe_metric(first)

@@ -16,6 +16,7 @@ from fastloop import Problem
 from fastloop.cli import startup
 from fastloop.cli.startup import reduced_gc, start_run, started_from
 from fastloop.errors import UsageError
+from fastloop.plugins.declarations import warn_once
 from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.files import check_links, read_json_object
@@ -157,7 +158,7 @@ def warn_about_older_model(model: Path) -> None:
     steps = summary.get("steps")
     if model.name != "model" or not isinstance(steps, int):
         return
-    is_older = summary.get("model_step") is None
+    is_older = "model_step" in summary and summary["model_step"] is None
     for checkpoint in checkpoints(run):
         with suppress(OSError):  # a run that still trains removes checkpoints
             is_newer = (checkpoint / "manifest.json").stat().st_mtime > file.stat().st_mtime
@@ -166,7 +167,7 @@ def warn_about_older_model(model: Path) -> None:
                 is_older = True
                 steps = step
     if is_older:
-        log.warning(
+        warn_once(  # an export opens the model several times
             Problem(
                 f"the run has reached step {steps}, and has not exported its model since: it was resumed, and still "
                 "trains, was stopped or failed. The model is an earlier one.",

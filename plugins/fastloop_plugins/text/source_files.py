@@ -137,6 +137,8 @@ def _check_name(data: TextData, name: str) -> None:
             remedy=f"Give it as data.files.train={name}.",
         )
     check_hub_name(name, path, f"{data.where}.name: {name}")
+    if data.inference is not None:
+        return  # the model was trained with these options
     if path.is_dir() and data.options.revision is not None:
         raise _unused_option(data, "revision", f"it is for a dataset of the hub, and {name} is a folder.")
     if is_saved(path) and data.options.subset is not None:

@@ -92,6 +92,8 @@ class LanguageTextData(TextData):
         masked: Whether rows are conversations, or prompts with completions.
         chat_columns: The columns of ``data.messages``; empty without.
         templates: Returns the chat template, or all templates of the tokenizer. Not called before ``load``.
+        trains_calls: Returns whether a tool call of a conversation has a loss; None: no chat template is used. Not
+            called before ``load``.
 
     Raises:
         RecipeError: An option is invalid, options exclude each other, or a file does not exist.
@@ -103,6 +105,7 @@ class LanguageTextData(TextData):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, labelled=False)
         self.templates: Callable[[], list[str]] = list
+        self.trains_calls: Callable[[Chat], bool] | None = None
         has_column = self._check_text_options()
         if not has_column and self.options.sources is None:
             self.options.messages = self._find_messages()
@@ -325,6 +328,8 @@ class LanguageTextData(TextData):
             raise refuse_empty(role, parts)
         if self.chat_columns:
             self._report(role, findings, rows.count)
+            if role == "train" and self.inference is None:
+                self._warn_about_untrained_calls(findings.called)
             read = {*self.chat_columns, *self.labels, *self.drop.columns()}
             warnings = [unread_columns(part.where, part.all_names(), read) for part in parts]
             self.messages += list(filter(None, warnings))[:1]
@@ -369,6 +374,22 @@ class LanguageTextData(TextData):
             )
             self.messages.append(problem)
 
+    def _warn_about_untrained_calls(self, chat: Chat | None) -> None:
+        """Add a warning if {% generation %} leaves out the tool calls of a conversation.
+
+        Args:
+            chat: The first conversation with calls; None: there is none.
+        """
+        if chat is None or self.trains_calls is None or self.trains_calls(chat):
+            return
+        problem = Problem(
+            "tool calls are outside of {% generation %}: they have no loss, so the model does not learn them.",
+            code="calls-without-loss",
+            place="data.chat_template",
+            remedy="Write them before {% endgeneration %}.",
+        )
+        self.messages.append(problem)
+
 
 class ChatFindings:
     """Counts keys, roles and nulls in the conversations of a split, for warnings.
@@ -377,18 +398,22 @@ class ChatFindings:
         keys: Key -> its number, see ``other_keys``.
         roles: Role -> its number of messages, see ``other_roles``.
         nulls: Conversations with a null in their tools or calls.
+        called: The first conversation with a tool call; None: there is none.
     """
 
     def __init__(self) -> None:
         self.keys = Counter[str]()
         self.roles = Counter[str]()
         self.nulls = 0
+        self.called: Chat | None = None
 
     def add(self, chat: Chat) -> None:
         """Count those of a conversation."""
         self.keys.update(other_keys(chat))
         self.roles.update(other_roles(chat))
         self.nulls += has_null(chat)
+        if self.called is None and any("tool_calls" in message for message in chat.messages):
+            self.called = chat
 
 
 FORM = "instructions, inputs and answers, such as [instruction, input, output]"

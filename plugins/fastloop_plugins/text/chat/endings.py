@@ -14,13 +14,6 @@ PROBE = "31415926535"
 """A text that templates leave as it is."""
 QUESTION = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": PROBE}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": "123456789", "type": "function", "function": {"name": "probe", "arguments": {PROBE: PROBE}}},
-    ],
-}
 FOLLOWING = (QUESTION, {"role": "tool", "content": "Hello"})
 """Messages that may follow an answer."""
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Problem, RecipeError, option
 from fastloop_plugins.models.vocabulary import embeddings, resize
 from fastloop_plugins.rows.table import RowError
-from fastloop_plugins.text.chat.endings import ANSWER, CALL, PROBE, QUESTION, with_end
+from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, answer_end, template_text
 from fastloop_plugins.text.model import TextModel
 from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.next_token_loss import add_loss
 from fastloop_plugins.text.special_tokens import end_of, name_tokens
+from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,6 +151,14 @@ class ChatModel(DecoderModel):
         """The chat template, or all templates of the tokenizer. Call it after ``load_tokenizer``."""
         return ChatRenderer(self.tokenizer).templates() if self.tokenizer is not None else [self.template or ""]
 
+    def trains_calls(self, chat: Chat) -> bool:
+        """``ChatRenderer.trains_calls``, also before the tokenizer is trained. Call it after ``load_tokenizer``."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:  # the text depends only on the template and special tokens, which all kinds share
+            tokenizer = train_tokenizer(TrainedTokenizer(kind="byte"), [], classify=False)
+            tokenizer.chat_template = self.template or ""
+        return ChatRenderer(tokenizer, self.recipe.data.get("train_on") or "assistant").trains_calls(chat)
+
     def _set_template(self) -> None:
         if self.template is not None:
             self.tokenizer.chat_template = self.template
@@ -171,7 +180,6 @@ class ChatModel(DecoderModel):
             self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(end.tokens[0])
         if not end.is_known:
             return
-        self._warn_about_untrained_calls()
         if end.tokens:
             self._warn_about_untrained_end(end.tokens)
             return
@@ -216,25 +224,6 @@ class ChatModel(DecoderModel):
                     code="end-without-loss",
                     place="data.chat_template",
                     remedy="Write it before {% endgeneration %}.",
-                )
-            )
-
-    def _warn_about_untrained_calls(self) -> None:
-        """Log that {% generation %} leaves out tool calls, which the template writes."""
-        if self.recipe.data.get("train_on") == "all":
-            return
-        try:
-            ids, mask = ChatRenderer(self.tokenizer).encode(Chat([QUESTION, CALL]))
-        except RowError:  # of a template that reads no calls, or rejects this one
-            return
-        trained = self.tokenizer.decode([token for token, has_loss in zip(ids, mask, strict=True) if has_loss])
-        if PROBE not in trained:
-            logger.warning(
-                Problem(
-                    "tool calls are outside of {% generation %}: they have no loss, so the model does not learn them.",
-                    code="calls-without-loss",
-                    place="data.chat_template",
-                    remedy="Write them before {% endgeneration %}.",
                 )
             )
 

@@ -19,7 +19,7 @@ from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
 from fastloop_plugins.text.chat.message_forms import decode_arguments, encode_arguments, text_parts
 from fastloop_plugins.text.chat.rows import TOOLS, Chat, text_of
 from fastloop_plugins.text.chat.time_limit import FAILURES, limited_rendering
-from fastloop_plugins.text.chat.traces import Traces
+from fastloop_plugins.text.chat.traces import Traces, parts_of
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -270,6 +270,26 @@ class ChatRenderer:
             return list(template.values())
         return [template]
 
+    def trains_calls(self, chat: Chat) -> bool:
+        """Whether a tool call of a conversation has a loss. A template can leave calls out of ``{% generation %}``.
+
+        Also True if the template does not show it: it has no such markers, or it rejects probes in place of arguments.
+        """
+        if self.train_on == "all" or not self._is_marked(chat.tools):
+            return True
+        messages = [self._message(message) for message in chat.messages]
+        probed: Sequence[Mapping[str, Any]] = messages
+        for part in parts_of(messages):
+            if part.call is not None:
+                probed = part.replaced(probed, PROBE)
+        try:
+            with limited_rendering():
+                text, blocks = self._marked_blocks(probed, chat.tools)
+        except RowError:
+            return True
+        is_inside = any(PROBE in text[start:end] for start, end in blocks)
+        return is_inside or PROBE not in text
+
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _prepare(self, chat: Chat) -> list[dict[str, Any]]:
@@ -419,15 +439,8 @@ class ChatRenderer:
         return RenderedAnswers(text, spans)
 
     def _marked_answers(self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]) -> RenderedAnswers:
-        """``_answers`` of a template with ``{% generation %}``, which transformers finds."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self.tokenizer.get_chat_template(tools=tools)
-        special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
-        rendered: Any = render_jinja_template(
-            [messages], tools, None, template, return_assistant_tokens_mask=True, **special_tokens
-        )
-        (text,), (blocks,) = rendered  # of one conversation
+        """``_answers`` of a template with ``{% generation %}``."""
+        text, blocks = self._marked_blocks(messages, tools)
         answers = _answer_indices(messages)
         if len(blocks) != len(answers):
             reason = "data.train_on is last" if self.train_on == "last" else f"message {wanted[0] + 1} has weight 0"
@@ -437,6 +450,18 @@ class ChatRenderer:
             )
         spans = [block for index, block in zip(answers, blocks, strict=True) if index in wanted]
         return RenderedAnswers(text, spans)
+
+    def _marked_blocks(self, messages: Sequence[Any], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered conversation, and the start and the end of each ``{% generation %}`` in it."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.tokenizer.get_chat_template(tools=tools)
+        special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
+        rendered: Any = render_jinja_template(
+            [list(messages)], tools, None, template, return_assistant_tokens_mask=True, **special_tokens
+        )
+        (text,), (blocks,) = rendered  # of one conversation
+        return text, blocks
 
 
 def answer_end(tokenizer: Any) -> AnswerEnd:

@@ -30,6 +30,7 @@ from fastloop_plugins.text.chat.data import LanguageTextData
 from fastloop_plugins.text.chat.prompts import chat_chunks
 from fastloop_plugins.text.chat.rows import Chat, read_chat
 from fastloop_plugins.text.chat.template import ChatRenderer
+from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
 MODEL = {"config": GPT | {"n_positions": 1024}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 CHATS = {"chat_template": "chatml", "max_length": 1024, "validation_fraction": 0, "files": {"train": "rows.jsonl"}}
@@ -110,19 +111,36 @@ def test_tool_calls_have_a_loss_with_and_without_markers(template):
     assert "dry" not in text
 
 
-def test_a_template_that_gives_calls_no_loss_is_a_warning(caplog):
-    begin = "{% for call in message['tool_calls'] or [] %}"
-    end = "{{ '<|im_end|>\\n' }}{% endgeneration %}"
-    assert begin in CHATML
-    assert end in CHATML
-    apart = CHATML.replace(begin, "{% endgeneration %}" + begin).replace(end, "{% generation %}" + end)
-    Path("apart.jinja").write_text(apart)
-    memory(tool_row(), chat_template="apart.jinja")
-    assert_problem(caplog, "calls-without-loss data.chat_template")
-    caplog.clear()
-    for options in ({}, {"chat_template": "apart.jinja", "train_on": "all"}):
-        memory(tool_row(), **options)
-    assert not find_problems(caplog, "calls-without-loss data.chat_template")
+CALLS = "{% for call in message['tool_calls'] or [] %}"
+END = "{{ '<|im_end|>\\n' }}{% endgeneration %}"
+APART = CHATML.replace(CALLS, "{% endgeneration %}" + CALLS).replace(END, "{% generation %}" + END)
+"""A template that gives calls no loss."""
+WORDS = {"kind": "word", "vocab_size": 300}
+WITHOUT_LOSS: dict[str, tuple[str, Any, dict[str, Any], int]] = {
+    "calls that are apart": (APART, MODEL["tokenizer"], {}, 1),
+    "calls that are apart, as words": (APART, WORDS, {}, 1),
+    "calls that are apart, with everything trained": (APART, WORDS, {"train_on": "all"}, 0),
+    "calls inside": (CHATML, MODEL["tokenizer"], {}, 0),
+    "calls inside, as words": (CHATML, WORDS, {}, 0),
+    "calls inside, as words of a saved tokenizer": (CHATML, "words", {}, 0),
+    "calls that are apart, as words of a saved tokenizer": (APART, "words", {}, 1),
+    "calls that are apart, with a template that joins special tokens": ("{{ bos_token + '' }}" + APART, WORDS, {}, 1),
+}
+"""A template, a tokenizer, options of data, and the number of warnings. No words of the rows have digits."""
+
+
+@pytest.mark.parametrize("case", WITHOUT_LOSS)
+def test_a_template_that_gives_calls_no_loss_is_a_warning_if_the_data_has_calls(case, caplog):
+    template, tokenizer, options, count = WITHOUT_LOSS[case]
+    Path("own.jinja").write_text(template)
+    train_tokenizer(TrainedTokenizer(**WORDS), ["Rain in Rome?"], classify=False).save_pretrained("words")
+    model = MODEL | {"tokenizer": tokenizer}
+    data = CHATS | {"messages": "messages", "chat_template": "own.jinja"} | options
+    plain = {"messages": [user("a"), answer("b")]}
+    for rows, expected in (([plain], 0), ([plain, tool_row()], count)):
+        write_lines("rows.jsonl", rows)
+        make_run("causal-lm", model, data)
+        assert len(find_problems(caplog, "calls-without-loss data.chat_template")) == expected
 
 
 def test_a_template_that_does_not_read_tool_calls_is_refused():

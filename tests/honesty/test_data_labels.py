@@ -15,8 +15,11 @@ from data_helpers import named_rows, problem_of, refusal, text_data, write
 from log_lines import find_lines
 from streaming_helpers import write_lines
 
+from fastloop.errors import RecipeError
+from fastloop.recipe import Inference, make_recipe
 from fastloop.testing import assert_problem
 from fastloop_plugins.rows.index import LABELS
+from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.streaming.dataset import HEAD
 
 
@@ -192,31 +195,101 @@ def save_splits(feature: Callable[[list[str]], Any], **splits: tuple[list[str], 
     made = {}
     for split, (classes, labels) in splits.items():
         features = Features({"text": Value("string"), "label": feature(classes)})
-        made[split] = Dataset.from_dict({"text": ["a", "b"], "label": labels}, features)
+        made[split] = Dataset.from_dict({"text": list("abc"[: len(labels)]), "label": labels}, features)
     DatasetDict(made).save_to_disk("saved")
 
 
-NUMBERED: dict[str, tuple[list[str], dict[str, Any], Any]] = {
-    "alike": (["no", "yes"], {}, [("a", "no"), ("b", "yes")]),
-    "in another order": (["yes", "no"], {}, [("a", "yes"), ("b", "no")]),
-    "and renamed": (["yes", "no"], {"label_map": {0: "not", 1: "yes"}}, [("a", "yes"), ("b", "not")]),
-    "with another class": (["maybe", "yes"], {}, "unknown-label saved validation row 1: 'maybe'"),
+def evaluated(options: dict[str, Any], classes: list[str]) -> TextData:
+    """The section as `fastloop evaluate` reads its validation split for a model with these classes."""
+    recipe = make_recipe({"data": {"validation_fraction": 0.0, "label": "label"} | options}, Path("recipe.yaml"))
+    recipe.inference = Inference(Path("model"), "validation")
+    data = TextData(recipe, labelled=True)
+    data.classes = classes
+    return data
+
+
+def assert_rows(data: TextData, expected: list[tuple[str, str]] | str) -> None:
+    """Check the rows of the validation split and their classes, or the problem of the data."""
+    if isinstance(expected, str):
+        with pytest.raises(RecipeError) as caught:
+            data.load()
+        assert_problem(caught.value.problem, expected)
+    else:
+        assert named_rows(data, "validation") == expected
+
+
+NUMBERED: dict[str, tuple[list[str], dict[str, Any], list[tuple[str, str]] | str]] = {
+    "alike": (["no", "yes", "other"], {}, [("a", "no"), ("b", "yes"), ("c", "other")]),
+    "in another order": (["other", "no", "yes"], {}, [("a", "other"), ("b", "no"), ("c", "yes")]),
+    "and renamed": (
+        ["other", "no", "yes"],
+        {"label_map": {0: "not", 1: "yes", 2: "neither"}},
+        [("a", "neither"), ("b", "not"), ("c", "yes")],
+    ),
+    "and numbered": (["other", "no", "yes"], {"label_map": {2: 1}}, [("a", "1"), ("b", "0"), ("c", "1")]),
+    "and left out": (["other", "no", "yes"], {"label_map": {0: None}}, [("a", "other"), ("c", "yes")]),
+    "and dropped": (
+        ["other", "no", "yes"],
+        {"drop": [{"column": "label", "equals": 0}]},
+        [("a", "other"), ("c", "yes")],
+    ),
+    "with another class": (["yes", "maybe", "no"], {}, "unknown-label saved validation row 2: 'maybe'"),
+    "that is left out": (["yes", "maybe", "no"], {"label_map": {"maybe": None}}, [("a", "yes"), ("c", "no")]),
 }
 """How the validation split numbers its classes: their names, options, and its rows or the problem."""
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["in memory", "streamed"])
 @pytest.mark.parametrize("case", NUMBERED)
-def test_a_split_of_a_dataset_may_number_the_classes_of_train(case):
+def test_a_split_of_a_dataset_may_number_the_classes_of_train(case, streaming):
+    """A stream refuses null in ``label_map``, so those cases are in memory."""
     from datasets import ClassLabel
 
     classes, options, expected = NUMBERED[case]
-    save_splits(lambda names: ClassLabel(names=names), train=(["no", "yes"], [0, 1]), validation=(classes, [0, 1]))
-    options |= {"name": "saved", "splits": {"test": None}}
-    for more in ({}, {"streaming": True}):
-        if isinstance(expected, str):
-            assert_problem(problem_of(**options, **more), expected)
-        else:
-            assert named_rows(text_data(**options, **more), "validation") == expected
+    leaves_out = None in options.get("label_map", {}).values()
+    options = {"name": "saved", "streaming": streaming and not leaves_out, "splits": {"test": None}} | options
+    train = (["no", "yes", "other"], [0, 1, 2])
+    save_splits(lambda names: ClassLabel(names=names), train=train, validation=(classes, [0, 1, 2]))
+    trained = text_data(**options)
+    assert_rows(trained, expected)
+    assert_rows(evaluated(options, trained.classes or train[0]), expected)
+
+
+WITHOUT_TRAIN: dict[str, tuple[dict[str, Any], list[tuple[str, str]] | str]] = {
+    "as named": ({}, [("a", "other"), ("b", "no"), ("c", "yes")]),
+    "renamed by name": ({"label_map": {"other": "no"}}, [("a", "no"), ("b", "no"), ("c", "yes")]),
+    "left out by name": ({"label_map": {"other": None}}, [("b", "no"), ("c", "yes")]),
+    "dropped by name": ({"drop": [{"column": "label", "equals": "no"}]}, [("a", "other"), ("c", "yes")]),
+    "renamed by number": ({"label_map": {0: "no"}}, "unknown-split data.label_map 0 'gone' 'other' saved"),
+    "left out by number": ({"label_map": {"0": None}}, "unknown-split data.label_map 0 'gone' 'other' saved"),
+    "dropped by number": (
+        {"drop": [{"column": "label", "equals": [1, 5]}]},
+        "unknown-split data.drop[0].equals 1 'gone' 'no' saved",
+    ),
+    "without a class": ({"label_map": {-1: None}}, [("a", "other"), ("b", "no"), ("c", "yes")]),
+}
+"""Options, and the rows of an evaluated split that numbers other, no, yes, or the problem."""
+
+
+@pytest.mark.parametrize("case", WITHOUT_TRAIN)
+def test_names_decide_if_the_evaluated_dataset_has_no_training_split(case):
+    from datasets import ClassLabel
+
+    options, expected = WITHOUT_TRAIN[case]
+    save_splits(lambda names: ClassLabel(names=names), validation=(["other", "no", "yes"], [0, 1, 2]))
+    options = {"name": "saved", "splits": {"train": "gone"}} | options
+    assert_rows(evaluated(options, ["no", "yes", "other"]), expected)
+
+
+def test_an_evaluated_split_may_be_renamed_by_names():
+    """As the message about an unknown label proposes."""
+    from datasets import ClassLabel
+
+    splits = {"train": (["no", "yes"], [0, 1]), "validation": (["yes", "no"], [0, 1])}
+    save_splits(lambda names: ClassLabel(names=names), **splits)
+    assert_rows(evaluated({"name": "saved"}, ["not", "yes"]), "unknown-label validation row 2: 'no' data.label_map")
+    options = {"name": "saved", "label_map": {"no": "not"}}
+    assert_rows(evaluated(options, ["not", "yes"]), [("a", "yes"), ("b", "not")])
 
 
 def test_a_number_that_the_features_do_not_name_is_no_class_of_a_set():

@@ -11,6 +11,7 @@ sources                             # ``data.sources`` mixes several
 columns                             # the texts of a row: one column, or several
 targets                             # labels by ``data.label_type``: numbers and sets of classes; calls ``labels``
 labels, label_column                # one class a row, and the column that holds it
+class_numbers                       # the order of the classes of train holds for all splits
 label_names, label_warnings         # names of classes, and classes that are probably mistakes
 dropped_rows, repeats               # rows that are left out, or repeat each other
 row_places                          # the file and the line of a row

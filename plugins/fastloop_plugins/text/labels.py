@@ -6,7 +6,7 @@ as 01 and 02, are names of classes. In other sources, a number is a number and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +76,6 @@ def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where:
     values: dict[str, list[PartLabels]] = {}
     for role, tables in parts.items():
         values[role] = [read_label_column(table, options, notes) for table in tables]
-    names_of_train = parts["train"][0].classes
-    if names_of_train is not None:
-        for role, those in values.items():
-            values[role] = [_renumbered(part, names_of_train, options.label_offset) for part in those]
-
     names = mapped_names(options)
     if names:
         _check_mapped_names(values, names, f"{where}.label_map")
@@ -91,7 +86,7 @@ def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where:
             values[role] = [convert_numbers(part, options, notes) for part in labels]
 
     files = ", ".join(table.where for table in parts["train"])
-    dataset_names = None if names else names_of_train
+    dataset_names = None if names else parts["train"][0].classes
     classes = _classes_of_train(values["train"], dataset_names, options, files, notes)
     ids = {}
     for role, labels in values.items():
@@ -121,9 +116,10 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
     for role, tables in parts.items():
         ids_of_parts = []
         for table in tables:
-            values = read_label_column(table, options, notes).renamed(names)
-            if table.classes is not None and not names:
+            values = read_label_column(table, options, notes)
+            if table.classes is not None and not _has_number(names, table.classes, options.label_offset):
                 values = _named_by_dataset(values, table.classes, options.label_offset)
+            values = values.renamed(names)
             class_ids = {label: model_classes.find(label, table.untyped) for label in values.labels}
             unknown = values.first_row_with({label for label, index in class_ids.items() if index is None})
             if unknown is not None:
@@ -173,6 +169,12 @@ class _ModelClasses:
         return index if 0 <= index < self.count else None
 
 
+def _has_number(keys: Iterable[str], classes: Sequence[str], offset: int) -> bool:
+    """Whether keys of ``data.label_map`` are numbers of the classes, and not their names."""
+    numbers = {str(number) for number, _ in enumerate(classes, offset)}
+    return not numbers.isdisjoint(keys)
+
+
 def _named_by_dataset(values: PartLabels, names: Sequence[str], offset: int) -> PartLabels:
     """Labels with the names that the dataset gives its numbers, as its features define them."""
     name_of_number = dict(enumerate(names, offset))
@@ -183,21 +185,6 @@ def _named_by_dataset(values: PartLabels, names: Sequence[str], offset: int) -> 
         else:
             named.append(label)
     return replace(values, labels=named)
-
-
-def _renumbered(values: PartLabels, names: Sequence[str], offset: int) -> PartLabels:
-    """Labels of a part by the numbers of the training split. The features of a split may list the same classes in
-    another order. A class that training lacks keeps its name.
-
-    Args:
-        names: The names of the training split, in the order of their numbers.
-    """
-    own = values.part.classes
-    if own is None or list(own) == list(names):
-        return values
-    number_of_name = {name: number for number, name in enumerate(names, offset)}
-    named = _named_by_dataset(values, own, offset)
-    return replace(named, labels=[number_of_name.get(str(label), label) for label in named.labels])
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

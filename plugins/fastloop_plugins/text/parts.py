@@ -13,6 +13,7 @@ from fastloop import RecipeError
 from fastloop_plugins.models.hub import explain, offline, quiet
 from fastloop_plugins.rows.source import call_source
 from fastloop_plugins.rows.table import Table, table_of
+from fastloop_plugins.text.class_numbers import name_classes, number_as_train
 from fastloop_plugins.text.source_files import is_saved
 
 if TYPE_CHECKING:
@@ -21,11 +22,25 @@ if TYPE_CHECKING:
 
 
 def read_parts(data: TextData) -> dict[str, list[Table]]:
-    """Split -> its parts, from the source that the options name.
+    """Split -> its parts, from the source that the options name. All splits number their classes as train does.
 
     Raises:
         RecipeError: The source cannot be read.
     """
+    parts = _read_source(data)
+    if not data.labels or data.tagged or data.label_type != "class":
+        return parts
+    train = data.splits.train
+    tables = parts.get(train, [])
+    if tables:
+        return number_as_train(parts, tables[0].classes, data)
+    if data.shards is not None and train in data.shards.splits:  # `fastloop evaluate` reads no rows of it
+        return number_as_train(parts, data.shards.class_names(data, train), data)
+    return parts if data.inference is None else name_classes(parts, data)
+
+
+def _read_source(data: TextData) -> dict[str, list[Table]]:
+    """Split -> its parts, as the source has them."""
     if data.options.module is not None:
         return _call_function(data)
     if data.shards is not None:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Problem, RecipeError, option
@@ -23,6 +23,7 @@ from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
 from fastloop_plugins.text.chat.rows import (
     OPTIONAL,
     TOOLS,
+    UNREAD,
     Chat,
     chat_columns,
     dump_chats,
@@ -274,6 +275,12 @@ class LanguageTextData(TextData):
             return []
         return [name for name in OPTIONAL if name == TOOLS or name in self.chat_columns]
 
+    def layout(self, predicts: bool = False) -> FileLayout:
+        layout = super().layout(predicts)
+        if not self.chat_columns or predicts:
+            return layout
+        return replace(layout, optional=[*layout.optional, *UNREAD])  # for a warning about those with a value
+
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
         keys = self.row_columns()
         if not self.chat_columns:
@@ -330,10 +337,18 @@ class LanguageTextData(TextData):
             self._report(role, findings, rows.count)
             if role == "train" and self.inference is None:
                 self._warn_about_untrained_calls(findings.called)
-            read = {*self.chat_columns, *self.labels, *self.drop.columns()}
-            warnings = [unread_columns(part.where, part.all_names(), read) for part in parts]
-            self.messages += list(filter(None, warnings))[:1]
+            if self.reports(role):
+                self._report_unread_columns(parts)
         return rows.finish()
+
+    def _report_unread_columns(self, parts: Sequence[Table]) -> None:
+        """Add a warning about the first part with columns that may belong to the conversations."""
+        read = {*self.chat_columns, *self.labels, *self.drop.columns()}
+        for part in parts:
+            warning = unread_columns(part, read)
+            if warning is not None:
+                self.messages.append(warning)
+                break
 
     def _refuse_conversations(self, parts: Sequence[Table]) -> None:
         """Raise a ``RecipeError`` for a file without the column of texts, but with conversations."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from fastloop import Problem
 from fastloop_plugins.rows.roles import ROLES, SENDERS, meant_role
-from fastloop_plugins.rows.table import Bad, RowError, problem_of_text, show
+from fastloop_plugins.rows.table import Bad, RowError, Table, is_missing, problem_of_text, show
 
 T = TypeVar("T")
 EXAMPLE = '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]'
@@ -155,20 +155,24 @@ def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> 
     )
 
 
-def unread_columns(where: str, names: Iterable[str], read: Collection[str]) -> Problem | None:
-    """A warning about columns of a source that other programs read as a part of the conversation; None: there are none.
+def unread_columns(part: Table, read: Collection[str]) -> Problem | None:
+    """A warning about columns of a source that other programs read as a part of the conversation; None: there are none
+    with a value.
 
     Args:
-        names: All columns.
+        part: The source, with its columns of ``UNREAD``.
         read: The columns that the section reads.
     """
-    unread = [name for name in names if name in UNREAD and name not in read]
+    unread = []
+    for name, values in part.columns.items():
+        if name in UNREAD and name not in read and not all(is_missing(value) for value in values):
+            unread.append(name)
     if not unread:
         return None
     return Problem(
         f"columns that are not read, although they may belong to the conversations: {', '.join(unread)}.",
         code="unread-columns",
-        place=where,
+        place=part.where,
         remedy=f"A system message and earlier turns are messages, and functions are in the column {TOOLS!r}.",
     )
 

@@ -410,11 +410,28 @@ def test_columns_that_may_belong_to_a_conversation_are_a_warning(form, caplog):
     _, row = SHARED[form]
     memory(row | {"id": 1})
     assert not find_problems(caplog, "unread-columns rows.jsonl")
-    memory(row | {"system": "Be brief.", "functions": [], "id": 1})
-    assert_problem(caplog, "unread-columns rows.jsonl system, functions. 'tools'")
+    empty = row | {"system": "", "history": [], "functions": None, "id": 1}
+    memory(empty, empty)
+    assert not find_problems(caplog, "unread-columns rows.jsonl"), "they are empty in each row"
+    memory(empty, row | {"system": "Be brief.", "history": [], "functions": [{"name": "weather"}], "id": 1})
+    assert_problem(caplog, "unread-columns rows.jsonl conversations: system, functions. 'tools'")
     caplog.clear()
     memory(row | {"system": "Be brief."}, drop=[{"column": "system", "empty": True}])
     assert not find_problems(caplog, "unread-columns rows.jsonl")
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_command_on_a_trained_model_repeats_no_warning_about_columns(held_out, caplog):
+    """The rows that it reads are held out of train, which the run has described, or a file of their own."""
+    rows = [row | {"system": "Be brief."} for row in (tool_row(),) * 4]
+    write_lines("rows.jsonl", rows)
+    files = {"train": "rows.jsonl"} if held_out else {"train": "rows.jsonl", "validation": "rows.jsonl"}
+    options = {"files": files, "messages": "messages", "validation_fraction": 0.5 if held_out else 0}
+    recipe = make_recipe({"model": MODEL, "data": CHATS | options, "plugins": ["causal-lm"]})
+    recipe.inference = Inference(model=None, split="validation", source=None, chunk=8)
+    data = LanguageTextData(recipe)
+    assert len(data.load()["validation"]) == (2 if held_out else 4)
+    assert len(find_problems(caplog, "unread-columns rows.jsonl system.")) == int(not held_out)
 
 
 @pytest.mark.parametrize("form", SHARED)

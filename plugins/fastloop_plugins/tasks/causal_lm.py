@@ -121,7 +121,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
             chat_model = ChatModel(recipe, self.data.options.chat_template)
             self.text_model = chat_model
             self.data.templates = chat_model.templates
-            self.data.trains_calls = chat_model.trains_calls
+            self.data.renderer = chat_model.renderer
         elif self.data.masked:
             self.text_model = CompletionModel(recipe)
         else:

@@ -7,6 +7,7 @@ From rows to samples::
     template, endings         # a conversation -> token ids and their loss mask
     message_forms             # other forms of a message, as a template takes it
     traces                    # finds parts of a conversation that a template leaves out
+    left_out_contents         # counts contents that it leaves out beside tool calls
     time_limit                # ends a template that takes too long
     tokens                    # token ids -> samples, in memory and streamed
     model                     # the ``model`` section of ``causal-lm``

@@ -20,6 +20,7 @@ from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
+from fastloop_plugins.text.chat.left_out_contents import LeftOutContents
 from fastloop_plugins.text.chat.rows import (
     OPTIONAL,
     TOOLS,
@@ -39,6 +40,7 @@ from fastloop_plugins.text.chat.rows import (
 from fastloop_plugins.text.chat.template import (
     MARKER,
     NO_PROMPT,
+    ChatRenderer,
     describe_misnamed,
     last_answer,
     misnamed_roles,
@@ -93,8 +95,7 @@ class LanguageTextData(TextData):
         masked: Whether rows are conversations, or prompts with completions.
         chat_columns: The columns of ``data.messages``; empty without.
         templates: Returns the chat template, or all templates of the tokenizer. Not called before ``load``.
-        trains_calls: Returns whether a tool call of a conversation has a loss; None: no chat template is used. Not
-            called before ``load``.
+        renderer: Returns a renderer of the conversations; None: there is no chat template. Not called before ``load``.
 
     Raises:
         RecipeError: An option is invalid, options exclude each other, or a file does not exist.
@@ -106,7 +107,7 @@ class LanguageTextData(TextData):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, labelled=False)
         self.templates: Callable[[], list[str]] = list
-        self.trains_calls: Callable[[Chat], bool] | None = None
+        self.renderer: Callable[[], ChatRenderer | None] = no_renderer
         has_column = self._check_text_options()
         if not has_column and self.options.sources is None:
             self.options.messages = self._find_messages()
@@ -324,19 +325,22 @@ class LanguageTextData(TextData):
                 self._refuse_conversations(parts)
             return super()._rows(role, parts)
         rows = RowsBuilder()
-        findings = ChatFindings()
+        renderer = self.renderer() if self.chat_columns else None
+        findings = ChatFindings(renderer)
         for part in parts:
+            number = 0
             for block in self.parse_blocks(part):
                 rows.add(block)
                 for text in block.get("chat", ()):
+                    number += 1
                     if text:  # else the row cannot be read, which ends the loop with an error
-                        findings.add(Chat.loads(text))
+                        findings.add(Chat.loads(text), part.row(number))
         if not rows.count:
             raise refuse_empty(role, parts)
         if self.chat_columns:
             self._report(role, findings, rows.count)
             if role == "train" and self.inference is None:
-                self._warn_about_untrained_calls(findings.called)
+                self._warn_about_untrained_calls(findings.called, renderer)
             if self.reports(role):
                 self._report_unread_columns(parts)
         return rows.finish()
@@ -365,7 +369,8 @@ class LanguageTextData(TextData):
             )
 
     def _report(self, split: str, findings: ChatFindings, total: int) -> None:
-        """Add warnings about keys that have no effect, about roles without a loss, and about nulls in tools."""
+        """Add warnings about keys that have no effect, about roles without a loss, about contents that the template
+        leaves out, and about nulls in tools."""
         names = frozenset[str]().union(*map(names_in, self.templates()))
         if self.stream is not None and split == "train":
             split = f"{split}, its first {total} rows"
@@ -373,7 +378,9 @@ class LanguageTextData(TextData):
         roles = findings.roles
         nulls = findings.nulls
         without_loss = None if self.options.train_on == "all" else unknown_roles(split, roles, names)
-        for warning in (unread_keys(split, keys, names), without_loss):
+        remedy = "Give a template that writes it: data.chat_template=FILE." if self.inference is None else ""
+        left_out = findings.left_out.problem(split, remedy)
+        for warning in (unread_keys(split, keys, names), without_loss, left_out):
             if warning is not None:
                 self.messages.append(warning)
         if nulls and (
@@ -389,13 +396,13 @@ class LanguageTextData(TextData):
             )
             self.messages.append(problem)
 
-    def _warn_about_untrained_calls(self, chat: Chat | None) -> None:
+    def _warn_about_untrained_calls(self, chat: Chat | None, renderer: ChatRenderer | None) -> None:
         """Add a warning if {% generation %} leaves out the tool calls of a conversation.
 
         Args:
             chat: The first conversation with calls; None: there is none.
         """
-        if chat is None or self.trains_calls is None or self.trains_calls(chat):
+        if chat is None or renderer is None or renderer.trains_calls(chat):
             return
         problem = Problem(
             "tool calls are outside of {% generation %}: they have no loss, so the model does not learn them.",
@@ -409,21 +416,31 @@ class LanguageTextData(TextData):
 class ChatFindings:
     """Counts keys, roles and nulls in the conversations of a split, for warnings.
 
+    Args:
+        renderer: See ``LeftOutContents``.
+
     Attributes:
         keys: Key -> its number, see ``other_keys``.
         roles: Role -> its number of messages, see ``other_roles``.
         nulls: Conversations with a null in their tools or calls.
         called: The first conversation with a tool call; None: there is none.
+        left_out: Those with a content that the template leaves out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, renderer: ChatRenderer | None) -> None:
         self.keys = Counter[str]()
         self.roles = Counter[str]()
         self.nulls = 0
         self.called: Chat | None = None
+        self.left_out = LeftOutContents(renderer)
 
-    def add(self, chat: Chat) -> None:
-        """Count those of a conversation."""
+    def add(self, chat: Chat, row: str) -> None:
+        """Count those of a conversation.
+
+        Args:
+            row: The name of its row in messages.
+        """
+        self.left_out.add(chat, row)
         self.keys.update(other_keys(chat))
         self.roles.update(other_roles(chat))
         self.nulls += has_null(chat)
@@ -433,6 +450,10 @@ class ChatFindings:
 
 FORM = "instructions, inputs and answers, such as [instruction, input, output]"
 """Several columns of ``data.messages``."""
+
+
+def no_renderer() -> None:
+    """The renderer of a section before its model is known."""
 
 
 def _override(messages: str | list[str]) -> str:

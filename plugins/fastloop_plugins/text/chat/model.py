@@ -151,13 +151,16 @@ class ChatModel(DecoderModel):
         """The chat template, or all templates of the tokenizer. Call it after ``load_tokenizer``."""
         return ChatRenderer(self.tokenizer).templates() if self.tokenizer is not None else [self.template or ""]
 
-    def trains_calls(self, chat: Chat) -> bool:
-        """``ChatRenderer.trains_calls``, also before the tokenizer is trained. Call it after ``load_tokenizer``."""
+    def renderer(self) -> ChatRenderer | None:
+        """A renderer of the data, also before the tokenizer is trained. None: there is no chat template, which is
+        refused later. Call it after ``load_tokenizer``."""
         tokenizer = self.tokenizer
         if tokenizer is None:  # the text depends only on the template and special tokens, which all kinds share
             tokenizer = train_tokenizer(TrainedTokenizer(kind="byte"), [], classify=False)
-            tokenizer.chat_template = self.template or ""
-        return ChatRenderer(tokenizer, self.recipe.data.get("train_on") or "assistant").trains_calls(chat)
+            tokenizer.chat_template = self.template
+        if not tokenizer.chat_template:
+            return None
+        return ChatRenderer(tokenizer, self.recipe.data.get("train_on") or "assistant", counts_contents=True)
 
     def _set_template(self) -> None:
         if self.template is not None:

@@ -16,6 +16,7 @@ from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.batches import Sequences, mask, padded
+from fastloop_plugins.text.chat.left_out_contents import LeftOutContents
 from fastloop_plugins.text.chat.rows import Chat, other_keys, read_chat, text_of, unread_keys
 from fastloop_plugins.text.chat.template import ChatRenderer
 from fastloop_plugins.text.chunks import EmptyTexts, read_chunks
@@ -38,7 +39,8 @@ def chat_chunks(
     """Conversations as token ids, with the prompt for an answer at the end: see ``read_chunks``. A text is a message of
     a user.
 
-    At the end, logs how many messages to answer are empty, and the keys of messages that have no effect.
+    At the end, logs how many messages to answer are empty, the keys of messages that have no effect, and how many rows
+    have a content that the template leaves out.
 
     Args:
         room: Tokens of a prompt at most, see ``shortened_prompt``; None: no limit.
@@ -52,7 +54,8 @@ def chat_chunks(
             code="unknown-format",
             place=str(source),
         )
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, counts_contents=True)
+    left_out = LeftOutContents(renderer)
     keys = Counter[str]()
     empty = EmptyTexts()
     cut = CutPrompts(room)
@@ -63,14 +66,15 @@ def chat_chunks(
             try:
                 chat = _to_answer(dict(zip(names, values, strict=False)), data)
                 keys.update(other_keys(chat))
+                left_out.add(chat, f"row {start + left_out.total + 1}")
                 empty.add(text_of(chat.messages[-1]))
                 prompts.append(cut.shorten(chat, renderer))
             except RowError as error:
                 bad(index, str(error))
         yield Sequences(*flat(prompts))
-    warning = unread_keys("predict", keys, renderer.names())
-    if warning is not None:
-        logger.warning(warning)
+    for warning in (unread_keys("predict", keys, renderer.names()), left_out.problem("predict")):
+        if warning is not None:
+            logger.warning(warning)
     empty.warn("messages to answer")
     cut.warn("Their system message stays, and their oldest turns are left out")
 

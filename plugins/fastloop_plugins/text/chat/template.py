@@ -163,12 +163,15 @@ class ChatRenderer:
     Args:
         tokenizer: A tokenizer with a chat template.
         train_on: As in the ``data`` section.
+        counts_contents: Whether the caller counts contents that the template leaves out beside tool calls, see
+            ``contents_left_out``. Otherwise, each of them is an error.
     """
 
-    def __init__(self, tokenizer: Any, train_on: str = "assistant") -> None:
+    def __init__(self, tokenizer: Any, train_on: str = "assistant", counts_contents: bool = False) -> None:
         self.tokenizer = tokenizer
         self.train_on = train_on
-        self.traces = Traces(self.names, self._try)
+        self.counts_contents = counts_contents
+        self._traces = Traces(self.names, self._try)
 
     def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
@@ -247,6 +250,18 @@ class ChatRenderer:
             ids: list[int] = self._apply(self._prepare(chat), chat.tools, add_generation_prompt=True)["input_ids"]
             return ids
 
+    def contents_left_out(self, chat: Chat) -> list[int]:
+        """The numbers of the messages, from 1, whose content the template leaves out because they have tool calls.
+        Empty for a conversation that it does not render, see ``encode``."""
+        if not any(message.get("tool_calls") and text_of(message) for message in chat.messages):
+            return []
+        try:
+            with limited_rendering():
+                messages = [self._message(message) for message in chat.messages]
+                return [index + 1 for index in self._traces.check(messages, chat.tools)]
+        except RowError:
+            return []
+
     def check_tools(self, chat: Chat) -> None:
         """Check that the template reads the tools of a conversation.
 
@@ -296,7 +311,7 @@ class ChatRenderer:
         """The messages as the template takes them, without weights.
 
         Raises:
-            RowError: A role is misnamed, or the template does not read tool calls or leaves out messages of a role.
+            RowError: A role is misnamed, or the template does not read tool calls or leaves out a part of a message.
         """
         messages = [self._message(message) for message in chat.messages]
         misnamed = misnamed_roles(chat, self.templates())
@@ -308,7 +323,12 @@ class ChatRenderer:
                     f"message {number} has tool_calls, which the chat template does not read. Give one that does: "
                     f"data.chat_template=FILE, or a built-in name ({', '.join(BUILT_IN)})."
                 )
-        self.traces.check(messages, chat.tools)
+        left_out = self._traces.check(messages, chat.tools)
+        if left_out and not self.counts_contents:
+            raise RowError(
+                f"the chat template leaves out the content of message {left_out[0] + 1}, because it has tool_calls. "
+                "Remove the content, or give a template that writes it: data.chat_template=FILE."
+            )
         return messages
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def encode_rows(
         yield from map(special.complete, encode(tokenizer, rows, options))
         return
     is_streamed = renderer is not None  # the first rows, which are encoded before, stand for all
-    renderer = renderer or ChatRenderer(tokenizer, arguments["train_on"])
+    renderer = renderer or ChatRenderer(tokenizer, arguments["train_on"], counts_contents=True)
     merged = 0  # rows whose prompt ends inside a token
     first_merged = None
     for row in rows:
@@ -344,7 +344,8 @@ class LanguageRows(StreamedRows):
 
     def __init__(self, data: LanguageTextData, tokenizer: Any, spare: Mapping[str, Any]) -> None:
         arguments = data.encoding_arguments() | {"max_length": data.options.max_length}
-        encode = partial(encode_rows, renderer=ChatRenderer(tokenizer, data.options.train_on))
+        renderer = ChatRenderer(tokenizer, data.options.train_on, counts_contents=True)
+        encode = partial(encode_rows, renderer=renderer)
         super().__init__(data, tokenizer, encode, row_sequences, arguments)
         self.spare = {name: value.copy() for name, value in spare.items()}
 

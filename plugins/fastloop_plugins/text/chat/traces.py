@@ -76,18 +76,19 @@ class Traces:
     def __init__(self, names: Callable[[], frozenset[str]], render: Callable[[Messages, Any], str | None]) -> None:
         self._names = names
         self._render = render
-        self._written: set[tuple[Any, ...]] = set()  # orders of shapes that the template is known to write
-        self._tried: set[tuple[Any, ...]] = set()  # see _check_place
+        self._written: dict[tuple[Any, ...], list[int]] = {}  # order of shapes -> result of ``check``
+        self._tried: dict[tuple[Any, ...], bool] = {}  # see _is_written_alone
 
-    def check(self, messages: Messages, tools: Any) -> None:
-        """Check each part of a conversation.
+    def check(self, messages: Messages, tools: Any) -> list[int]:
+        """Check each part of a conversation. Returns the indices of the messages whose content the template leaves out
+        because they have tool calls.
 
         Raises:
-            RowError: A part leaves no trace.
+            RowError: Another part leaves no trace.
         """
         order = (*map(shape_of, messages), bool(tools))
         if order in self._written:
-            return
+            return self._written[order]
         parts = parts_of(messages)
         probes = [f"{PROBE}{number:04}" for number in range(len(parts))]
         probed = messages
@@ -95,18 +96,25 @@ class Traces:
             probed = part.replaced(probed, probe)
         text = self._render(probed, tools)
         if text is None and self._render(messages, tools) is None:
-            return  # the template rejects the conversation itself, which its own rendering reports
+            return []  # the template rejects the conversation itself, which its own rendering reports
+        without_content = []
         for part, probe in zip(parts, probes, strict=True):
             if text is None:
-                self._check_place(messages, part, tools, probe)
+                is_written = self._is_written_alone(messages, part, tools, probe)
             else:
-                self._check_trace(messages, part, text, probe)
+                is_written = probe in text
+            if is_written:
+                continue
+            if part.call is not None or not messages[part.message].get("tool_calls"):
+                raise self._error(messages, part)
+            without_content.append(part.message)
         if len(self._written) >= KNOWN_ORDERS:
             self._written.clear()
-        self._written.add(order)
+        self._written[order] = without_content
+        return without_content
 
-    def _check_place(self, messages: Messages, part: Part, tools: Any, probe: str) -> None:
-        """Check a part in the text of a conversation with a single probe.
+    def _is_written_alone(self, messages: Messages, part: Part, tools: Any, probe: str) -> bool:
+        """Whether a part leaves a trace in the text of a conversation with a single probe.
 
         If the template rejects this, too, it says nothing about the part.
 
@@ -117,40 +125,27 @@ class Traces:
         before = shape_of(messages[index - 1]) if index else None
         after = shape_of(messages[index + 1]) if index + 1 < len(messages) else None
         place = (before, shape_of(messages[index]), part.call, after, bool(tools))
-        if place in self._tried:
-            return
-        text = self._render(part.replaced(messages, probe), tools)
-        if text is not None:
-            self._check_trace(messages, part, text, probe)
-        self._tried.add(place)
+        if place not in self._tried:
+            text = self._render(part.replaced(messages, probe), tools)
+            self._tried[place] = text is None or probe in text
+        return self._tried[place]
 
-    def _check_trace(self, messages: Messages, part: Part, text: str, probe: str) -> None:
-        """Raise an error if a part leaves no trace in the text.
-
-        Args:
-            text: The conversation, with the probe for the part.
-        """
-        if probe in text:
-            return
+    def _error(self, messages: Messages, part: Part) -> RowError:
+        """The error about a part that leaves no trace."""
         message = messages[part.message]
         role = message["role"]
         number = part.message + 1
         if part.call is not None:
-            raise RowError(
+            return RowError(
                 f"the chat template leaves out call {part.call + 1} of message {number}, whose role is {role!r}. Put "
                 f"each call in a message of the assistant of its own, or {FILE}"
             )
-        if message.get("tool_calls"):
-            raise RowError(
-                f"the chat template leaves out the content of message {number}, because it has tool_calls. Remove the "
-                f"content, or {FILE}"
-            )
         begin = f"the chat template leaves out message {number}, whose role is {role!r}."
         if role in self._names():
-            raise RowError(
+            return RowError(
                 f"{begin} It writes this role at other places of a conversation. Put the message there, or {FILE}"
             )
         known = [name for name in (*ROLES, "developer", "ipython") if name in self._names()]
-        raise RowError(
+        return RowError(
             f"{begin} It names the roles {', '.join(known) or 'none'}. Rename the role in the data, or {FILE}"
         )

@@ -195,7 +195,7 @@ def test_a_renderer_remembers_a_limited_number_of_orders(monkeypatch):
     renderer = ChatRenderer(byte_tokenizer(CHATML, IM))
     for count in range(1, 9):
         renderer.encode(Chat([user("a"), answer("b")] * count))
-        assert 1 <= len(renderer.traces._written) <= 3
+        assert 1 <= len(renderer._traces._written) <= 3
 
 
 # -- train_on: last ----------------------------------------------------------------------------------------------------

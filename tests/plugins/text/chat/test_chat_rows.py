@@ -350,9 +350,13 @@ READS_RESULTS = (
     "{{ raise_exception('no JSON') }}{% endif %}{% endfor %}"
 )
 TWO_CALLS = [*call({"city": "Rome"}), *call({"city": "Oslo"})]
+ONLY_CALLS = CHATML.replace(
+    "{{ message['content'] or '' }}", "{{ '' if message['tool_calls'] else message['content'] or '' }}"
+)
+"""A template that leaves out the content beside a call, as those of Llama 3 and Mistral."""
 LEFT_OUT = {
     "the content beside a call": (
-        CHATML.replace("{{ message['content'] or '' }}", "{{ '' if message['tool_calls'] else message['content'] }}"),
+        ONLY_CALLS,
         answer("Let me look.", tool_calls=call({"city": "Rome"})),
         "content of message 2",
     ),
@@ -379,6 +383,40 @@ def test_a_part_of_a_message_that_the_template_leaves_out_is_named(case, train_o
     encoded(template, user("a"), answer("", tool_calls=call({"city": "Rome"})), *rest, train_on=train_on)
     with pytest.raises(RowError, match=f"leaves out (the )?{part}"):
         encoded(template, user("a"), message, *rest, train_on=train_on)
+
+
+SPOKEN = user("Rain?"), answer("Let me look.", tool_calls=call({"city": "Rome"})), {"role": "tool", "content": "dry"}
+SPOKEN_ROW = {"messages": [*SPOKEN, answer("No.")]}
+
+
+@pytest.mark.parametrize("markers", [True, False])
+def test_contents_that_the_template_leaves_out_beside_calls_are_one_warning_with_their_number(markers, caplog):
+    template = ONLY_CALLS if markers else re.sub(r"{% (end)?generation %}", "", ONLY_CALLS)
+    Path("calls.jinja").write_text(template)
+    Path("probes.jinja").write_text(READS_RESULTS.replace("'{'", "'dry'") + template)  # rejects all probes at once
+    rows = [tool_row(), SPOKEN_ROW, tool_row(), SPOKEN_ROW]
+    for name in ("calls.jinja", "probes.jinja"):
+        run = memory(*rows, chat_template=name)
+        assert_problem(caplog, "contents-left-out train 2 of 4 rows rows.jsonl, line 2.")
+        assert len(find_problems(caplog, "contents-left-out data")) == 1
+        assert ("weather" in trained(run, 1), "Let me look" in trained(run, 1)) == (True, False)
+        caplog.clear()
+    section = {"messages": "messages", "chat_template": "calls.jinja", "max_length": 1024}
+    streamed = make_run("causal-lm", MODEL, data_section("rows.jsonl", section))
+    assert_problem(caplog, "contents-left-out its first 4 rows 2 of 4 rows.jsonl, line 2.")
+    assert len(samples_of(streamed.datasets["train"])) == 4
+    caplog.clear()
+    memory(*rows)
+    assert not find_problems(caplog, "contents-left-out data"), "chatml writes the contents"
+
+
+def test_contents_left_out_of_prompts_are_counted(caplog):
+    Path("calls.jinja").write_text(ONLY_CALLS)
+    run = memory(tool_row(), chat_template="calls.jinja")
+    task = run.plugins.plugins[0]
+    chunks = list(chat_chunks(task.data, task.text_model.tokenizer, ["Hi", [*SPOKEN], [*SPOKEN]], 0, 2))
+    assert "Let me look" not in text_of(run, chunks[0][1]["input_ids"])
+    assert_problem(caplog, "contents-left-out predict 2 of 3 row 2.")
 
 
 # -- forms -------------------------------------------------------------------------------------------------------------
@@ -423,15 +461,18 @@ def test_columns_that_may_belong_to_a_conversation_are_a_warning(form, caplog):
 @pytest.mark.parametrize("held_out", [True, False])
 def test_a_command_on_a_trained_model_repeats_no_warning_about_columns(held_out, caplog):
     """The rows that it reads are held out of train, which the run has described, or a file of their own."""
-    rows = [row | {"system": "Be brief."} for row in (tool_row(),) * 4]
+    rows = [row | {"system": "Be brief."} for row in (SPOKEN_ROW, tool_row(), SPOKEN_ROW, tool_row())]
     write_lines("rows.jsonl", rows)
     files = {"train": "rows.jsonl"} if held_out else {"train": "rows.jsonl", "validation": "rows.jsonl"}
     options = {"files": files, "messages": "messages", "validation_fraction": 0.5 if held_out else 0}
     recipe = make_recipe({"model": MODEL, "data": CHATS | options, "plugins": ["causal-lm"]})
     recipe.inference = Inference(model=None, split="validation", source=None, chunk=8)
     data = LanguageTextData(recipe)
+    data.renderer = lambda: ChatRenderer(byte_tokenizer(ONLY_CALLS, IM), counts_contents=True)
     assert len(data.load()["validation"]) == (2 if held_out else 4)
     assert len(find_problems(caplog, "unread-columns rows.jsonl system.")) == int(not held_out)
+    (problem,) = find_problems(caplog, "contents-left-out 2 of 4 rows.jsonl, line 1.")
+    assert problem.remedy == "", "a trained model keeps its template"
 
 
 @pytest.mark.parametrize("form", SHARED)

@@ -12,21 +12,52 @@ def with_content(message: Mapping[str, Any], text: str) -> dict[str, Any]:
     return {**message, "content": text_parts(text) if isinstance(message.get("content"), list) else text}
 
 
-def with_argument(message: Mapping[str, Any], number: int, name: str) -> dict[str, Any]:
-    """A message with another call: its only argument has this name, which is its value, too. The arguments keep their
-    form.
+def with_argument(message: Mapping[str, Any], number: int, text: str, name: str | None = None) -> dict[str, Any]:
+    """A message with other arguments of a call: each value is this text, or is made of it. A call without arguments
+    gets one. The arguments keep their form.
+
+    Args:
+        number: The place of the call in the message.
+        text: Digits, so that a number remains a number.
+        name: Change only the argument of this name.
+    """
+    calls = list(message["tool_calls"])
+    call = calls[number]
+    arguments: Any = dict(_arguments(call)) or {text: text}
+    for key, value in arguments.items():
+        if name is None or key == name:
+            arguments[key] = _filled(value, text)
+    if isinstance(call.get("function", call).get("arguments"), str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    calls[number] = _with_arguments(call, arguments)
+    return {**message, "tool_calls": calls}
+
+
+def argument_names(message: Mapping[str, Any], number: int) -> list[str]:
+    """The names of the arguments of a call.
 
     Args:
         number: The place of the call in the message.
     """
-    calls = list(message["tool_calls"])
-    call = calls[number]
-    function = call.get("function", call)
-    arguments: Any = {name: name}
-    if isinstance(function.get("arguments"), str):
-        arguments = json.dumps(arguments)
-    calls[number] = _with_arguments(call, arguments)
-    return {**message, "tool_calls": calls}
+    return list(_arguments(message["tool_calls"][number]))
+
+
+def _arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call, which may be JSON text; empty if they are no mapping."""
+    decoded = decode_arguments(call)
+    arguments = decoded.get("function", decoded).get("arguments")
+    return arguments if isinstance(arguments, Mapping) else {}
+
+
+def _filled(value: Any, text: str) -> Any:
+    """A value of the same kind that is made of a text: a template may read its kind, its keys or its items."""
+    if isinstance(value, Mapping) and value:
+        return {key: _filled(item, text) for key, item in value.items()}
+    if isinstance(value, list) and value:
+        return [_filled(item, text) for item in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return type(value)(text)
+    return text
 
 
 def text_parts(text: str) -> list[dict[str, str]]:

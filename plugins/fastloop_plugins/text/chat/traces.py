@@ -10,7 +10,7 @@ from typing import Any
 from fastloop_plugins.rows.roles import ROLES
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE
-from fastloop_plugins.text.chat.message_forms import with_argument, with_content
+from fastloop_plugins.text.chat.message_forms import argument_names, with_argument, with_content
 from fastloop_plugins.text.chat.rows import text_of
 
 Messages = Sequence[Mapping[str, Any]]
@@ -33,13 +33,17 @@ class Part:
     message: int
     call: int | None = None
 
-    def replaced(self, messages: Messages, probe: str) -> list[Mapping[str, Any]]:
-        """The messages with a probe for this part."""
+    def replaced(self, messages: Messages, probe: str, argument: str | None = None) -> list[Mapping[str, Any]]:
+        """The messages with a probe for this part.
+
+        Args:
+            argument: Put the probe into this argument of the call alone.
+        """
         message = messages[self.message]
         if self.call is None:
             message = with_content(message, probe)
         else:
-            message = with_argument(message, self.call, probe)
+            message = with_argument(message, self.call, probe, argument)
         return [*messages[: self.message], message, *messages[self.message + 1 :]]
 
 
@@ -102,7 +106,7 @@ class Traces:
             if text is None:
                 is_written = self._is_written_alone(messages, part, tools, probe)
             else:
-                is_written = probe in text
+                is_written = probe in text or self._has_written_argument(messages, part, tools, probe)
             if is_written:
                 continue
             if part.call is not None or not messages[part.message].get("tool_calls"):
@@ -127,8 +131,20 @@ class Traces:
         place = (before, shape_of(messages[index]), part.call, after, bool(tools))
         if place not in self._tried:
             text = self._render(part.replaced(messages, probe), tools)
-            self._tried[place] = text is None or probe in text
+            is_written = text is None or probe in text or self._has_written_argument(messages, part, tools, probe)
+            self._tried[place] = is_written
         return self._tried[place]
+
+    def _has_written_argument(self, messages: Messages, part: Part, tools: Any, probe: str) -> bool:
+        """Whether the part is a call of which an argument leaves a trace beside its others as they are: the template
+        may write an argument only if another one has a certain value."""
+        if part.call is None:
+            return False
+        for name in argument_names(messages[part.message], part.call):
+            text = self._render(part.replaced(messages, probe, name), tools)
+            if text is not None and probe in text:
+                return True
+        return False
 
     def _error(self, messages: Messages, part: Part) -> RowError:
         """The error about a part that leaves no trace."""

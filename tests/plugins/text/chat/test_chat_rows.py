@@ -157,25 +157,50 @@ def test_arguments_in_json_text_are_not_encoded_twice():
     )
 
 
-WRITTEN_ARGUMENTS = {
-    "as JSON": (", \"arguments\": ' + (call['arguments'] | tojson) + '}", '"arguments": {"city": "Zürich"}}'),
-    "joined as text": (", \"arguments\": ' + call['arguments'] + '}", '"arguments": {"city": "Zürich"}}'),
-    "as Python writes them": (", \"arguments\": ' ~ call['arguments'] ~ '}", '"arguments": {"city": "Zürich"}}'),
+CITY = {"city": "Zürich"}
+STAY = {"city": "Zürich", "days": 12, "names": ["Uto", "Zoo"]}
+
+
+def for_weather(statement: str) -> str:
+    """Writes the arguments of this function by a statement, and those of others as JSON."""
+    branch = "{% if call['name'] == 'weather' %}" + statement + "{% else %}{{ given | tojson }}{% endif %}"
+    return "' }}{% set given = call['arguments'] %}" + branch + "{{ '"
+
+
+WRITTEN_ARGUMENTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "as JSON": (", \"arguments\": ' + (call['arguments'] | tojson) + '}", CITY, '"arguments": {"city": "Zürich"}}'),
+    "joined as text": (", \"arguments\": ' + call['arguments'] + '}", CITY, '"arguments": {"city": "Zürich"}}'),
+    "as Python writes them": (", \"arguments\": ' ~ call['arguments'] ~ '}", CITY, '"arguments": {"city": "Zürich"}}'),
     "one by one": (
         "' }}{% for k in call['arguments'].keys() %}{{ k + '=' + call['arguments'][k] }}{% endfor %}{{ '",
+        CITY,
         "city=Zürich",
     ),
+    "one of a function": (for_weather("{{ given.city }}"), STAY, "Zürich</tool_call>"),
+    "a number": (for_weather("{{ '%05d' | format(given.days) }}"), STAY, "00012</tool_call>"),
+    "items of a list": (
+        for_weather("{% for item in given.names %}{{ item }};{% endfor %}"),
+        STAY,
+        "Uto;Zoo;</tool_call>",
+    ),
+    "one beside a value": (
+        for_weather("{% if given.city == 'Zürich' %}{{ given.days }}{% endif %}"),
+        STAY,
+        "12</tool_call>",
+    ),
 }
-"""How a template writes arguments, and the text of those of a call."""
+"""How a template writes arguments, some arguments, and their text."""
 
 
-@pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'], ids=["mapping", "JSON"])
+@pytest.mark.parametrize("form", ["mapping", "JSON"])
 @pytest.mark.parametrize("how", WRITTEN_ARGUMENTS)
-def test_arguments_have_the_form_that_the_template_takes(how, arguments):
-    statement, expected = WRITTEN_ARGUMENTS[how]
+def test_arguments_have_the_form_that_the_template_takes(how, form):
+    statement, values, expected = WRITTEN_ARGUMENTS[how]
+    arguments = json.dumps(values, ensure_ascii=False) if form == "JSON" else values
     template = CHATML.replace(", \"arguments\": ' + (call['arguments'] | default({}) | tojson) + '}", statement)
     assert template != CHATML
-    assert expected in encoded(template, user("a"), answer("", tool_calls=call(arguments)))
+    text = encoded(template, user("a"), answer("", tool_calls=call(arguments)))
+    assert expected in text.replace("\n", "")
 
 
 # -- keys of a message -------------------------------------------------------------------------------------------------

@@ -264,7 +264,11 @@ WITHOUT_TRAIN: dict[str, tuple[dict[str, Any], list[tuple[str, str]] | str]] = {
     "left out by number": ({"label_map": {"0": None}}, "unknown-split data.label_map 0 'gone' 'other' saved"),
     "dropped by number": (
         {"drop": [{"column": "label", "equals": [1, 5]}]},
-        "unknown-split data.drop[0].equals 1 'gone' 'no' saved",
+        "unknown-split data.drop 1 'gone' 'no' saved",
+    ),
+    "renamed by number and name": (
+        {"label_map": {0: "yes", "other": "no"}},
+        [("a", "no"), ("b", "no"), ("c", "yes")],
     ),
     "without a class": ({"label_map": {-1: None}}, [("a", "other"), ("b", "no"), ("c", "yes")]),
 }

@@ -80,28 +80,32 @@ def _with_labels(part: Table, label_of_number: Mapping[int, Label], data: TextDa
 
 
 def _refuse_numbers(names: Mapping[int, str], part: Table, data: TextData) -> None:
-    """Raise an error for the number of a class in ``data.label_map`` or ``data.drop``.
+    """Raise an error for the number of a class in ``data.drop``, or in a ``data.label_map`` that lacks its name.
 
     Args:
         names: The names of the numbers of the part.
     """
-    places: dict[str, str] = {}  # number as text -> the option that has it
-    for label in data.options.label_map or {}:
-        places[map_key(label)] = "label_map"
-    for index, condition in enumerate(data.drop.conditions):
+    mapped = {map_key(label) for label in data.options.label_map or {}}
+    dropped: set[str] = set()
+    for condition in data.drop.conditions:
         if condition.column == data.labels[0] and condition.key == "equals":
             values = condition.equals if isinstance(condition.equals, list) else [condition.equals]
-            for value in values:
-                places.setdefault(map_key(value), f"drop[{index}].equals")
+            dropped.update(map(map_key, values))
     for number, name in names.items():
-        place = places.get(str(number))
-        if place is None:
+        key = str(number)
+        is_named = name in mapped and not name.isdecimal()
+        if key in dropped:
+            place = "drop"
+            remedy = f"Write its name in place of the number: {written_label(name)}."
+        elif key in mapped and not is_named:
+            place = "label_map"
+            remedy = f"Map its name, too: data.label_map={{{written_label(name)}: CLASS}}."
+        else:
             continue
-        train = data.splits.train
         raise RecipeError(
-            f"it has the number {number} of a class. There is no split {train!r}, whose features say which class that "
-            f"is: the number stands for {name!r} in {part.where}.",
+            f"it has the number {number} of a class. There is no split {data.splits.train!r}, whose features say "
+            f"which class that is: the number stands for {name!r} in {part.where}.",
             code="unknown-split",
             place=f"{data.where}.{place}",
-            remedy=f"Write names in place of numbers, such as {written_label(name)}.",
+            remedy=remedy,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastloop.problem import Problem
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastloop")
 
-LISTED = 3
-"""Parameters that a message names."""
+LISTED = 5
+"""Maximum number of modules in a message."""
 
 
 def stepped_parameters(optimizer: Any) -> list[Tensor]:
@@ -22,6 +23,19 @@ def stepped_parameters(optimizer: Any) -> list[Tensor]:
     if hasattr(optimizer, "model_parameters"):
         return list(optimizer.model_parameters())
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def by_module(names: Iterable[str]) -> str:
+    """Group parameter names by module: ``encoder.0 (weight, bias), head (weight)``."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        module, _, parameter = name.rpartition(".")
+        modules.setdefault(module or "the model itself", []).append(parameter)
+    groups = [f"{module} ({', '.join(parameters)})" for module, parameters in modules.items()]
+    listed = ", ".join(groups[:LISTED])
+    if len(groups) > LISTED:
+        listed += f" and {len(groups) - LISTED} more modules"
+    return listed
 
 
 class UnsteppedParameters:
@@ -53,7 +67,10 @@ class UnsteppedParameters:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count != self._stepped_count:  # the first step, or a plugin has added a group
             stepped = {id(parameter) for parameter in stepped_parameters(self._optimizer)}
-            self._unstepped = [named for named in self._parameters if id(named[1]) not in stepped]
+            self._unstepped = []
+            for name, parameter in self._parameters:
+                if id(parameter) not in stepped:
+                    self._unstepped.append((name, parameter))
             self._stepped_count = count
         unfrozen = []
         for name, parameter in self._unstepped:
@@ -66,12 +83,9 @@ class UnsteppedParameters:
             self._warn(unfrozen, step)
 
     def _warn(self, names: list[str], step: int) -> None:
-        listed = ", ".join(names[:LISTED])
-        if len(names) > LISTED:
-            listed += f" and {len(names) - LISTED} more"
         log.warning(
             Problem(
-                f"the optimizer does not hold {listed}, frozen when it was built and not any more. So they do not "
+                f"the optimizer does not hold {by_module(names)}, frozen when it was built and not any more. So they do not "
                 "change.",
                 code="parameters-left-out",
                 place=f"{self._where}: step {step}",

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastloop.unstepped import stepped_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-LISTED = 5
-"""Maximum number of modules in a message."""
 
 
 def missing_parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -32,16 +28,3 @@ def orphaned_parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
         if parameter.requires_grad and id(parameter) not in own:
             orphans.append(parameter)
     return orphans
-
-
-def by_module(names: Iterable[str]) -> str:
-    """Group parameter names by module: ``encoder.0 (weight, bias), head (weight)``."""
-    modules: dict[str, list[str]] = {}
-    for name in names:
-        module, _, parameter = name.rpartition(".")
-        modules.setdefault(module or "the model itself", []).append(parameter)
-    groups = [f"{module} ({', '.join(parameters)})" for module, parameters in modules.items()]
-    listed = ", ".join(groups[:LISTED])
-    if len(groups) > LISTED:
-        listed += f" and {len(groups) - LISTED} more modules"
-    return listed

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastloop import Problem
-from fastloop_plugins.guards._parameters import by_module, missing_parameters
+from fastloop.unstepped import by_module
+from fastloop_plugins.guards._parameters import missing_parameters
 
 log = logging.getLogger("fastloop")
 

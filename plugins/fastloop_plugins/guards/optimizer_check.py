@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, Strategy, hookimpl
 from fastloop.plugins.hook_replacement import replace
-from fastloop_plugins.guards._parameters import LISTED, by_module, missing_parameters, orphaned_parameters
+from fastloop.unstepped import LISTED, by_module
+from fastloop_plugins.guards._parameters import missing_parameters, orphaned_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -138,8 +139,8 @@ class OptimizerCheck(Plugin):
         if missing:
             logger.warning(
                 Problem(
-                    f"{author} left trained parameters out of the optimizer in build_optimizer, so they will "
-                    f"not change: {by_module(missing)}.",
+                    f"{author} left trained parameters out of the optimizer in build_optimizer, so it will "
+                    f"not change them: {by_module(missing)}.",
                     code="parameters-left-out",
                     remedy=(
                         "If that is intended, set requires_grad to False on them, which also saves their gradients."

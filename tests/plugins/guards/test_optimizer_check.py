@@ -13,7 +13,7 @@ from torch import nn
 
 from fastloop import Plugin, PluginError, Strategy, hookimpl
 from fastloop.testing import assert_problem, expect_problem, tiny_model
-from fastloop_plugins.guards._parameters import by_module
+from fastloop.unstepped import by_module
 
 
 def replace_weight(module: nn.Module) -> None:
@@ -204,7 +204,7 @@ def test_a_layer_trains_later_if_the_optimizer_holds_it_and_is_a_warning_otherwi
     assert torch.equal(result.weights["0.weight"], tiny_model().state_dict()["0.weight"]) is not trains
     assert len(warnings_of(caplog)) == (0 if trains else 1)
     if not trains:
-        assert_problem(caplog, "parameters-left-out 0.weight 0.bias before_fit")
+        assert_problem(caplog, "parameters-left-out step 0 (weight, bias) before_fit")
 
 
 def test_frozen_parameters_need_no_optimizer(tiny_run, caplog):

@@ -156,6 +156,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
     """
+    run._unstepped.clear_updated()
     run.hooks.before_step(run=run, batches=batches)
     totals = run._start_totals(batches)
     run.updates = 0
@@ -180,6 +181,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
+    run._unstepped.clear_updated()
     totals = run._totals_of(batches)
     run._shared_buffers.before_pass()
     step_loss: Tensor | None = None
@@ -217,7 +219,7 @@ def share_of_loss(loss: Tensor, weight: float, total: float) -> Tensor:
 
 
 def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> None:
-    """Clip the gradients, step the optimizer and clear the gradients; see ``Run.apply_gradients``."""
+    """Clip the gradients, step the optimizer and clear its gradients; see ``Run.apply_gradients``."""
     if optimizer is not None:
         several = getattr(run.optimizer, "optimizer", run.optimizer)  # without the wrapper that scales losses
         if not hasattr(several, "select"):
@@ -243,7 +245,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
     with region("optimizer"):
         run._skipped_steps.update()
         run.optimizer.zero_grad()
-        run._unstepped.clear_gradients(run.state.step + 1)
+    run._unstepped.updated_in = run.state.step + 1
     run._clipped_at = -1
     run.updates += 1
 

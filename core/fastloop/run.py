@@ -255,10 +255,11 @@ class Run:
         return fastloop.loop.accumulate_gradients(self, batches)
 
     def apply_gradients(self, loss: Tensor, optimizer: str | None = None) -> None:
-        """Change the weights by the gradients, then clear all gradients. Every process must call it.
+        """Change the weights by the gradients, then clear the gradients. Every process must call it.
 
         Calls ``after_backward``, clips to ``train.max_grad_norm``, calls ``before_optimizer_step``, and steps the
-        optimizer.
+        optimizer. Parameters that ``run.optimizer`` does not hold keep their gradients until the next
+        ``accumulate_gradients`` or the next step, so a plugin may apply them.
 
         Args:
             loss: The argument ``loss`` of ``after_backward``: the result of ``accumulate_gradients``.

@@ -39,14 +39,19 @@ def by_module(names: Iterable[str]) -> str:
 
 
 class UnsteppedParameters:
-    """Clears the gradients of parameters that the optimizer does not step.
+    """Clears the gradients of parameters that the optimizer does not step, before those of the next update are
+    computed.
 
-    The optimizer's own ``zero_grad`` leaves them. So they would add up over the steps, and clipping would count them.
+    The optimizer's own ``zero_grad`` leaves them. So they would add up over the updates, and clipping would count them.
+    Until then a plugin may apply them, such as by an optimizer of its own in ``after_step``.
 
     Args:
         model: As built, on its device.
         optimizer: As prepared.
         where: The recipe, for messages.
+
+    Attributes:
+        updated_in: The number of the step of the last update, whose gradients are still there. None: they are cleared.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, where: str) -> None:
@@ -56,22 +61,22 @@ class UnsteppedParameters:
         self._where = where
         self._unstepped: list[tuple[str, Tensor]] = []
         self._stepped_count = -1
+        self.updated_in: int | None = None
+
+    def clear_updated(self) -> None:
+        """Clear the gradients of the last update. Leave those that were computed since they were cleared."""
+        if self.updated_in is not None:
+            self.clear_gradients(self.updated_in)
 
     def clear_gradients(self, step: int) -> None:
         """Clear the gradients. Warn once of parameters that have one, and were frozen when the optimizer was built: it
-        does not hold them, so they do not change.
+        does not hold them.
 
         Args:
-            step: The number of the current step.
+            step: The number of the step that computed the gradients.
         """
-        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
-        if count != self._stepped_count:  # the first step, or a plugin has added a group
-            stepped = {id(parameter) for parameter in stepped_parameters(self._optimizer)}
-            self._unstepped = []
-            for name, parameter in self._parameters:
-                if id(parameter) not in stepped:
-                    self._unstepped.append((name, parameter))
-            self._stepped_count = count
+        self.updated_in = None
+        self._find_unstepped()
         unfrozen = []
         for name, parameter in self._unstepped:
             if parameter.grad is not None:
@@ -82,11 +87,23 @@ class UnsteppedParameters:
             self._frozen.clear()
             self._warn(unfrozen, step)
 
+    def _find_unstepped(self) -> None:
+        """List the parameters, anew if a plugin has added a group to the optimizer."""
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if count == self._stepped_count:
+            return
+        self._stepped_count = count
+        self._unstepped = []
+        stepped = {id(parameter) for parameter in stepped_parameters(self._optimizer)}
+        for name, parameter in self._parameters:
+            if id(parameter) not in stepped:
+                self._unstepped.append((name, parameter))
+
     def _warn(self, names: list[str], step: int) -> None:
         log.warning(
             Problem(
-                f"the optimizer does not hold {by_module(names)}, frozen when it was built and not any more. So they do not "
-                "change.",
+                f"the optimizer does not hold {by_module(names)}, frozen when it was built and not any more. So it "
+                "does not change them.",
                 code="parameters-left-out",
                 place=f"{self._where}: step {step}",
                 remedy="Freeze what training unfreezes later in before_fit: then the optimizer holds it.",

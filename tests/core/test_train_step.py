@@ -211,6 +211,76 @@ def test_gradients_that_no_optimizer_applies_do_not_add_up(tiny_run):
     assert len(ours) == 9
 
 
+class TwoOptimizers(Plugin):
+    """Lets ``run.optimizer`` step the last layer, and steps the first one by an optimizer of its own in one hook.
+
+    Args:
+        hook: None: ``run.optimizer`` steps both.
+    """
+
+    name = "two-optimizers"
+    numerics = "changes-training"
+
+    def __init__(self, hook: str | None) -> None:
+        super().__init__()
+        self.hook = hook
+        self.fails = True
+
+    @hookimpl
+    def build_optimizer(self, run, model) -> torch.optim.Optimizer:
+        self.own = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        stepped = model if self.hook is None else model[3]
+        return torch.optim.SGD(stepped.parameters(), lr=0.1)
+
+    @hookimpl
+    def before_step(self, run) -> None:
+        assert run.model[0].weight.grad is None
+
+    @hookimpl
+    def before_optimizer_step(self) -> None:
+        if self.hook == "before_optimizer_step":
+            self.own.step()
+
+    @hookimpl
+    def after_step(self) -> None:
+        if self.hook == "after_step":
+            self.own.step()
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run, batch):
+        output = yield
+        if self.fails and run.state.step == 3 and run.model[0].weight.grad is not None:
+            self.fails = False
+            raise ValueError("the second micro-batch of the step")
+        return output
+
+    @hookimpl
+    def recover(self, error) -> bool:
+        return isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("hook", "plugins", "micro_batch_size"),
+    [
+        ("after_step", [], 8),
+        ("after_step", [], 2),
+        ("after_step", [Plain()], 2),
+        ("before_optimizer_step", [], 2),
+        ("before_optimizer_step", [TwoUpdates()], 8),
+        ("before_optimizer_step", [TwoUpdates()], 2),
+    ],
+)
+def test_a_plugin_steps_parameters_that_the_optimizer_does_not_hold(tiny_run, hook, plugins, micro_batch_size):
+    """Also in a step that is repeated after an error."""
+    steps = [TwoOptimizers(None), TwoOptimizers(hook)]
+    one, two = (
+        tiny_run([step, *plugins], model=tiny_model(dropout=0.0), micro_batch_size=micro_batch_size) for step in steps
+    )
+    assert two.losses == one.losses
+    assert equal(two.weights, one.weights)
+    assert [step.fails for step in steps] == [micro_batch_size == 8] * 2
+
+
 def test_a_second_pass_adds_to_the_gradients(tiny_run):
     class Adds(Plain):
         @hookimpl

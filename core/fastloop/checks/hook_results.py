@@ -32,6 +32,7 @@ from fastloop.plugins.hook_replacement import replace
 from fastloop.plugins.plugin import Plugin, hookimpl
 from fastloop.problem import Problem, clause
 from fastloop.state import Batch, Output
+from fastloop.unstepped import stepped_parameters
 
 if TYPE_CHECKING:
     from fastloop.plugins.manager import PluginSet
@@ -271,8 +272,8 @@ class HookChecks:
         return False
 
     def _count_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
-        trained = set(map(id, self.run.model.parameters()))
-        if any(id(parameter) in trained for parameter in optimizer.param_groups[0]["params"]):
+        stepped = set(map(id, stepped_parameters(self.run.optimizer)))  # a plugin may step other ones
+        if any(id(parameter) in stepped for parameter in optimizer.param_groups[0]["params"]):
             self.optimizer_steps += 1
 
 

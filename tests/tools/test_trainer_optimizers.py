@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from flat_optimizers import Listed
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
-from fastloop import CheckpointError, Trainer, UsageError
+from fastloop import CheckpointError, Strategy, Trainer, UsageError
 from fastloop.testing import ProcessResult, assert_problem, expect_problem, tiny_data, tiny_model
+from fastloop.unstepped import stepped_parameters
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 LOADER = {"batch_size": 8, "shuffle": False}
@@ -316,16 +318,38 @@ class Centers(nn.Module):
         return (predictions - self.centers[targets]).square().mean()
 
 
-@pytest.mark.parametrize("holder", ["nothing", "model", "optimizer", "frozen"])
+class Flattens(Strategy):
+    """Steps one flat tensor."""
+
+    name = "flattens"
+
+    def prepare(self, run: Any, model: Any, optimizer: Any) -> Any:
+        return model, Listed(optimizer, stepped_parameters(optimizer))
+
+
+@pytest.mark.parametrize("holder", ["nothing", "model", "optimizer", "flat optimizer", "frozen"])
 def test_parameters_of_a_loss_are_a_warning_unless_they_train_or_are_frozen(caplog, holder):
     loss = Centers()
     model = Holds(loss) if holder == "model" else tiny_model()
     optimizer = None
-    if holder == "optimizer":
+    plugins = QUIET
+    if holder == "flat optimizer":
+        plugins = [*QUIET, Flattens()]
+    if holder in ("optimizer", "flat optimizer"):
         optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1)
     elif holder == "frozen":
         loss.requires_grad_(False)
-    Trainer(model, tiny_data(16), batch_size=8, loss=loss, optimizer=optimizer, plugins=QUIET, max_steps=2).fit()
+    trainer = Trainer(
+        model,
+        tiny_data(16),
+        batch_size=8,
+        loss=loss,
+        optimizer=optimizer,
+        plugins=plugins,
+        max_steps=2,
+        save_every=None,
+    )
+    trainer.fit()
     assert torch.equal(loss.centers, torch.eye(3)) is (holder in ("nothing", "frozen"))
     if holder == "nothing":
         assert_problem(caplog, "parameters-left-out loss Centers centers")

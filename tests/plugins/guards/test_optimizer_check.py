@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from flat_optimizers import Flat, Listed
 from torch import nn
 
 from fastloop import Plugin, PluginError, Strategy, hookimpl
@@ -212,33 +213,6 @@ def test_frozen_parameters_need_no_optimizer(tiny_run, caplog):
     model[0].requires_grad_(False)
     tiny_run(model=model)
     assert warnings_of(caplog) == []
-
-
-class Flat:
-    """An optimizer of one flat tensor, as strategies that shard have."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.flat = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
-        self.inner = type(optimizer)([self.flat], **{key: optimizer.defaults[key] for key in ("lr", "weight_decay")})
-        self.param_groups, self.state_dict = self.inner.param_groups, self.inner.state_dict
-
-    def step(self) -> None:
-        self.flat.grad = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
-        self.inner.step()
-        for parameter, part in zip(
-            self.parameters, self.flat.detach().split([p.numel() for p in self.parameters]), strict=True
-        ):
-            parameter.data.copy_(part.view_as(parameter))
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
-class Listed(Flat):
-    def model_parameters(self) -> list[nn.Parameter]:
-        return self.parameters
 
 
 @pytest.mark.parametrize("kind", [Flat, Listed])

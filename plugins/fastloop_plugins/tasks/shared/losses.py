@@ -314,12 +314,13 @@ def warn_of_untrained(loss: Any, run: Run, place: str) -> None:
     """
     from torch import nn
 
+    from fastloop.unstepped import stepped_parameters
+
     function = loss.func if isinstance(loss, functools.partial) else loss
     if not isinstance(function, nn.Module):
         return
     held = {id(parameter) for parameter in run.unwrap_model().parameters()}
-    for group in run.optimizer.param_groups:
-        held.update(id(parameter) for parameter in group["params"])
+    held.update(id(parameter) for parameter in stepped_parameters(run.optimizer))
     for name, parameter in function.named_parameters():
         if parameter.requires_grad and id(parameter) not in held:
             logger.warning(

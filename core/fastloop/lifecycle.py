@@ -311,10 +311,10 @@ def _build_model(run: Run) -> None:
         )
         run._shared_buffers = SharedBuffers(run._built_model, run.processes, strategy_shares=False)
         return
-    _check_shapes(run, model)
     _set_train_mode(model)
     _share_new_weights(run, model)
     model = run.plugins.chain("before_prepare", model, run=run)
+    _check_shapes(run, model)  # a plugin may have called the model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError("the model has no parameter that is trained.", code="nothing-trained", place=run.recipe.where)
     run._built_model = model

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import TrainerCallback
 
-from fastloop import PluginError, Trainer, UsageError
+from fastloop import Plugin, PluginError, Trainer, UsageError, hookimpl
 from fastloop.testing import expect_problem
 from fastloop_tools.trainer.arguments import INSTEAD
 from fastloop_tools.trainer.function_metric import FunctionMetric
@@ -110,3 +110,20 @@ def test_a_layer_whose_size_the_first_forward_decides_is_refused():
     trainer = Trainer(nn.Sequential(nn.LazyLinear(2)), DATA, batch_size=1, loss=nn.functional.cross_entropy)
     with expect_problem("lazy-parameter 0.weight Sequential", PluginError):
         trainer.fit()
+
+
+class CallsModel(Plugin):
+    """Calls the model once with a batch, before the optimizer is built."""
+
+    name = "calls-model"
+
+    @hookimpl
+    def before_prepare(self, model: nn.Module) -> None:
+        model(torch.zeros(1, 2))
+
+
+def test_a_layer_whose_size_a_plugin_decides_before_the_optimizer_is_built_trains():
+    model = nn.Sequential(nn.LazyLinear(2))
+    data = [(torch.ones(2), 0)] * 4
+    Trainer(model, data, batch_size=2, loss=nn.functional.cross_entropy, plugins=[CallsModel()], epochs=1).fit()
+    assert model[0].weight.shape == (2, 2)

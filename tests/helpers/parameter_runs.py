@@ -1,7 +1,8 @@
 """Runs on several processes in which a plugin replaces weights: ``processes(2, all_of, runs)``.
 
 A run: ``name``, its folder; ``plugins``; ``replaces``: the hook in which a weight is replaced; ``freezes``: the hook in
-which the first layer is frozen, which trains from the second step on. Its result: the error, the warnings about trained
+which the first layer is frozen, which trains from the second step on; ``skips``: the second process does not use the
+first layer. Its result: the error, the warnings about trained
 parameters, the step after which the check of the first updates ended, and the sum of the first layer's weights before
 training and, on each process, after it.
 """
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fastloop import FastloopError, Plugin, Trainer, hookimpl
+from fastloop.distributed.ranks import rank
 
 
 class Warnings(logging.Handler):
@@ -116,6 +118,8 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     logging.getLogger("fastloop").addHandler(warnings)
     error = None
     model = Deep()
+    if spec.get("skips") and rank() == 1:
+        first_layer(model).register_forward_hook(lambda module, inputs, output: inputs[0])
     before = total(model)
     after: list[float] = []
     trainer = Trainer(

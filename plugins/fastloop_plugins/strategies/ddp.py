@@ -15,6 +15,10 @@ processes, the plugin is on by default if the recipe lists no other strategy.
 
 ``train.batch_size`` is the total over all processes. ``compress: bf16`` all-reduces gradients in bf16, which rounds
 them. fp16 has smaller errors, but overflows.
+
+DDP averages the gradients of the parameters that are trained when the run is built. So a layer that a plugin freezes in
+``before_prepare`` cannot be unfrozen later: the run ends with an error. On one process that is a warning. Freeze the
+layer in ``before_fit`` instead, with ``find_unused_parameters: true``: then it may be unfrozen at any step.
 """
 
 from __future__ import annotations
@@ -112,7 +116,10 @@ class DDP(TimedStrategy):
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         wrapped, optimizer = super().prepare(run, model, optimizer)
         if run.world_size > 1:
-            self.frozen = [named for named in model.named_parameters() if not named[1].requires_grad]
+            self.frozen = []  # not those of an earlier run
+            for name, parameter in model.named_parameters():
+                if not parameter.requires_grad:
+                    self.frozen.append((name, parameter))
             if not model.state_dict().keys() & dict(model.named_buffers()).keys():
                 # training changes no buffer that is not saved
                 wrapped.broadcast_buffers = False  # type: ignore[assignment]
@@ -145,10 +152,11 @@ class DDP(TimedStrategy):
     @hookimpl
     def after_backward(self, run: Run) -> None:
         for name, parameter in self.frozen:
-            if parameter.grad is not None:
+            # not `grad`, which processes disagree about if the loss of one does not depend on the parameter
+            if parameter.requires_grad:
                 raise PluginError(
-                    f"{name} was frozen when the run was built, and trains now. DDP does not average its gradients, so "
-                    "each process would train other weights.",
+                    f"{name} was frozen when the run was built, and is not any more. DDP does not average its "
+                    "gradients, so each process would train other weights.",
                     code="unfrozen-parameters",
                     place=f"{run.recipe.where}: plugins.ddp: step {run.state.step + 1}",
                     remedy="Freeze it in before_fit instead, and set plugins.ddp.find_unused_parameters: true.",

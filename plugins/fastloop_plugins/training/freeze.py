@@ -6,6 +6,10 @@
 In patterns of parameter names, ``*`` stands for any characters, dots included. With ``lora``, a pattern of a layer
 freezes its adapters. Every pattern must match a parameter. Dropout stays active in frozen modules, and batch norm
 updates its statistics.
+
+The parameters stay frozen for the whole run: the optimizer does not hold them. If another plugin unfreezes one later,
+the optimizer does not change it, and a warning names it. Under ``ddp`` that is an error. To unfreeze layers in
+training, freeze them in the ``before_fit`` hook of a plugin instead.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ RUNS += [
 ]
 UNUSED = {"ddp": {"find_unused_parameters": True}}
 RUNS += [
-    {"name": "frozen when built", "plugins": [UNUSED], "freezes": "before_prepare"},
     {"name": "frozen later", "plugins": [UNUSED], "freezes": "before_fit"},
 ]
 
@@ -71,11 +70,14 @@ def test_a_weight_that_is_replaced_before_the_first_step_is_refused_with_the_plu
         assert name in error
 
 
-def test_ddp_refuses_parameters_that_it_does_not_average(results):
-    """Each process would train other weights."""
-    error = results["frozen when built"]["error"]
-    for name in ("step 2", "frozen when the run was built", "before_fit", "plugins.ddp.find_unused_parameters"):
-        assert name in error
+@pytest.mark.parametrize("skips", [False, True], ids=["used by all", "used by one"])
+def test_ddp_refuses_parameters_that_it_does_not_average(processes, tmp_path, skips):
+    """Each process would train other weights. All end, also one whose batch does not reach the layer."""
+    run = {"name": "frozen when built", "plugins": [UNUSED], "freezes": "before_prepare", "skips": skips}
+    for process in processes(2, all_of, [run], folder=tmp_path, limit=120.0):
+        error = process.result["frozen when built"]["error"]
+        for name in ("step 2", "frozen when the run was built", "before_fit", "plugins.ddp.find_unused_parameters"):
+            assert name in error
 
 
 def test_ddp_averages_parameters_that_are_frozen_once_it_is_built(results):

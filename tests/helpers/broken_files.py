@@ -44,6 +44,11 @@ STRAY = '"never closed\tneg'
 STRAYS = {
     "a quote closed by another one": {"line_11": STRAY, "line_34": '"another one\tpos'},
     "a quote that swallows 22 rows": {"line_11": STRAY, "line_34": 'it is 5"\tpos'},
+    "a quote that swallows a row with doubled quotes": {
+        "line_11": STRAY,
+        "line_12": 'she said ""wow""\tneg',
+        "line_34": 'it is 5"\tpos',
+    },
     "a quote that never closes": {"line_11": STRAY},
     "a quoted word opens a cell": {"line_11": '"Great" film\tneg'},
 }
@@ -57,6 +62,9 @@ broken("a quote that swallows rows without labels", "a.tsv", SWALLOWED, ", line 
 LIKE = '"one,neg\ntwo",pos\n'
 double = {"remedy": {"quoting": "double"}, "mended": [*ROWS, ("one,neg\ntwo", "pos")]}
 broken("a cell that looks like rows", "a.csv", cells(ROWS) + LIKE, ", line 14", **double)
+DOUBLED = '"a ""fine"" film",pos\n'
+DOUBLED_ROWS: Rows = [*ROWS, ('a "fine" film', "pos"), ("one,neg\ntwo", "pos")]
+good("a cell that looks like rows below doubled quotes", "a.csv", cells(ROWS) + DOUBLED + LIKE, DOUBLED_ROWS)
 ESCAPED = 'id,text\n1,"a ""fine"" film\n""Really"", it is"\n2,"one ""more""\n""Really"", one"\n'
 READ = ['a "fine" film\n"Really", it is', 'one "more"\n"Really", one']
 texts("doubled quotes in cells that look like rows", "a.csv", ESCAPED, READ)

@@ -49,36 +49,50 @@ class Joined:
 
     Attributes:
         known: Labels of the file.
+        doubles_quotes: Whether a cell in quotes has doubled ones: the program that wrote the file puts no stray quotes.
     """
 
     def __init__(self, delimiter: str) -> None:
         self.delimiter = delimiter
         self.count = 0
         self.known = set[str]()
+        self.doubles_quotes = False
         self.candidates: list[tuple[int, int, list[str]]] = []
 
     def add(self, first: int, last: int, lines: Sequence[str], width: int, label: int | None) -> None:
-        """Add a record. It is a candidate if each of its lines has as many cells as the header, and no cell has a
-        doubled quote: a program that doubles quotes puts no stray ones."""
+        """Add a record. It is a candidate if each of its lines has as many cells as the header."""
         self.count += 1
         rows = [line.rstrip("\r\n").split(self.delimiter) for line in lines]
-        if width > 1 and all(len(row) == width for row in rows) and not any(map(has_doubled_quote, rows)):
+        if width > 1 and all(len(row) == width for row in rows):
             labels = [] if label is None else [row[label].strip('" ') for row in rows]
             self.candidates.append((first, last, labels))
 
     def find(self, labelled: bool) -> tuple[int, int] | None:
         """First and last line of a record whose lines look like rows: their labels also occur elsewhere. Without
-        labels, all records must be candidates."""
+        labels, all records must be candidates. None: there is no such record, or the file doubles quotes."""
+        if self.doubles_quotes:
+            return None
         odd = [(first, last) for first, last, labels in self.candidates if self.known.issuperset(labels)]
         if odd and (labelled or len(odd) == self.count):
             return odd[0]
         return None
 
 
-def has_doubled_quote(cells: Sequence[str]) -> bool:
-    """Whether a cell, as it is written, has a doubled quote within its text: ``said ""no""``. An empty cell in quotes
-    has none."""
-    return any('""' in cell and cell != '""' for cell in cells)
+def has_doubled_quotes(row: Sequence[str], line: str) -> bool:
+    """Whether a cell in quotes has doubled ones in the first line of its record: ``"a ""fine"" film"``. Later lines are
+    not searched, because a stray quote may have joined them to the record.
+
+    Args:
+        row: The cells of the record.
+        line: Its first line, as it is written.
+    """
+    for cell in row:
+        if '"' not in cell:
+            continue
+        text = re.split("[\r\n]", cell, maxsplit=1)[0]  # the cell may span lines
+        if '"' in text and '"' + text.replace('"', '""') in line:
+            return True
+    return False
 
 
 @contextmanager
@@ -265,6 +279,8 @@ class Delimited(LineFormat):
                     if joined is not None:
                         if label is not None and len(joined.known) < KNOWN:
                             joined.known.add(row[label])
+                        if not joined.doubles_quotes and '""' in lines[0]:
+                            joined.doubles_quotes = has_doubled_quotes(row, lines[0])
                         if len(lines) > 1:
                             joined.add(first, reader.line_num, lines, width, label)
                     yield first, row

@@ -33,6 +33,9 @@ from fastloop_tools.plan.memory.sizes import format_size, parse_bytes, unit_for
 
 CHECKPOINTING = "activation-checkpointing"
 BF16 = [{"amp": {"dtype": "bf16"}}]
+PRECISIONS: dict[str, list[Any]] = {"bf16": BF16}
+if LONG:
+    PRECISIONS["fp32"] = []
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +106,7 @@ def test_the_peak_of_a_step_is_that_of_the_allocator(fake):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plugins", [BF16, *([[]] if LONG else [])], ids=["bf16", "fp32"][: 1 + LONG])
+@pytest.mark.parametrize("plugins", PRECISIONS.values(), ids=PRECISIONS.keys())
 def test_few_equal_blocks_stand_for_all(plugins, monkeypatch):
     """Six blocks, of which two and three are computed, give the numbers of all six."""
     monkeypatch.setitem(scale_runs.LLAMA, "num_hidden_layers", 6)

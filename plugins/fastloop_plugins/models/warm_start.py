@@ -141,7 +141,7 @@ def _read_all(files: Iterable[Path], where: str) -> dict[str, Tensor]:
     for file in files:
         read = _read(file, where)
         for name, tensor in read.items():
-            if name in tensors and not _are_equal(tensors[name], tensor):
+            if name in tensors and not _have_same_values(tensors[name], tensor):
                 raise RecipeError(
                     f"{file} has other values for {name} than a file before it.",
                     code="weights-differ",
@@ -155,9 +155,15 @@ def _read_all(files: Iterable[Path], where: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape and values; NaN is equal to NaN."""
-    return one.shape == other.shape and bool((one == other).logical_or((one != one) & (other != other)).all())
+def _have_same_values(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same shape and values, maybe of different dtypes; NaN is equal to NaN."""
+    import torch
+
+    if first.shape != second.shape:
+        return False
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    is_same = torch.isclose(first.to(dtype), second.to(dtype), rtol=0.0, atol=0.0, equal_nan=True)
+    return bool(is_same.all())
 
 
 def _read(file: Path, where: str) -> dict[str, Tensor]:

@@ -59,6 +59,16 @@ def test_a_run_folder_is_a_source():
     )
 
 
+def test_shards_may_repeat_a_tensor():
+    weights = other_weights()
+    weights["head.bias"][0] = torch.nan
+    Path("shards").mkdir()
+    save(weights, "shards/model-00001-of-00002.safetensors")
+    save({"head.bias": weights["head.bias"]}, "shards/model-00002-of-00002.safetensors")
+    run = make_run(model={"weights": "shards", "weights_strict": True})
+    torch.testing.assert_close(run.unwrap_model().state_dict(), weights, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def test_mismatches_are_logged_and_keep_their_initial_values(caplog):
     weights = other_weights()
     weights["head.weight"] = torch.zeros(5, 8)

@@ -87,10 +87,11 @@ class NoEntry(Exception):
     """The cache reads the rows of an entry, because it does not have them."""
 
 
-def _refuse_to_compute() -> Iterator[list[int]]:
-    """Rows that raise ``NoEntry`` when the cache reads them."""
-    raise NoEntry
-    yield  # makes the function a generator: it raises at the first row, and not when it is called
+class NoRows:
+    """Rows of an entry that the cache is expected to have."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        raise NoEntry
 
 
 def compute_reference(
@@ -103,7 +104,7 @@ def compute_reference(
     packed: Tensor | None = None
     if run.is_main:
         with suppress(NoEntry):
-            ids, _ = cache.run(cache_token_ids, about, _refuse_to_compute())
+            ids, _ = cache.run(cache_token_ids, about, NoRows())
             packed = torch.tensor(ids).view(torch.int64)
     packed = run.processes.all_gather_object(packed)[0]
     if packed is None:

@@ -105,10 +105,15 @@ def text_chunks(
         )
     empty = EmptyTexts()
     for rows, bad in read_chunks(data, source, start, size):
-        names = [*data.columns, *data.optional_columns()]
-        columns = dict(zip(names, zip(*rows, strict=True), strict=False))  # texts by themselves have no optional ones
-        by_name = {name: data.read_column(columns.pop(name), name, bad) for name in data.columns}
-        data.add_optional(by_name, columns, bad)
+        columns = list(zip(*rows, strict=True))
+        count = len(data.columns)
+        by_name = {}
+        for name, values in zip(data.columns, columns[:count], strict=True):
+            by_name[name] = data.read_column(values, name, bad)
+        optional = {}
+        if len(columns) > count:  # texts by themselves have no optional columns
+            optional = dict(zip(data.optional_columns(), columns[count:], strict=True))
+        data.add_optional(by_name, optional, bad)
         texts_by_column = list(by_name.values())
         if len(texts_by_column) == 1:
             texts = list[Text](texts_by_column[0])

@@ -112,9 +112,8 @@ class Column(Sequence[Any]):
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self.blocks = list[tuple[Store, StoredBlock]]()
-        self.starts = array(
-            "q", [0]
-        )  # the first row of each block, and the number of rows: blocks of 3 and 2 give 0 3 5
+        # the first row of each block, and the number of rows: blocks of 3 and 2 give 0 3 5
+        self.starts = array("q", [0])
         self.ids: NDArray[np.int64] | None = None  # the rows of ``at``
         self.last: tuple[int, list[Any]] = (-1, [])
         iterator = iter(values)

@@ -326,10 +326,11 @@ class TextData:
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
         """The columns of a split from those of its source. Rows in memory and streamed rows pass through it."""
         texts = {}
-        given = dict(zip([*self.row_columns(), *self.optional_columns()], columns, strict=True))
+        by_name = dict(zip([*self.row_columns(), *self.optional_columns()], columns, strict=True))
         for name in self.row_columns():
-            texts[name] = self.read_column(given[name], name, with_drop_line(bad, name, given[name]))
-        self.add_optional(texts, {name: given[name] for name in self.optional_columns()}, bad)
+            values = by_name[name]
+            texts[name] = self.read_column(values, name, with_drop_line(bad, name, values))
+        self.add_optional(texts, {name: by_name[name] for name in self.optional_columns()}, bad)
         return texts
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:

@@ -212,14 +212,14 @@ def _describe_equal(
     count = int(repeated.sum())
     if count:
         verb = agree(count, "repeats", "repeat")
-        found = counted_of(count, len(splits["train"].marks), wording.samples)
-        counts.append(f"{found} of train {verb} an earlier one")
+        samples = counted_of(count, len(splits["train"].marks), wording.samples)
+        counts.append(f"{samples} of train {verb} an earlier one")
     for number, role in enumerate(repeats.roles):
         count = int((shared & (repeats.split == number)).sum())
         if count:
             verb = agree(count, "is", "are")
-            found = counted_of(count, len(splits[role].marks), wording.samples)
-            counts.append(f"{found} of {role} {verb} in train, too")
+            samples = counted_of(count, len(splits[role].marks), wording.samples)
+            counts.append(f"{samples} of {role} {verb} in train, too")
     if not counts:
         return []
     in_own_files = []

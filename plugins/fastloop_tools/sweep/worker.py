@@ -70,11 +70,11 @@ class Worker:
         typer.echo(
             f"trial {trial.number} of {self.count}: {' '.join(f'{key}={value}' for key, value in values.items())}"
         )
-        for same in earlier:
-            if same.state == TrialState.COMPLETE and same.params == trial.params:
-                typer.echo(f"  the same as trial {same.number}: not trained again")
-                trial.set_user_attr(RUNS, same.user_attrs[RUNS])
-                return float(same.values[0])
+        for other in earlier:
+            if other.state == TrialState.COMPLETE and other.params == trial.params:
+                typer.echo(f"  the same as trial {other.number}: not trained again")
+                trial.set_user_attr(RUNS, other.user_attrs[RUNS])
+                return float(other.values[0])
         name = f"trial-{trial.number:04d}"
         runs = [TrialRun(name if seed is None else f"{name}_seed-{seed}", values, seed) for seed in self.seeds]
         for run in runs:

@@ -67,16 +67,16 @@ class TrainerTask(Plugin):
         self.broadcasts = BroadcastCheck()
         self.has_warned = False
         has_samplers = any(loader.sampler is not None for loader in splits.values())  # otherwise only datasets
-        has_answer = {
+        is_given = {
             "compute_loss": False,
             "predict": False,
-            "build_metrics": metrics,
+            "build_metrics": bool(metrics),
             "build_optimizer": optimizer.optimizer is not None,
             "build_scheduler": optimizer.scheduler is not None,
             "build_sampler": has_samplers,
             "build_collator": has_samplers,
         }
-        self.fallback_hooks = tuple(hook for hook, is_answered in has_answer.items() if not is_answered)
+        self.fallback_hooks = tuple(hook for hook in is_given if not is_given[hook])
 
     def with_split(self, split: str, loader: UserLoader) -> TrainerTask:
         """The same task with another loader for a split."""

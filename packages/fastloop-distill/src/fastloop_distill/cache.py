@@ -43,7 +43,7 @@ class Cache:
             for place, logits_of_text in zip(missing, logits, strict=True):
                 new[keys[place]] = logits_of_text.clone()
             fitting = self.room // (ENTRY + logits[0].nbytes) - len(self.known)
-            self.known |= islice(new.items(), max(fitting, 0))
+            self.known.update(islice(new.items(), max(fitting, 0)))
         every_logit = [self.known[key] if key in self.known else new[key] for key in keys]
         return torch.stack(every_logit).to(rows.real.device)
 
@@ -60,4 +60,4 @@ class Cache:
         own = entries if len(entries) != processes.world_size else entries[rank : rank + 1]
         self.known = {}
         for keys, values in own:
-            self.known |= zip(keys.tolist(), values.clone(), strict=True)
+            self.known.update(zip(keys.tolist(), values.clone(), strict=True))

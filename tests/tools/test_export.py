@@ -11,7 +11,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -91,6 +91,14 @@ class Table(nn.Module):
         result = {"logits": logits}
         return result | {"loss": nn.functional.cross_entropy(logits, labels)} if labels is not None else result
 """
+
+
+class Scores(NamedTuple):
+    """A result of a model with two tensors for each sample, and a number for the batch."""
+
+    mean: Any
+    variance: Any
+    count: int
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +245,18 @@ def test_a_module_with_images(tmp_path, cli):
         expected = hidden.relu().flatten(1) @ weights["5.weight"].T + weights["5.bias"]
     (found,) = runtime.run(["output"], {"input": images.numpy()})
     assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(tuple, ["output_0", "output_1"]), (list, ["output_0", "output_1"]), (Scores._make, ["mean", "variance"])],
+    ids=["tuple", "list", "namedtuple"],
+)
+def test_the_outputs_of_a_sequence_have_names(kind, names):
+    tensors = [torch.zeros(1), torch.ones(1), 3]
+    found = onnx_model.outputs_of(kind(tensors))
+    assert list(found) == names
+    assert list(found.values()) == tensors[:2]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -241,8 +241,20 @@ def test_outputs_of_different_shapes_are_a_list():
     assert [len(row) for row in found["ids"]] == [2, 3, 4, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kind", [tuple, list])
-def test_the_elements_of_a_sequence_are_named_by_their_place(kind):
+class Scores(NamedTuple):
+    """A result of a model with two tensors for each sample, and a number for the batch."""
+
+    logits: torch.Tensor
+    inputs: torch.Tensor
+    count: int
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(tuple, ["output_0", "output_1"]), (list, ["output_0", "output_1"]), (Scores._make, ["logits", "inputs"])],
+    ids=["tuple", "list", "namedtuple"],
+)
+def test_the_elements_of_a_sequence_have_names(kind, names):
     class Two(nn.Linear):
         def forward(self, inputs: torch.Tensor) -> Any:
             return kind([super().forward(inputs), inputs, 3])
@@ -250,8 +262,8 @@ def test_the_elements_of_a_sequence_are_named_by_their_place(kind):
     model = Two(8, 3)
     found = make(model).predict(tiny_data(4))
     inputs = tiny_data(4).tensors[0]
-    assert list(found) == ["output_0", "output_1"]
-    assert torch.equal(found["output_1"], inputs)
+    assert list(found) == names
+    assert torch.equal(found[names[1]], inputs)
 
 
 def test_a_model_without_outputs_is_refused():

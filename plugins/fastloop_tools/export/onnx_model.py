@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fastloop.errors import FastloopError, UsageError
 from fastloop.problem import typed_clause
 from fastloop.runtime.files import refuse_full_disk
+from fastloop_plugins.tasks.shared.forward import name_elements
 from fastloop_tools.export.calls import Calls
 
 OPSET = 20
@@ -83,7 +84,7 @@ class Positional(nn.Module):
 
 def outputs_of(result: Any) -> dict[str, Tensor]:
     """Name -> tensor of a model's result: its ``logits`` alone, a tensor as ``output``, or all tensors of a mapping or
-    a sequence.
+    a sequence without the loss.
 
     Raises:
         UsageError: There is no tensor in it.
@@ -95,10 +96,13 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
     elif isinstance(result, Tensor):
         named = {"output": result}
     elif isinstance(result, Mapping):
-        named = {name: value for name, value in result.items() if name != "loss"}
+        named = dict(result)
     elif isinstance(result, tuple | list):
-        named = {f"output_{index}": value for index, value in enumerate(result)}
-    tensors = {str(name): value for name, value in named.items() if isinstance(value, Tensor)}
+        named = name_elements(result)
+    tensors = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor) and name != "loss":
+            tensors[str(name)] = value
     if not tensors:
         raise UsageError(
             f"the model returns a {type(result).__name__} without tensors, which ONNX cannot express.",

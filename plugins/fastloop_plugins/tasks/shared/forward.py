@@ -97,8 +97,8 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     """The outputs of a batch, which needs no labels: name -> a tensor on the CPU for each sample.
 
     A mapping calls ``model(**batch)``; a tuple or list calls the model with its first element, and anything else with
-    the batch itself. A tensor is named ``output``, and the elements of a tuple ``output_0``, ``output_1``. From a
-    tuple, an object or a mapping, all tensors with a value for each sample are returned, without the loss.
+    the batch itself. A tensor is named ``output``, and the elements of a tuple as in ``name_elements``. From a tuple,
+    an object or a mapping, all tensors with a value for each sample are returned, without the loss.
 
     Raises:
         UsageError: The model returned no such tensor.
@@ -119,7 +119,7 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     elif isinstance(result, Mapping):
         fields = dict(result)
     elif isinstance(result, tuple | list):
-        fields = {f"output_{index}": value for index, value in enumerate(result)}
+        fields = name_elements(result)
     else:
         fields = getattr(result, "__dict__", {})
     columns = {}
@@ -135,6 +135,14 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
             remedy="Return a tensor, or an object or mapping with tensors such as logits.",
         )
     return columns
+
+
+def name_elements(result: Sequence[Any]) -> dict[str, Any]:
+    """Name -> element of a sequence that a model returns: the fields of a namedtuple, else ``output_0``, ``output_1``
+    and so on."""
+    if hasattr(result, "_asdict"):
+        return dict(result._asdict())
+    return {f"output_{index}": value for index, value in enumerate(result)}
 
 
 def _describe(batch: Any) -> str:

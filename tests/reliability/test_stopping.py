@@ -202,6 +202,7 @@ def test_an_ignored_signal_does_not_stop_a_run(name):
 
 @pytest.mark.parametrize(("name", "is_handled"), [("SIGINT", True), ("SIGHUP", False)])
 def test_a_measurement_ends_by_an_ignored_interrupt_but_not_after_nohup(name, is_handled):
+    """signals that a command ignores while it measures: Ctrl-C ends it, the loss of its terminal does not"""
     number = getattr(signal, name)
     before = signal.signal(number, signal.SIG_IGN)
     try:

@@ -292,13 +292,13 @@ class ChatRenderer:
         """
         if self.train_on == "all" or not self._is_marked(chat.tools):
             return True
-        messages = [self._message(message) for message in chat.messages]
-        probed: Sequence[Mapping[str, Any]] = messages
-        for part in parts_of(messages):
-            if part.call is not None:
-                probed = part.replaced(probed, PROBE)
         try:
             with limited_rendering():
+                messages = [self._message(message) for message in chat.messages]
+                probed: Sequence[Mapping[str, Any]] = messages
+                for part in parts_of(messages):
+                    if part.call is not None:
+                        probed = part.replaced(probed, PROBE)
                 text, blocks = self._marked_blocks(probed, chat.tools)
         except RowError:
             return True

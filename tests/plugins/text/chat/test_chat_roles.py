@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from streaming_helpers import data_section, samples_of, write_lines
-from test_chat import CHATML, UNMARKED, byte_tokenizer
+from test_chat import CHATML, TRL, UNMARKED, byte_tokenizer
 from test_chat_rows import CHATS, IM, MODEL, answer, encoded, memory, trained, user
 from text_helpers import make_run
 
@@ -22,7 +22,7 @@ from fastloop_plugins.rows.roles import meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat import traces
 from fastloop_plugins.text.chat.prompts import chat_chunks
-from fastloop_plugins.text.chat.rows import Chat, describe_chat
+from fastloop_plugins.text.chat.rows import Chat, describe_chat, read_chat
 from fastloop_plugins.text.chat.template import ChatRenderer
 
 GOOD = [{"messages": [user(f"a{number}"), answer("b")]} for number in range(4)]
@@ -196,6 +196,79 @@ def test_a_renderer_remembers_a_limited_number_of_orders(monkeypatch):
     for count in range(1, 9):
         renderer.encode(Chat([user("a"), answer("b")] * count))
         assert 1 <= len(renderer._traces._written) <= 3
+
+
+TURN = "{% for m in messages %}<|im_start|>ROLE\nTEXT<|im_end|>\n{% endfor %}"
+THOUGHT = "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}"
+WRITES_ALL = {
+    "chatml": CHATML,
+    "without markers": UNMARKED,
+    "trimmed contents": TRL["llama3"]["template"],
+    "parts and capital roles": TRL["smolvlm"]["template"],
+    "a default system message": TRL["qwen2_5"]["template"],
+    "reasoning": TRL["qwen3"]["template"],
+    "upper-case roles": TURN.replace("ROLE", "{{ m.role | upper }}").replace("TEXT", "{{ m.content }}"),
+    "a date": "{{ strftime_now('%d %B %Y') }}\n"
+    + TURN.replace("ROLE", "{{ m.role }}").replace("TEXT", "{{ m.content }}"),
+    "no thoughts in earlier turns": TURN.replace("ROLE", "{{ m.role }}").replace(
+        "TEXT", THOUGHT + "{{ m.content }}{% endif %}"
+    ),
+    "no empty messages": TURN.replace("ROLE", "{{ m.role }}").replace(
+        "TEXT", "{% if m.content %}{{ m.content }}{% endif %}"
+    ),
+}
+"""Templates that leave out no message."""
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+ORDINARY = {
+    "a system message": [system("Be brief."), user("a"), answer("b")],
+    "two system messages": [system("Be brief."), system("Be kind."), user("a"), answer("b")],
+    "a later system message": [user("a"), answer("b"), system("Be brief."), user("c"), answer("d")],
+    "an empty answer": [user("a"), answer(""), user("c"), answer("d")],
+    "an empty question": [user(""), answer("b")],
+    "an empty system message": [system(""), user("a"), answer("b")],
+    "unicode": [user("Größe? 你好 🙂"), answer("e\u0301té \u202eabc\u202c\u200b")],
+    "spaces of unicode": [user("\u3000a\u00a0"), answer("\u2028b\u200b")],
+    "white space around": [user("  a \n"), answer("\n\n b\t")],
+    "only white space": [user(" \n"), answer("   ")],
+    "a part of another": [user("Say a b c."), answer("a b c")],
+    "equal contents": [user("same"), answer("same")],
+    "repeated messages": [user("a"), answer("b")] * 4,
+    "braces": [user("{{ a }} {% raw %} {# b #}"), answer("{% for m in messages %}{{ m }}{% endfor %}")],
+    "one character": [user("a"), answer("1")],
+    "digits like a probe": [user("31415926535"), answer("314159265350000")],
+    "thoughts": [user("a"), answer("<think>hm</think>b"), user("c"), answer("<think>so</think>d")],
+    "only thoughts": [user("a"), answer("<think>hm</think>"), user("c"), answer("d")],
+    "open thoughts": [user("a"), answer("<think>hm"), user("c"), answer("</think>d")],
+    "reasoning": [user("a"), answer("b", reasoning_content="hm"), user("c"), answer("d")],
+    "marks of the template": [user("<|im_start|>user\na<|im_end|>"), answer("<|im_end|>")],
+    "names of roles": [user("assistant"), answer("user")],
+    "JSON": [user('{"a": 1}'), answer("[1, 2]")],
+    "text like a tool's result": [user("<tool_response>\na\n</tool_response>"), answer("b")],
+    "parts": [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), answer("c")],
+    "two questions": [user("a"), user("b"), answer("c")],
+    "two answers": [user("a"), answer("b"), answer("c")],
+    "a first answer": [answer("a"), user("b"), answer("c")],
+    "a last question": [user("a"), answer("b"), user("c")],
+    "other keys": [user("a", name="Eve"), answer("b", id=3)],
+}
+"""Conversations without tools."""
+
+
+@pytest.mark.parametrize("template", WRITES_ALL)
+def test_no_ordinary_conversation_is_refused(template):
+    tokenizer = byte_tokenizer(WRITES_ALL[template], IM)
+    renderer = ChatRenderer(tokenizer, "all")
+    for messages in ORDINARY.values():
+        chat = read_chat({"messages": messages}, ["messages"])
+        prepared = [renderer._message(message) for message in chat.messages]
+        expected = tokenizer.apply_chat_template(prepared)["input_ids"]
+        assert ChatRenderer(tokenizer, "all").encode(chat)[0] == renderer.encode(chat)[0] == expected
+        assert ChatRenderer(tokenizer).prompt(chat)[: len(expected)] == expected
 
 
 # -- train_on: last ----------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     }
     sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
-    encoding_version = 2
+    encoding_version = 3
     _is_checked_on_first_rows = True
     router_weight = 0.0
     data: LanguageTextData

@@ -198,10 +198,8 @@ class ChatRenderer:
                 ids = self._apply(messages, chat.tools)["input_ids"]
                 mask = [1] * len(ids)
             elif is_marked:
-                self._check_fast()
-                encoded = self._apply(messages, chat.tools, return_assistant_tokens_mask=True)
-                ids = encoded["input_ids"]
-                mask = encoded["assistant_masks"]
+                text, blocks = self._marked_blocks(messages, chat.tools)
+                ids, mask = self._tokenize(RenderedAnswers(text, blocks))
             else:
                 ids, mask = self._locate(messages, chat.tools, trained)
             if muted and (is_marked or self.train_on == "all"):
@@ -418,12 +416,17 @@ class ChatRenderer:
         return MARKER.search(self.tokenizer.get_chat_template(tools=tools)) is not None
 
     def _locate(self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation, and a 1 for each that has a character of a wanted answer, see ``_answers``.
+        """Token ids of a conversation, and a 1 for each that has a character of a wanted answer, see ``_answers``."""
+        return self._tokenize(self._answers(messages, tools, wanted))
+
+    def _tokenize(self, answers: RenderedAnswers) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation, and a 1 for each that has a character of an answer.
+
+        An answer may begin with white space that no token has. transformers then gives it, and later ones, no loss.
 
         In ``<user>Hi<assistant>Yes``, the answer is at the characters 19 to 22. The token ``>Y``, at 18 to 20, has one
         of them, and counts.
         """
-        answers = self._answers(messages, tools, wanted)
         self._check_fast()
         is_inside = bytearray(len(answers.text))  # a 1 for each character of an answer
         for start, end in answers.spans:

@@ -143,6 +143,15 @@ def test_a_template_that_gives_calls_no_loss_is_a_warning_if_the_data_has_calls(
         assert len(find_problems(caplog, "calls-without-loss data.chat_template")) == expected
 
 
+@pytest.mark.parametrize("template", [CHATML, UNMARKED])
+def test_an_answer_that_begins_with_a_character_without_a_token_has_a_loss(template):
+    tokenizer = train_tokenizer(TrainedTokenizer(**WORDS), ["one two three"], classify=False)
+    tokenizer.chat_template = template
+    ids, mask = ChatRenderer(tokenizer).encode(Chat([user("three"), answer(" one"), user("three"), answer("two")]))
+    text = tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own])
+    assert re.findall("one|two|three", text) == ["one", "two"]
+
+
 def test_a_template_that_does_not_read_tool_calls_is_refused():
     with pytest.raises(RowError, match=r"^message 2 .*tool_calls.*data\.chat_template=FILE.*chatml"):
         encoded("{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}", *tool_row()["messages"])

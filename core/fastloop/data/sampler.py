@@ -147,7 +147,9 @@ class StepSampler(Sampler[MicroBatchIds]):
                 ids.is_filler = is_filler
                 ids.is_last_micro_batch = first + self.world_size >= len(parts)
                 # in a step that starts at sample 80, with parts of 3, 3 and 2 samples, the third starts at sample 86
-                place = start + sum(len(part) for part in parts[:own])
+                place = start
+                for part in parts[:own]:
+                    place += len(part)
                 ids.seed = hash((self.seed, self.epoch, place)) % 2**32
                 yield ids
 

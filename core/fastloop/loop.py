@@ -156,7 +156,8 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
     """
-    run._unstepped.clear_updated()
+    if run._unstepped.updated_in is not None:
+        run._unstepped.clear_gradients(run._unstepped.updated_in)
     run.hooks.before_step(run=run, batches=batches)
     totals = run._start_totals(batches)
     run.updates = 0
@@ -181,7 +182,8 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
-    run._unstepped.clear_updated()
+    if run._unstepped.updated_in is not None:
+        run._unstepped.clear_gradients(run._unstepped.updated_in)
     totals = run._totals_of(batches)
     run._shared_buffers.before_pass()
     step_loss: Tensor | None = None
@@ -245,7 +247,8 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
     with region("optimizer"):
         run._skipped_steps.update()
         run.optimizer.zero_grad()
-    run._unstepped.updated_in = run.state.step + 1
+    if not run._unstepped.all_are_stepped:
+        run._unstepped.updated_in = run.state.step + 1
     run._clipped_at = -1
     run.updates += 1
 

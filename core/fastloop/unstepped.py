@@ -51,6 +51,7 @@ class UnsteppedParameters:
         where: The recipe, for messages.
 
     Attributes:
+        all_are_stepped: Whether there are no such parameters. It stays so, as no group of an optimizer is removed.
         updated_in: The number of the step of the last update, whose gradients are still there. None: they are cleared.
     """
 
@@ -61,12 +62,8 @@ class UnsteppedParameters:
         self._where = where
         self._unstepped: list[tuple[str, Tensor]] = []
         self._stepped_count = -1
+        self.all_are_stepped = False
         self.updated_in: int | None = None
-
-    def clear_updated(self) -> None:
-        """Clear the gradients of the last update. Leave those that were computed since they were cleared."""
-        if self.updated_in is not None:
-            self.clear_gradients(self.updated_in)
 
     def clear_gradients(self, step: int) -> None:
         """Clear the gradients. Warn once of parameters that have one, and were frozen when the optimizer was built: it
@@ -98,6 +95,7 @@ class UnsteppedParameters:
         for name, parameter in self._parameters:
             if id(parameter) not in stepped:
                 self._unstepped.append((name, parameter))
+        self.all_are_stepped = not self._unstepped
 
     def _warn(self, names: list[str], step: int) -> None:
         log.warning(

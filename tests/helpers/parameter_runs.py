@@ -2,9 +2,8 @@
 
 A run: ``name``, its folder; ``plugins``; ``replaces``: the hook in which a weight is replaced; ``freezes``: the hook in
 which the first layer is frozen, which trains from the second step on; ``skips``: the second process does not use the
-first layer. Its result: the error, the warnings about trained
-parameters, the step after which the check of the first updates ended, and the sum of the first layer's weights before
-training and, on each process, after it.
+first layer. Its result: the error, the warnings about trained parameters, the step after which the check of the first
+updates ended, and the sum of the first layer's weights before training and, on each process, after it.
 """
 
 from __future__ import annotations

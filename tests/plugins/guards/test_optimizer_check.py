@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flat_optimizers import Flat, Listed
+from parameter_runs import Unfreezes
 from torch import nn
 
 from fastloop import Plugin, PluginError, Strategy, hookimpl
@@ -175,28 +176,6 @@ def test_an_optimizer_with_parameters_that_the_model_lacks_is_one_warning(tiny_r
 def test_a_layer_left_out_on_purpose_does_not_excuse_one_that_is_replaced(tiny_run):
     with expect_problem("parameters-replaced 'replaces-in-prepare' 3", PluginError):
         tiny_run([Builds(skip=2), ReplacesInPrepare()])
-
-
-class Unfreezes(Plugin):
-    """Freezes the first layer in one hook, and trains it from the second step on."""
-
-    name = "unfreezes"
-
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        self.hook = hook
-
-    @hookimpl
-    def before_prepare(self, model: Any) -> None:
-        model[0].requires_grad_(self.hook != "before_prepare")
-
-    @hookimpl
-    def before_fit(self, run: Any) -> None:
-        run.unwrap_model()[0].requires_grad_(False)
-
-    @hookimpl
-    def before_step(self, run: Any) -> None:
-        run.unwrap_model()[0].requires_grad_(run.state.step > 0)
 
 
 @pytest.mark.parametrize(("hook", "trains"), [("before_prepare", False), ("before_fit", True)])

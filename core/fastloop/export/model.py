@@ -30,8 +30,9 @@ def finish_export(run: Run, folder: Path) -> Generator[None, Path, Path]:
     """Remove the files of an earlier export of fastloop that the new one has not written. Then write the README of the
     exported model, unless a user has written one. It replaces the empty form of PEFT."""
     readme = folder / "README.md"
-    stays = readme.exists() and not is_own(readme)
-    has_export = readme.exists() and is_own(readme)  # otherwise the files may be a user's
+    has_readme = readme.exists()
+    has_export = has_readme and is_own(readme)  # otherwise the files may be a user's
+    stays = has_readme and not has_export
     before = find_exported(folder) if run.is_main and has_export else {}
     path = yield
     if not run.is_main or not folder.is_dir():

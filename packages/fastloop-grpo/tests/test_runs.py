@@ -265,6 +265,40 @@ def test_a_plan_shows_prompts_and_estimates_memory(tmp_path):
     assert "ddp" in memory
 
 
+CALLING = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"name": "look", "arguments": {}}]}
+ONLY_CALLS = (
+    "{% for message in messages %}{{ message['role'] }}:{% if message['tool_calls'] %}"
+    "{% for call in message['tool_calls'] %}{{ call['name'] ~ call['arguments'] | tojson }}{% endfor %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A template that leaves out the content beside a call, as those of Llama 3 and Mistral."""
+
+
+def called():
+    """Prompts, of which one has a content beside a call, and a column that the task does not read."""
+    asked = {"role": "user", "content": "1"}
+    rows = [{"prompt": [asked], "answer": "1", "history": "once"} for _ in range(4)]
+    rows[2]["prompt"] = [asked, CALLING, asked]
+    return {"train": rows}
+
+
+def test_parts_of_prompts_that_the_model_does_not_read_are_warnings(base, tmp_path):
+    (tmp_path / "calls.jinja").write_text(ONLY_CALLS)
+    data = {"module": f"{__file__}:called", "chat_template": "calls.jinja", "validation_fraction": 0, "max_length": 48}
+    given = sampled(tmp_path, model={"name": str(base)}, data=data, max_steps=1)
+    given["plugins"][0]["grpo"]["rewards"] = [f"{__file__}:size"]
+    (tmp_path / "recipe.yaml").write_text(json.dumps(given))
+    (output,) = run_commands([(tmp_path, "train", "recipe.yaml")])
+    words = " ".join(output.split())
+    assert "1 of 4 rows has a content beside tool_calls that the chat template leaves out" in words
+    assert "they may belong to the conversations: history" in words
+
+
+def size(completion_ids, **kwargs):
+    """The number of tokens of each completion."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
 @pytest.mark.parametrize("plugin", ["tensor-parallel", "neftune", "context-parallel"])
 def test_refused_plugins(plugin, tmp_path):
     with pytest.raises(FastloopError, match=plugin):

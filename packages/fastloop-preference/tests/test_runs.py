@@ -250,6 +250,40 @@ def test_tools_of_a_row_are_in_its_prompt(alone):
         [*DPO.encode(tokenizer(), [values], arguments | {"template": None})]
 
 
+CALLING = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"name": "look", "arguments": {}}]}
+ONLY_CALLS = (
+    "{% for message in messages %}{{ message['role'] }}:{% if message['tool_calls'] %}"
+    "{% for call in message['tool_calls'] %}{{ call['name'] ~ call['arguments'] | tojson }}{% endfor %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A template that leaves out the content beside a call, as those of Llama 3 and Mistral."""
+
+
+def called():
+    """Rows of conversations, of which two have a content beside a call, and a column that the task does not read."""
+    found = [{"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD], "history": "once"} for _ in range(4)]
+    found[1]["prompt"] = [QUESTION, CALLING, QUESTION]
+    found[3]["chosen"] = [CALLING]
+    return {"train": found}
+
+
+def test_parts_of_rows_that_the_model_does_not_read_are_warnings(trained, tmp_path):
+    template = tmp_path / "calls.jinja"
+    template.write_text(ONLY_CALLS)
+    given = {"module": f"{__file__}:called", "chat_template": str(template), "validation_fraction": 0}
+    model = {"name": str(trained / "base")}
+    case = write_recipe(tmp_path / "case", "dpo", data=given, model=model, max_steps=1, epochs=None)
+    (case / "rows.jsonl").write_text(json.dumps({"prompt": [QUESTION, CALLING, QUESTION], "chosen": [GOOD]}))
+    outputs = run_commands(
+        [(case, "train", "recipe.yaml"), (case, "predict", "run", "rows.jsonl", "--out", "rewards.jsonl")]
+    )
+    of_training, of_prediction = (" ".join(output.split()) for output in outputs)
+    assert "2 of 4 rows have a content beside tool_calls that the chat template leaves out" in of_training
+    assert "they may belong to the conversations: history" in of_training
+    assert "1 of 1 row has a content beside tool_calls" in of_prediction
+
+
 REFUSED = {
     "smoothing": ("dpo", {"label_smoothing": 0.1}, {}, (), "it is for the loss robust, and the loss is sigmoid"),
     "packed": ("kto", {}, {}, ["packing"], "kto"),

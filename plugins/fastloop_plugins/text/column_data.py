@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
+from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.suffixes import format_of
-from fastloop_plugins.rows.table import Bad, RowError, show, text_column
-from fastloop_plugins.text.chat.rows import TOOLS, with_tools
+from fastloop_plugins.rows.table import Bad, RowError, Table, show, text_column
+from fastloop_plugins.text.chat.left_out_contents import GIVE_TEMPLATE, ContentsOfRows
+from fastloop_plugins.text.chat.rows import TOOLS, UNREAD, unread_columns, with_tools
 from fastloop_plugins.text.columns import column_names
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.streaming.rows import StreamedRows
@@ -17,6 +20,7 @@ from fastloop_plugins.text.streaming.rows import StreamedRows
 if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.rows.split_rows import Rows
     from fastloop_plugins.text.model import TextModel
     from fastloop_plugins.text.task import TextTask
 
@@ -101,6 +105,30 @@ class ColumnData(TextData):
                 bad(index, str(error))
                 contents.append("")
         return contents
+
+    def layout(self, predicts: bool = False) -> FileLayout:
+        layout = super().layout(predicts)
+        if not self.task.conversations or predicts:
+            return layout
+        unread = [name for name in UNREAD if name not in layout.columns]
+        return replace(layout, optional=[*layout.optional, *unread])  # for a warning about those with a value
+
+    def _rows(self, role: str, parts: list[Table]) -> Rows:
+        rows = super()._rows(role, parts)
+        if self.task.conversations and self.reports(role):
+            read = {*self.places, *self.labels, *self.drop.columns()}
+            unread = unread_columns(parts, read, vars(self.options).keys())
+            if unread is not None:
+                self.messages.append(unread)
+            left_out = ContentsOfRows(self.task, self.task.encoding_arguments())
+            texts = iter(rows.texts)
+            for part in parts:
+                for number in range(1, len(part) + 1):
+                    left_out.add_row(next(texts), part.row(number))
+            problem = left_out.problem(self.name_part(role), GIVE_TEMPLATE if self.inference is None else "")
+            if problem is not None:
+                self.messages.append(problem)
+        return rows
 
     def optional_columns(self) -> list[str]:
         is_text = TOOLS in self.places and self.places[TOOLS] not in self.task.values

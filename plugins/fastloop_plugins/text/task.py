@@ -9,13 +9,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop_plugins.models.checks import shortest
 from fastloop_plugins.models.label_order import name_classes
-from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.column_data import ColumnData
 from fastloop_plugins.text.columns import each_text
 from fastloop_plugins.text.data import TextData
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from fastloop_plugins._cache import Flat
     from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.text.batches import Ragged, Sequences
+    from fastloop_plugins.text.chat.rows import Chat
+    from fastloop_plugins.text.columns import Text
     from fastloop_plugins.text.needed_rows import FirstRows, Needs
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Selection, Split
@@ -136,6 +137,7 @@ class TextTask(Plugin):
             class.
         inputs: Those of ``columns`` that a file to predict has; empty: the first one.
         conversations: Those of ``columns`` that hold conversations. ``encode`` gets the JSON of a ``Chat`` for each.
+        template: The text of the chat template to use; None: that of the tokenizer.
         values: Those of ``columns`` that hold values of any JSON type. Such an option names one, several, or
             null. ``encode`` gets the JSON of each value, and ``data.names_of(option)`` are the columns.
         labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
@@ -160,6 +162,7 @@ class TextTask(Plugin):
     columns: tuple[str, ...] = ("text",)
     inputs: ClassVar[tuple[str, ...]] = ()
     conversations: tuple[str, ...] = ()
+    template: str | None = None
     values: ClassVar[tuple[str, ...]] = ()
     labels: str = "none"
     auto_class: ClassVar[str] = "AutoModel"
@@ -236,6 +239,17 @@ class TextTask(Plugin):
 
         check_depth(value, name)
         return Chat(read_messages(value, f"column {name!r} (data.{key})")).dumps()
+
+    @staticmethod
+    def chats_of(row: Text, arguments: Mapping[str, Any]) -> list[Chat]:
+        """The conversations that ``encode`` renders for a row. A warning then has the number of rows with a content
+        beside tool calls that the chat template leaves out, so give ``ChatRenderer`` ``counts_contents=True``.
+
+        Args:
+            row: See ``encode``.
+            arguments: Those of ``encode``.
+        """
+        return []
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """A batch of samples, before padding or packing: the texts of the first column, then those of the next ones.
@@ -316,6 +330,8 @@ class TextTask(Plugin):
         """Read and encode the splits. ``show_samples`` needs only the ``first`` rows of train, with their texts."""
         self.data.skip_unreadable = run.settings.skip_unreadable
         splits = self._encode_splits(run, first)
+        if self.template is not None:  # cached tokens did not need it
+            self.text_model.tokenizer.chat_template = self.template
         self._order_classes(splits)
         return splits
 
@@ -430,16 +446,21 @@ class TextTask(Plugin):
     def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         """The samples of a file or of texts, see ``build_prediction_data``."""
         from fastloop_plugins._mapped import flat
+        from fastloop_plugins.text.chat.left_out_contents import ContentsOfRows
         from fastloop_plugins.text.chunks import text_chunks
         from fastloop_plugins.text.tokens import Split
 
         arguments = self.encoding_arguments() | {"columns": list(self.prediction_columns())}
 
-        def build(texts: list[Any], bad: Bad) -> Sequences:
+        left_out = ContentsOfRows(self, arguments)
+        for texts, bad in text_chunks(self.data, source, start, size):
+            for text in texts:
+                left_out.add_row(text, f"row {start + left_out.total + 1}")
             ids = self.encode(self.text_model.tokenizer, texts, arguments)
-            return self.build_dataset(Split(*flat(name_row_errors(ids, bad))), arguments)
-
-        return starmap(build, text_chunks(self.data, source, start, size))
+            yield self.build_dataset(Split(*flat(name_row_errors(ids, bad))), arguments)
+        problem = left_out.problem("predict")
+        if problem is not None:
+            self.log.warning(problem)
 
     @hookimpl
     def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:

@@ -111,10 +111,10 @@ class GRPO(TextTask):
 
     read_conversation = staticmethod(prompts.read_prompt)
     encode = staticmethod(prompts.encode)
+    chats_of = staticmethod(prompts.chats_of)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.template: str | None = None
         self.functions: list[RewardFunction] = []
         self.splits: list[prompts.Prompts] = []
         self.ends: tuple[int, ...] = ()
@@ -177,8 +177,6 @@ class GRPO(TextTask):
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         datasets: Mapping[str, Any] = super().build_datasets(run)
-        if self.template is not None:  # cached tokens did not need it
-            self.text_model.tokenizer.chat_template = self.template
         self.splits = list(datasets.values())
         first = 0
         for dataset in self.splits:

@@ -41,7 +41,7 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
     """
     if arguments["template"] is not None:
         tokenizer.chat_template = arguments["template"]
-    renderer = ChatRenderer(tokenizer, "all")
+    renderer = ChatRenderer(tokenizer, "all", counts_contents=True)
     for row in rows:
         text, *values = (row,) if isinstance(row, str) else row
         prompt: Any = text
@@ -55,6 +55,12 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
             check_length(ids, arguments["max_length"])
         content = json.dumps([prompt, *map(json.loads, values)])
         yield [len(ids), *ids, *content.encode()]
+
+
+def chats_of(row: Any, arguments: Mapping[str, Any]) -> list[Chat]:
+    """The prompt of a row, if it is a conversation."""
+    text = row if isinstance(row, str) else row[0]
+    return [Chat.loads(text[1:])] if text.startswith(MARK) else []
 
 
 def check_length(ids: Sequence[int], max_length: int) -> None:

@@ -31,13 +31,9 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
     """
     if arguments["template"] is not None:
         tokenizer.chat_template = arguments["template"]
-    renderer = ChatRenderer(tokenizer, "all")
+    renderer = ChatRenderer(tokenizer, "all", counts_contents=True)
     for row in rows:
-        texts = (row,) if isinstance(row, str) else row
-        values = dict(zip(arguments["columns"], texts, strict=True))
-        system = values.pop("system", "")
-        prompt = values.pop("prompt", None)
-        completions = list(values.values())
+        system, prompt, completions = read_row(row, arguments)
         has_chats = any(text.startswith(MARK) for text in (prompt or "", *completions))
         if arguments["render"] or has_chats:
             if tokenizer.chat_template is None:
@@ -49,6 +45,15 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
         parts = [prompt_ids[:size]]
         parts += [whole[size:] for whole in wholes]
         yield [len(part) for part in parts] + list(chain.from_iterable(parts))
+
+
+def read_row(row: Any, arguments: Mapping[str, Any]) -> tuple[str, str | None, list[str]]:
+    """The system message of a row, its prompt and its completions."""
+    texts = (row,) if isinstance(row, str) else row
+    values = dict(zip(arguments["columns"], texts, strict=True))
+    system = values.pop("system", "")
+    prompt = values.pop("prompt", None)
+    return system, prompt, list(values.values())
 
 
 def encode_texts(tokenizer: Any, prompt: str | None, completions: list[str]) -> tuple[list[int], list[list[int]]]:
@@ -74,6 +79,19 @@ def encode_chats(
     Raises:
         RowError: The template does not read the tools.
     """
+    asked, answered = build_chats(system, prompt, completions)
+    renderer.check_tools(asked)
+    prompt_ids = renderer.prompt(asked) if asked.messages else []
+    return prompt_ids, [renderer.encode(chat)[0] for chat in answered]
+
+
+def chats_of(row: Any, arguments: Mapping[str, Any]) -> list[Chat]:
+    """The prompt of a row with each of its completions, as conversations."""
+    return build_chats(*read_row(row, arguments))[1]
+
+
+def build_chats(system: str, prompt: str | None, completions: list[str]) -> tuple[Chat, list[Chat]]:
+    """The prompt of a row, and the prompt with each completion, as conversations."""
     tools = find_tools([prompt or "", *completions])
     asked = messages(prompt, "user")
     answers = [messages(text, "assistant") for text in completions]
@@ -84,9 +102,7 @@ def encode_chats(
         answers = [answers[0][-1:]]
     before = [{"role": "system", "content": system}] if system else []
     before += asked
-    renderer.check_tools(Chat(before, tools))
-    prompt_ids = renderer.prompt(Chat(before, tools)) if before else []
-    return prompt_ids, [renderer.encode(Chat(before + answer, tools))[0] for answer in answers]
+    return Chat(before, tools), [Chat(before + answer, tools) for answer in answers]
 
 
 def find_tools(values: Sequence[str]) -> list[Any] | None:

@@ -44,7 +44,6 @@ class PreferenceTask(TextTask):
         "rewards/margins": "max",
         "rewards/accuracies": "max",
     }
-    template: str | None = None
     totals: Any = 0.0  # of rewards since the last log point
     repeated: Collection[int] = ()  # the ids of the step's batches that repeat rows
     dropout: DropoutRates | None = None  # of the model, before it was switched off
@@ -53,6 +52,7 @@ class PreferenceTask(TextTask):
 
     read_conversation = staticmethod(rows.read_value)
     encode = staticmethod(rows.encode)
+    chats_of = staticmethod(rows.chats_of)
 
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
@@ -109,13 +109,6 @@ class PreferenceTask(TextTask):
             if len(row_numbers):
                 text = f"{len(row_numbers)} rows {finding}. The first is row {row_numbers[0] + 1} of the split."
                 logger.warning(Problem(text, code="rows-left-out", place=f"data: {split}"))
-
-    @hookimpl
-    def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        datasets: Mapping[str, Any] = super().build_datasets(run)
-        if self.template is not None:  # cached tokens did not need it
-            self.text_model.tokenizer.chat_template = self.template
-        return datasets
 
     @hookimpl
     def before_prepare(self, run: Run, model: Any) -> None:

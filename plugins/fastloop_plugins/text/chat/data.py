@@ -20,7 +20,7 @@ from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
-from fastloop_plugins.text.chat.left_out_contents import LeftOutContents
+from fastloop_plugins.text.chat.left_out_contents import GIVE_TEMPLATE, LeftOutContents
 from fastloop_plugins.text.chat.rows import (
     OPTIONAL,
     TOOLS,
@@ -342,17 +342,10 @@ class LanguageTextData(TextData):
             if role == "train" and self.inference is None:
                 self._warn_about_untrained_calls(findings.called, renderer)
             if self.reports(role):
-                self._report_unread_columns(parts)
+                warning = unread_columns(parts, {*self.chat_columns, *self.labels, *self.drop.columns()})
+                if warning is not None:
+                    self.messages.append(warning)
         return rows.finish()
-
-    def _report_unread_columns(self, parts: Sequence[Table]) -> None:
-        """Add a warning about the first part with columns that may belong to the conversations."""
-        read = {*self.chat_columns, *self.labels, *self.drop.columns()}
-        for part in parts:
-            warning = unread_columns(part, read)
-            if warning is not None:
-                self.messages.append(warning)
-                break
 
     def _refuse_conversations(self, parts: Sequence[Table]) -> None:
         """Raise a ``RecipeError`` for a file without the column of texts, but with conversations."""
@@ -378,7 +371,7 @@ class LanguageTextData(TextData):
         roles = findings.roles
         nulls = findings.nulls
         without_loss = None if self.options.train_on == "all" else unknown_roles(split, roles, names)
-        remedy = "Give a template that writes it: data.chat_template=FILE." if self.inference is None else ""
+        remedy = GIVE_TEMPLATE if self.inference is None else ""
         left_out = findings.left_out.problem(split, remedy)
         for warning in (unread_keys(split, keys, names), without_loss, left_out):
             if warning is not None:
@@ -424,7 +417,7 @@ class ChatFindings:
         roles: Role -> its number of messages, see ``other_roles``.
         nulls: Conversations with a null in their tools or calls.
         called: The first conversation with a tool call; None: there is none.
-        left_out: Those with a content that the template leaves out.
+        left_out: The rows with a content that the template leaves out.
     """
 
     def __init__(self, renderer: ChatRenderer | None) -> None:
@@ -440,7 +433,7 @@ class ChatFindings:
         Args:
             row: The name of its row in messages.
         """
-        self.left_out.add(chat, row)
+        self.left_out.add([chat], row)
         self.keys.update(other_keys(chat))
         self.roles.update(other_roles(chat))
         self.nulls += has_null(chat)

@@ -13,13 +13,13 @@ from fastloop import Problem, RecipeError, option
 from fastloop_plugins.models.vocabulary import embeddings, resize
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
+from fastloop_plugins.text.chat.left_out_contents import counting_renderer
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, answer_end, template_text
 from fastloop_plugins.text.model import TextModel
 from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.next_token_loss import add_loss
 from fastloop_plugins.text.special_tokens import end_of, name_tokens
-from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,13 +154,7 @@ class ChatModel(DecoderModel):
     def renderer(self) -> ChatRenderer | None:
         """A renderer of the data, also before the tokenizer is trained. None: there is no chat template, which is
         refused later. Call it after ``load_tokenizer``."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:  # the text depends only on the template and special tokens, which all kinds share
-            tokenizer = train_tokenizer(TrainedTokenizer(kind="byte"), [], classify=False)
-            tokenizer.chat_template = self.template
-        if not tokenizer.chat_template:
-            return None
-        return ChatRenderer(tokenizer, self.recipe.data.get("train_on") or "assistant", counts_contents=True)
+        return counting_renderer(self.tokenizer, self.template, self.recipe.data.get("train_on") or "assistant")
 
     def _set_template(self) -> None:
         if self.template is not None:

@@ -66,7 +66,7 @@ def chat_chunks(
             try:
                 chat = _to_answer(dict(zip(names, values, strict=False)), data)
                 keys.update(other_keys(chat))
-                left_out.add(chat, f"row {start + left_out.total + 1}")
+                left_out.add([chat], f"row {start + left_out.total + 1}")
                 empty.add(text_of(chat.messages[-1]))
                 prompts.append(cut.shorten(chat, renderer))
             except RowError as error:

@@ -155,26 +155,33 @@ def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> 
     )
 
 
-def unread_columns(part: Table, read: Collection[str]) -> Problem | None:
-    """A warning about columns of a source that other programs read as a part of the conversation; None: there are none
-    with a value.
+def unread_columns(parts: Iterable[Table], read: Collection[str], options: Collection[str] = ()) -> Problem | None:
+    """A warning about columns that other programs read as a part of the conversation, of the first source that has such
+    columns with a value; None: no source has.
 
     Args:
-        part: The source, with its columns of ``UNREAD``.
+        parts: The sources, with their columns of ``UNREAD``.
         read: The columns that the section reads.
+        options: The options of ``data``, of which one may name such a column.
     """
-    unread = []
-    for name, values in part.columns.items():
-        if name in UNREAD and name not in read and not all(is_missing(value) for value in values):
-            unread.append(name)
-    if not unread:
-        return None
-    return Problem(
-        f"columns that are not read, although they may belong to the conversations: {', '.join(unread)}.",
-        code="unread-columns",
-        place=part.where,
-        remedy=f"A system message and earlier turns are messages, and functions are in the column {TOOLS!r}.",
-    )
+    for part in parts:
+        unread = []
+        for name, values in part.columns.items():
+            if name in UNREAD and name not in read and not all(is_missing(value) for value in values):
+                unread.append(name)
+        if not unread:
+            continue
+        remedy = f"A system message and earlier turns are messages, and functions are in the column {TOOLS!r}."
+        for name in unread:
+            if name in options:
+                remedy += f" Or give data.{name}={name}."
+        return Problem(
+            f"columns that are not read, although they may belong to the conversations: {', '.join(unread)}.",
+            code="unread-columns",
+            place=part.where,
+            remedy=remedy,
+        )
+    return None
 
 
 def other_roles(chat: Chat) -> Iterator[str]:

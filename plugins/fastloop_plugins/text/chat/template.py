@@ -164,7 +164,7 @@ class ChatRenderer:
         tokenizer: A tokenizer with a chat template.
         train_on: As in the ``data`` section.
         counts_contents: Whether the caller counts contents that the template leaves out beside tool calls, see
-            ``contents_left_out``. Otherwise, each of them is an error.
+            ``contents_left_out`` and ``TextTask.chats_of``. Otherwise, each of them is an error.
     """
 
     def __init__(self, tokenizer: Any, train_on: str = "assistant", counts_contents: bool = False) -> None:

@@ -196,6 +196,7 @@ def save_splits(feature: Callable[[list[str]], Any], **splits: tuple[list[str], 
     for split, (classes, labels) in splits.items():
         features = Features({"text": Value("string"), "label": feature(classes)})
         made[split] = Dataset.from_dict({"text": list("abc"[: len(labels)]), "label": labels}, features)
+        made[split] = made[split].add_column("topic", labels, feature=feature(classes))
     DatasetDict(made).save_to_disk("saved")
 
 
@@ -233,6 +234,11 @@ NUMBERED: dict[str, tuple[list[str], dict[str, Any], list[tuple[str, str]] | str
         {"drop": [{"column": "label", "equals": 0}]},
         [("a", "other"), ("c", "yes")],
     ),
+    "and dropped by another column": (
+        ["other", "no", "yes"],
+        {"drop": [{"column": "topic", "equals": 0}]},
+        [("a", "other"), ("c", "yes")],
+    ),
     "with another class": (["yes", "maybe", "no"], {}, "unknown-label saved validation row 2: 'maybe'"),
     "that is left out": (["yes", "maybe", "no"], {"label_map": {"maybe": None}}, [("a", "yes"), ("c", "no")]),
 }
@@ -265,6 +271,14 @@ WITHOUT_TRAIN: dict[str, tuple[dict[str, Any], list[tuple[str, str]] | str]] = {
     "dropped by number": (
         {"drop": [{"column": "label", "equals": [1, 5]}]},
         "unknown-split data.drop 1 'gone' 'no' saved",
+    ),
+    "dropped by number of another column": (
+        {"drop": [{"column": "topic", "equals": 1}]},
+        "unknown-split data.drop 1 'gone' 'no' saved",
+    ),
+    "dropped by name of another column": (
+        {"drop": [{"column": "topic", "equals": "no"}]},
+        [("a", "other"), ("c", "yes")],
     ),
     "renamed by number and name": (
         {"label_map": {0: "yes", "other": "no"}},

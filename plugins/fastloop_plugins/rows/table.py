@@ -28,6 +28,7 @@ class Table:
         columns: The columns that were read.
         names: Names of all columns of the source; None: those of ``columns``.
         classes: Names of the labels, if the features of the dataset define them.
+        class_names: Column -> the names of its numbers, for each column of which the features define them.
         unreadable: Number of skipped rows that could not be read.
         untyped: Whether every cell is text: a label 1 is then '1'.
         notes: Findings of the reader, for the log.
@@ -52,6 +53,7 @@ class Table:
     source: int = 0
     sampled: bool = False
     label_counts: Mapping[Any, int] = field(default_factory=dict)
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def column(self, key: str, name: str) -> Column:
         """The values of the column that ``data.<key>`` names."""
@@ -193,6 +195,17 @@ def list_values(values: Any, where: str, key: str, name: str) -> list[Any]:
         ) from None
 
 
+def class_names_of(features: Mapping[str, Any], columns: Iterable[str]) -> dict[str, list[str]]:
+    """Column -> the names of its numbers, for each column of which the features of a dataset define them."""
+    names = {}
+    for column in columns:
+        feature = features.get(column)
+        of_column = getattr(getattr(feature, "feature", feature), "names", None)  # of a class, or of a list of classes
+        if of_column is not None:
+            names[column] = of_column
+    return names
+
+
 def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | None = None) -> Table:
     """Convert a ``datasets.Dataset``, or mappings, to a table.
 
@@ -205,9 +218,8 @@ def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | Non
             for batch in rows.select_columns(list(read)).with_format("arrow").iter(BLOCK):
                 for name, column in read.items():
                     column.append_block(list_values(batch.column(name), where, columns[name], name))
-        feature = rows.features.get(label)
-        names = getattr(getattr(feature, "feature", feature), "names", None)  # of a class, or of a list of classes
-        return Table(where, read, rows.column_names, classes=names)
+        names = class_names_of(rows.features, read)
+        return Table(where, read, rows.column_names, classes=names.get(label or ""), class_names=names)
     row_names: dict[str, None] = {}  # columns of any row, in order
     read = {name: Column() for name in columns}
     for start, (block,) in in_blocks([rows]):

@@ -1,4 +1,4 @@
-"""Numbers the classes of each split as the training split does.
+"""Numbers the classes of each split as the training split does: those of the labels, and of columns of ``data.drop``.
 
 The features of a dataset name the classes of each split, and two splits may list the same names in another order.
 ``data.label_map`` and ``data.drop`` have numbers of the training split, so its order holds for all splits.
@@ -21,26 +21,28 @@ if TYPE_CHECKING:
 
 
 def number_as_train(
-    parts: Mapping[str, list[Table]], names_of_train: Sequence[str] | None, data: TextData
+    parts: Mapping[str, list[Table]], names_of_train: Mapping[str, Sequence[str]], data: TextData
 ) -> dict[str, list[Table]]:
-    """The parts with the numbers of the training split in their column of labels. A class that training lacks has its
-    name there.
+    """The parts with the numbers of the training split in the columns of ``numbered_columns``. A class that training
+    lacks has its name there.
 
     Args:
         parts: Split -> its parts.
-        names_of_train: The names of the training split, in the order of their numbers; None: it has none.
+        names_of_train: Column -> the names of the training split, in the order of their numbers.
     """
-    if names_of_train is None:
-        return dict(parts)
-    number_of_name: dict[str, Label] = {name: number for number, name in numbered(names_of_train, data)}
-    result: dict[str, list[Table]] = {}
-    for split, tables in parts.items():
-        result[split] = []
-        for part in tables:
-            if part.classes is not None and list(part.classes) != list(names_of_train):
-                labels = {number: number_of_name.get(name, name) for number, name in numbered(part.classes, data)}
-                part = replace(_with_labels(part, labels, data), classes=list(names_of_train))
-            result[split].append(part)
+    result = {split: list(tables) for split, tables in parts.items()}
+    for column, key in numbered_columns(data).items():
+        if column not in names_of_train:
+            continue
+        names = list(names_of_train[column])
+        number_of_name: dict[str, Label] = {name: number for number, name in numbered(names, column, data)}
+        for tables in result.values():
+            for index, part in enumerate(tables):
+                own_names = part.class_names.get(column)
+                if own_names is None or list(own_names) == names:
+                    continue
+                values = {number: number_of_name.get(name, name) for number, name in numbered(own_names, column, data)}
+                tables[index] = _with_values(part, column, key, values, names)
     return result
 
 
@@ -52,43 +54,66 @@ def name_classes(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, 
         RecipeError: An option has the number of a class.
     """
     needed = data.needed_splits(parts).values()
-    result: dict[str, list[Table]] = {}
-    for split, tables in parts.items():
-        result[split] = []
-        for part in tables:
-            if part.classes is not None and split in needed:
-                names = dict(numbered(part.classes, data))
-                _refuse_numbers(names, part, data)
-                part = replace(_with_labels(part, names, data), classes=None)
-            result[split].append(part)
+    result = {split: list(tables) for split, tables in parts.items()}
+    for column, key in numbered_columns(data).items():
+        for split, tables in result.items():
+            for index, part in enumerate(tables):
+                if column not in part.class_names or split not in needed:
+                    continue
+                names = dict(numbered(part.class_names[column], column, data))
+                _refuse_numbers(names, part, column, data)
+                tables[index] = _with_values(part, column, key, names, None)
     return result
 
 
-def numbered(names: Iterable[str], data: TextData) -> enumerate[str]:
-    """The number and the name of each class of a split."""
-    return enumerate(names, data.options.label_offset)
+def numbered_columns(data: TextData) -> dict[str, str]:
+    """The column of labels, if each is a class, and those of ``data.drop`` -> the option that names it."""
+    columns = data.drop.columns()
+    for name in data.labels:
+        columns.pop(name, None)
+    if data.labels and not data.tagged and data.label_type == "class":
+        columns[data.labels[0]] = "label"
+    return columns
 
 
-def _with_labels(part: Table, label_of_number: Mapping[int, Label], data: TextData) -> Table:
-    """A part with other labels in place of numbers. A number that is not listed stays, such as -1."""
-    name = data.labels[0]
+def numbered(names: Iterable[str], column: str, data: TextData) -> enumerate[str]:
+    """The number and the name of each class of a column of a split."""
+    return enumerate(names, data.options.label_offset if column in data.labels else 0)
+
+
+def _with_values(
+    part: Table, column: str, key: str, value_of_number: Mapping[int, Label], names: list[str] | None
+) -> Table:
+    """A part with other values in place of numbers. A number that is not listed stays, such as -1.
+
+    Args:
+        names: The names of the classes after that; None: the values are names.
+    """
 
     def replaced(value: Any) -> Any:
-        return label_of_number.get(value, value) if isinstance(value, int) else value
+        return value_of_number.get(value, value) if isinstance(value, int) else value
 
-    return replace(part, columns={**part.columns, name: Column(map(replaced, part.column("label", name)))})
+    class_names = {name: of_column for name, of_column in part.class_names.items() if name != column}
+    if names is not None:
+        class_names[column] = names
+    columns = {**part.columns, column: Column(map(replaced, part.column(key, column)))}
+    classes = names if key == "label" else part.classes
+    return replace(part, columns=columns, classes=classes, class_names=class_names)
 
 
-def _refuse_numbers(names: Mapping[int, str], part: Table, data: TextData) -> None:
+def _refuse_numbers(names: Mapping[int, str], part: Table, column: str, data: TextData) -> None:
     """Raise an error for the number of a class in ``data.drop``, or in a ``data.label_map`` that lacks its name.
 
     Args:
         names: The names of the numbers of the part.
+        column: Their column.
     """
-    mapped = {map_key(label) for label in data.options.label_map or {}}
+    mapped: set[str] = set()
+    if column in data.labels:
+        mapped = {map_key(label) for label in data.options.label_map or {}}
     dropped: set[str] = set()
     for condition in data.drop.conditions:
-        if condition.column == data.labels[0] and condition.key == "equals":
+        if condition.column == column and condition.key == "equals":
             values = condition.equals if isinstance(condition.equals, list) else [condition.equals]
             dropped.update(map(map_key, values))
     for number, name in names.items():

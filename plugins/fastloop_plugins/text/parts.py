@@ -28,12 +28,10 @@ def read_parts(data: TextData) -> dict[str, list[Table]]:
         RecipeError: The source cannot be read.
     """
     parts = _read_source(data)
-    if not data.labels or data.tagged or data.label_type != "class":
-        return parts
     train = data.splits.train
     tables = parts.get(train, [])
     if tables:
-        return number_as_train(parts, tables[0].classes, data)
+        return number_as_train(parts, tables[0].class_names, data)
     if data.shards is not None and train in data.shards.splits:  # `fastloop evaluate` reads no rows of it
         return number_as_train(parts, data.shards.class_names(data, train), data)
     return parts if data.inference is None else name_classes(parts, data)
@@ -83,9 +81,10 @@ def _read_shards(data: TextData, shards: Shards) -> dict[str, list[Table]]:
         else:
             parts[split] = []
     for split, tables in parts.items():
-        names = shards.class_names(data, split) if tables else None
+        names = shards.class_names(data, split) if tables else {}
         for table in tables:
-            table.classes = names
+            table.class_names = names
+            table.classes = names.get(data.labels[0]) if data.labels else None
     return parts
 
 

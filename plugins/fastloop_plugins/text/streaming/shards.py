@@ -15,6 +15,7 @@ from fastloop.problem import typed_clause
 from fastloop_plugins.models.hub import explain, offline, quiet
 from fastloop_plugins.rows.formats import explain_reading
 from fastloop_plugins.rows.index import unstreamed
+from fastloop_plugins.rows.table import class_names_of
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
@@ -42,18 +43,20 @@ class Shards:
         """The files of all splits."""
         return list(chain.from_iterable(self.splits.values()))
 
-    def class_names(self, data: TextData, split: str) -> list[str] | None:
-        """The names of the classes of a split, if the features define them: the files then have their numbers."""
+    def class_names(self, data: TextData, split: str) -> dict[str, list[str]]:
+        """Column of labels or of ``data.drop`` -> the names of its numbers in a split, if the features define them."""
         import datasets
 
+        label = [data.options.label] if isinstance(data.options.label, str) else []
+        columns = [*label, *data.drop.columns()]
+        if not columns:
+            return {}
         path = self.splits[split][0]
         features = self.features
         if features is None:
             with explain_reading(path, data.how), data.layout().open(path) as file:
                 features = {} if file.schema is None else datasets.Features.from_arrow_schema(file.schema)
-        feature = features.get(data.options.label) if isinstance(data.options.label, str) else None
-        names: list[str] | None = getattr(getattr(feature, "feature", feature), "names", None)
-        return names
+        return class_names_of(features, columns)
 
 
 def list_shards(data: TextData) -> Shards:

@@ -19,8 +19,8 @@ UNCHANGEABLE = frozenset({NoneType, bool, bytes, float, int, str, FunctionType})
 
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients. Afterwards, the model and the CPU's random states are what they were, also after an
-    error.
+    """Eval mode without gradients and without torch's compiler. Afterwards, the model and the CPU's random states are
+    what they were, also after an error.
 
     A forward pass may change a model for good. For example, BigBird keeps full attention after one short text, and
     rotary embeddings keep the longest length. The block may also change the model itself, such as its attention or its
@@ -35,7 +35,7 @@ def probing(model: nn.Module) -> Iterator[None]:
     states = cpu_random_states()
     restore = remember(model)
     try:
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), uncompiled():
             yield
     finally:
         for put_back in restore:
@@ -44,8 +44,9 @@ def probing(model: nn.Module) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Compute without torch's compiler, which would compile each new shape. If nothing has imported the compiler,
-    nothing is compiled, and this does not import it either: that takes a quarter of a second."""
+    """Compute without torch's compiler, which would compile each new shape, and then the training step for any shape.
+    If nothing has imported the compiler, nothing is compiled, and this does not import it either: that takes a quarter
+    of a second."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     import torch

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import RecipeError
 from fastloop.plugins.plugin import hookimpl
-from fastloop.probing import probing, reshard, uncompiled
+from fastloop.probing import probing, reshard
 from fastloop.problem import Problem
 from fastloop.runtime.random_states import preserve_random_states
 
@@ -116,8 +116,7 @@ def _fails_on_one_sample(run: Run, norms: list[BatchNorm]) -> bool:
             ((batch,),) = run.to_device([[loader.collate_fn(samples)]])
             for module in norms:
                 module.train()
-            with uncompiled():
-                run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+            run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
     except Exception as error:
         problem = str(error)
     reshard(run.model)

@@ -70,15 +70,14 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
     import torch
 
     from fastloop.evaluation_results import evaluating
-    from fastloop.probing import probing, reshard, uncompiled
+    from fastloop.probing import probing, reshard
     from fastloop_plugins.guards._metric_problems import find_problem
 
     try:
         with probing(run.unwrap_model()), evaluating(run.model), run.scalars.paused():
             first_batches = list(islice(loader.batches(), 1))
             [[batch]] = run.to_device([first_batches])
-            with uncompiled():
-                output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+            output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             return find_problem(run, split, output) if batch.samples else None
     except torch.OutOfMemoryError:
         if run.world_size > 1:  # other processes may wait in a collective operation of the model

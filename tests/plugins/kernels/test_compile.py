@@ -217,6 +217,17 @@ def test_lengths_that_vary_do_not_recompile_for_ever(tiny_run):
 
 
 @pytest.mark.slow
+def test_trials_of_the_first_step_compile_nothing(tiny_run):
+    """Micro-batches are cut in halves, which compares losses. Another size of batches would make training compile for
+    any size."""
+    data = tiny_data(64)
+    whole = tiny_run([eager()], data=data, batch_size=16, eval_batch_size=16, epochs=1).summary["compile"]
+    in_two = tiny_run([eager()], data=data, batch_size=32, micro_batch_size=16, eval_batch_size=16, epochs=1)
+    assert in_two.summary["compile"]["graphs"] == whole["graphs"] > 0
+    assert in_two.summary["compile"]["recompile_reasons"] == whole["recompile_reasons"]
+
+
+@pytest.mark.slow
 def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
     assert tiny_run([eager()], epochs=1).trainer.run.settings.pad_to_multiple_of == 64
     assert tiny_run([eager()], epochs=1, pad_to_multiple_of=8).trainer.run.settings.pad_to_multiple_of == 8

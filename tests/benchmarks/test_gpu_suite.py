@@ -14,6 +14,7 @@ from typing import Any
 import forked
 import pytest
 from gpu_suite import BENCHMARKS, read, run
+from long_form import long_form_only
 
 pytestmark = pytest.mark.usefixtures("suite_modules")
 
@@ -237,6 +238,7 @@ def test_a_window_that_is_shorter_than_a_probe_has_an_empty_result_or_a_part(ste
 
 
 @pytest.mark.slow
+@long_form_only
 def test_a_worker_that_is_not_warm_in_time_leaves_time_to_measure_the_others(tmp_path: Path) -> None:
     import _reviews
     import _suite

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from long_form import long_form_only
 
 from fastloop import hookspec, hookspecs
 from fastloop.recipe import Train
@@ -121,6 +122,7 @@ runpy.run_path(script, run_name="__main__")
 
 
 @pytest.mark.slow
+@long_form_only
 def test_changed_method_fails_the_check_with_the_command_that_accepts_it(tmp_path):
     for folder in ("core", "plugins", "recipes", "docs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

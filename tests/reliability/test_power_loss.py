@@ -394,7 +394,7 @@ def write_run() -> None:
     )
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=RUNS if LONG else ["plain", "async"])
 def run(request: pytest.FixtureRequest, library: Path, folder: Path) -> History:
     """A traced run of `fastloop train`, complete and undisturbed."""
     arguments, count = RUNS[request.param]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from fault_runs import steps, times, until
+from long_form import long_form_only
 from safetensors.torch import load_file
 from two_nodes import ADDRESSES, TwoNodes
 
@@ -208,6 +209,7 @@ def test_lost_machine(nodes, undisturbed, lost):
     assert_same_bits(Path("run"), undisturbed)
 
 
+@long_form_only
 def test_torchrun_restarts_both_machines(nodes, undisturbed):
     """a process dies under torchrun --max-restarts: both machines resume to the same bits"""
     commands = [torchrun(nodes, node, "2", PATIENT) for node in (0, 1)]
@@ -245,6 +247,7 @@ def test_torchrun_continues_with_other_machines(nodes, undisturbed):
     assert all(torch.allclose(weights[name], expected[name], rtol=1e-4, atol=1e-6) for name in weights | expected)
 
 
+@long_form_only
 def test_torchrun_continues_on_another_mesh(nodes, tmp_path_factory):
     """a machine of a two by two mesh (``fsdp`` with ``tensor``) is lost: the other one resumes on half of the mesh, and
     a new machine joins, with the same losses"""

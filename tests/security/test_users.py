@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from inference_runs import write_recipe
+from long_form import long_form_only
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,7 +124,7 @@ def test_another_users_run_folder(public, fastloop):
     assert contents(public) == before
 
 
-@pytest.mark.parametrize("umask", [0o077, 0o000, 0o777])
+@pytest.mark.parametrize("umask", [0o077, pytest.param(0o000, marks=long_form_only), 0o777])
 def test_a_umask(umask, public, fastloop):
     """any umask: the run resumes, or one line of error"""
     done = fastloop(*TRAIN, "--without", "token-cache", user=OTHER, umask=umask)

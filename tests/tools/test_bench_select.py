@@ -13,6 +13,7 @@ from typing import Any
 import forked
 import pytest
 import yaml
+from long_form import long_form_only
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
@@ -321,6 +322,7 @@ def test_selection_removes_plugin_that_slows_training_and_writes_into_another_fo
 
 
 @pytest.mark.slow
+@long_form_only
 def test_selection_rejects_edit_with_startup_cost_above_its_savings(recipe, command):
     code, out = command(
         "bench", recipe("slowstart", sleep=0.005), *SELECT, "--budget", "60s", "--accept", "bitwise", *SHORT

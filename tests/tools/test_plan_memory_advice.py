@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from checkpoint_helpers import write_rows
+from long_form import LONG
 from scale_runs import tiny
 from typer.testing import CliRunner
 
@@ -118,7 +119,7 @@ CASES: dict[str, tuple[list[Any], list[str]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES if LONG else ["ddp", "offloaded", "override"])
 def test_the_printed_command_resolves_and_then_fits(case, monkeypatch):
     plugins, words = CASES[case]
     file = write_recipe(*plugins)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_form import long_form_only
 
 SCRIPT = """
 import torch
@@ -25,7 +26,7 @@ Trainer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=long_form_only)])
 def test_the_message_names_the_guard_and_no_lock(method):
     """A real process: the workers import its main module."""
     Path("work.py").write_text(SCRIPT.replace("METHOD", method))

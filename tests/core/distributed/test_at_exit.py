@@ -11,6 +11,7 @@ from pathlib import Path
 
 import file_trace
 import pytest
+from long_form import long_form_only
 
 from fastloop.cli import launch
 
@@ -125,8 +126,9 @@ if __name__ == "__main__":
     ("arguments", "code", "before", "after"),
     [
         (["ddp"], 0, True, False),
-        (["fsdp"], 0, True, False),
-        (["ddp", "own"], 0, True, True),  # the script has made the group, and may still need it
+        pytest.param(["fsdp"], 0, True, False, marks=long_form_only),
+        # the script has made the group, and may still need it
+        pytest.param(["ddp", "own"], 0, True, True, marks=long_form_only),
         (["ddp", "fails"], 1, None, True),  # the other process may wait in it
     ],
     ids=["ddp", "fsdp", "own group", "failed run"],

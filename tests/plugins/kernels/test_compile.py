@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from long_form import long_form_only
 from safetensors.torch import load_file
 from torch import nn
 
@@ -347,6 +348,7 @@ print(json.dumps(trainer.fit()["compile"]))
 
 
 @pytest.mark.slow
+@long_form_only
 def test_a_copy_of_the_cache_lets_another_machine_start_warm(tmp_path, monkeypatch):
     """In fresh processes: torch reads the variable when it is imported."""
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from long_form import long_form_only
 from test_fused_loss import KEYS, MODELS, _rows, check_same, made, trained
 from training_runs import execute
 
@@ -70,7 +71,7 @@ def test_the_head_computes_the_tokens_with_a_loss(packed):
     [
         (lambda: [], {"micro_batch_size": 2}),
         (lambda: [Packing()], {}),
-        (lambda: [Compile(backend="aot_eager", fullgraph=True)], {}),
+        pytest.param(lambda: [Compile(backend="aot_eager", fullgraph=True)], {}, marks=long_form_only),
     ],
     ids=["micro-batches", "packing", "compile"],
 )

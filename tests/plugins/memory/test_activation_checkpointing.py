@@ -216,7 +216,7 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(tiny_run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "regional"), [("aot_eager", False), ("inductor", True), *([("inductor", False)] if LONG else [])]
+    ("backend", "regional"), [("aot_eager", False), *([("inductor", True), ("inductor", False)] if LONG else [])]
 )
 # torch's own, inside inductor
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from long_form import long_form_only
 
 from fastloop import PluginError, hookimpl
 from fastloop.cli import startup
@@ -129,7 +130,7 @@ output: run
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's on Linux only")
 @pytest.mark.slow
-@pytest.mark.parametrize("allocator", ["auto", "glibc", "tcmalloc", "jemalloc"])
+@pytest.mark.parametrize("allocator", ["auto", pytest.param("glibc", marks=long_form_only), "tcmalloc", "jemalloc"])
 def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_path):
     names = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
     installed = [name for name, found in names.items() if any(map(ctypes.util.find_library, found))]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from long_form import LONG
 from text_helpers import TINY, make_run
 
 from fastloop import Plugin, hookimpl
@@ -96,7 +97,7 @@ KINDS = {
 
 
 @pytest.mark.slow  # each measures 10,000 rows
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", KINDS if LONG else ["texts", "tags"])
 def test_no_number_and_no_object_stays_in_memory_for_a_row(monkeypatch, name):
     """Through reading, labels, held-out rows, repeated rows, a limit, tokens and samples."""
     monkeypatch.setattr(column, "CURRENT", threading.local())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from generation_runs import DATA, LLAMA, MODEL, PROMPTS, Complete, completed, completions_by_strategy
+from long_form import long_form_only
 from text_helpers import make_run
 from training_runs import execute
 from transformers import AutoModelForCausalLM
@@ -51,7 +52,7 @@ def test_completions_are_those_of_the_exported_model():
     [
         pytest.param(lambda: [Packing()], id="packing"),
         pytest.param(lambda: [LoRA(r=2)], id="lora"),
-        pytest.param(lambda: [Compile(backend="aot_eager")], id="compile", marks=pytest.mark.slow),
+        pytest.param(lambda: [Compile(backend="aot_eager")], id="compile", marks=[pytest.mark.slow, long_form_only]),
     ],
 )
 def test_plugins_change_no_completion(plugins):

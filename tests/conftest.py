@@ -9,9 +9,11 @@ import shutil
 import signal
 import sys
 
-# In a shell's background job, processes that tests start would ignore Ctrl-C, too.
+# In a shell's background job and under nohup, processes that tests start would ignore these signals, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # One thread for torch, here and in started processes: sums have one order, and threads do not wait for those of other

@@ -10,8 +10,11 @@ loaders, loader           # the datasets and loaders of a run by split, and the 
 sampler                   # the sample ids of each micro-batch
 sampler_order             # the order of a sampler of a user or a plugin, which must be able to repeat its epochs
 block_order               # an order that reads samples in blocks
-datasets, streams         # reads map-style and iterable datasets
+datasets, iterables       # reads map-style and iterable datasets
 digests                   # compares the data that processes read
+
+Other orders: ``fastloop_plugins.rows.order`` is the order of a data set that ``data.streaming`` reads, and
+``fastloop_plugins.text.streaming`` reads it.
 
 ``fastloop_tools.trainer.user_loader`` reads the settings of a ``DataLoader`` that a user gives to ``Trainer``, and
 refuses other ones. ``fastloop.checks.sample_orders`` compares the orders of processes.

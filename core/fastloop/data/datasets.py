@@ -1,6 +1,6 @@
 """Read map-style datasets by sample ids, and collate samples into ``Batch``.
 
-The number of workers does not change the samples. ``streams`` reads iterable ones.
+The number of workers does not change the samples. ``iterables`` reads iterable ones.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from fastloop.data import streams
+from fastloop.data import iterables
 from fastloop.data.datasets import Collate, MapReader
 from fastloop.data.sampler import AnnouncedMicroBatches, MicroBatchIds, StepSampler
 from fastloop.errors import CheckpointError, DataError, FastloopError, UsageError
@@ -86,8 +86,8 @@ class Loader:
         self.loader: DataLoader[Any]
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             if drop_last:
-                streams.check_drop_last(split, dataset, shuffle)
-            self.stream = streams.Stream(
+                iterables.check_drop_last(split, dataset, shuffle)
+            self.stream = iterables.Stream(
                 dataset,
                 micro_batch_size,
                 rank,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from fastloop.data.streams import IsolatedRandomState
+from fastloop.data.iterables import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
 from fastloop.plugins.plugin import hookimpl
 from fastloop.problem import clause, counted

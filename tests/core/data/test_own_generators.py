@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from fastloop import Plugin, Trainer, checkpoint, hookimpl
-from fastloop.data.streams import Stream
+from fastloop.data.iterables import Stream
 from fastloop.runtime import random_states
 from fastloop.runtime.random_states import (
     OwnGenerators,

@@ -1,4 +1,4 @@
-"""The private names of torch that ``_watched_loader`` and ``fastloop.data.streams`` use are there."""
+"""The private names of torch that ``_watched_loader`` and ``fastloop.data.iterables`` use are there."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import hookspecs
-from fastloop.implementations import MODULES
+from fastloop.core_modules import MODULES
 
 STUB = Path(hookspecs.__file__).with_name("hook_types.pyi")
 WIDTH = 120

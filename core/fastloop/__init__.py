@@ -9,7 +9,7 @@ To read the core, begin with ``hookspecs``, and read ``loop``, ``run`` and ``lif
 its files in its ``__init__``. The files beside this one::
 
     hookspecs                 # every hook, in the order in which it fires
-    implementations, default_hooks   # the hooks that the core implements
+    core_modules, default_hooks   # the modules that implement hooks for every run, and small implementations
     lifecycle, run            # a run: built, trained, exported and closed; the argument ``run`` of hooks
     loop, step_totals         # an epoch, a step and an evaluation
     unstepped                 # the parameters that the optimizer of a run does not step

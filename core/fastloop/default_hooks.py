@@ -1,4 +1,4 @@
-"""The core's implementations of *first* hooks that need no file of their own; ``implementations`` lists the others."""
+"""The core's implementations of *first* hooks that need no file of their own; ``core_modules`` lists the others."""
 
 from __future__ import annotations
 

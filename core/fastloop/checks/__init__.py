@@ -1,4 +1,4 @@
-"""Checks that every run makes: implementations of hooks, beside those of its plugins. ``implementations`` lists them.
+"""Checks that every run makes: implementations of hooks, beside those of its plugins. ``core_modules`` lists them.
 
 launcher                  # the launcher's settings contradict the recipe
 resumed_run               # the run has other settings or data than its checkpoint

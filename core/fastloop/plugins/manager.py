@@ -99,7 +99,7 @@ class HookManager(pluggy.PluginManager):
     def register_core(self) -> None:
         """Register fastloop's own implementations. This imports torch, so it is done only before hooks of a run are
         called."""
-        from fastloop.implementations import MODULES  # builds on this module
+        from fastloop.core_modules import MODULES  # builds on this module
 
         for module in MODULES:
             self.register(module, module.__name__)

@@ -28,6 +28,17 @@ class OutOfMemory(FastloopError):
     """A batch did not fit. The run must be started again, to continue with smaller batches."""
 
 
+def next_smaller_size(size: int, samples_of_step: int) -> int:
+    """The largest micro-batch of at most half the size that divides the samples of a step.
+
+    With 12 samples a step, 8 becomes 4, and 7 becomes 3. Steps keep their samples, and micro-batches are equal.
+    """
+    smaller = size // 2
+    while samples_of_step % smaller != 0:
+        smaller -= 1
+    return smaller
+
+
 class AutoMicroBatch(Plugin):
     """Halves micro-batches that do not fit into memory."""
 
@@ -97,28 +108,40 @@ class AutoMicroBatch(Plugin):
         loader = run.eval_loaders[split] if split else run.train_loader
         size = loader.micro_batch_size
         pieces = 1 if loader.sampler is None else loader.sampler.pieces
-        total = size if split else run.recipe.train.batch_size // run.world_size
-        by_plugin = loader.sampler is not None and loader.sampler.split is not None
-        if pieces >= total if by_plugin else size == 1:
-            return None  # a single sample does not fit
+        samples_of_step = run.recipe.train.batch_size // run.world_size
+        is_split_by_plugin = loader.sampler is not None and loader.sampler.split is not None
+        if is_split_by_plugin:
+            most_pieces = size if split else samples_of_step
+            is_single_sample = pieces >= most_pieces
+        else:
+            is_single_sample = size == 1
+        if is_single_sample:
+            return None  # nothing is left to halve
         if self.snapshot:
             write_memory_report(run, error, where)
-        if by_plugin:
+        if is_split_by_plugin:
             pieces *= 2
+            new_size = f"cut into {pieces}"
         else:
-            size = max(part for part in range(1, size // 2 + 1) if split or total % part == 0)
+            size = size // 2 if split else next_smaller_size(size, samples_of_step)
+            new_size = counted(size, "sample")
         self.sizes[where] = [size, pieces]
         free_tensors(error)
-        now = f"cut into {pieces}" if by_plugin else counted(size, "sample")
-        message = f"micro-batches of {where} do not fit into memory at step {run.state.step + 1}: {now} from here on"
         self.write(run)
+        step = run.state.step + 1
         if run.world_size > 1:
             raise OutOfMemory(
-                f"{message}, when the run is started again with --resume.",
+                f"micro-batches of {where} do not fit into memory at step {step}: {new_size} from here on, when the "
+                "run is started again with --resume.",
                 code="out-of-memory",
                 place=f"process {run.rank}",
             ) from error
-        self.log.warning(Problem(f"{message}.", code="out-of-memory"))
+        self.log.warning(
+            Problem(
+                f"micro-batches of {where} do not fit into memory at step {step}: {new_size} from here on.",
+                code="out-of-memory",
+            )
+        )
         self.apply_sizes(run, self.sizes)
         if not split:
             from fastloop.checks import batch_norm  # imports torch

@@ -14,8 +14,8 @@ from fastloop.problem import Problem, counted
 
 CHECKOUT = Path(fastloop.__file__).parents[2]
 FOLDERS = ("core", "plugins", "packages")
-FEW_WORDS = 4
-"""Words of a message that explains its code."""
+MOST_FILES = 4
+"""Number of files that an entry lists. A code with more of them, such as ``wrong-type``, is a general one."""
 VALUE = re.compile(r"\{[^{}]*\}")
 FIELDS = ("code", "place", "found", "expected", "remedy", "command")
 
@@ -122,15 +122,30 @@ def class_codes() -> dict[str, Problem]:
 
 
 def code_list() -> str:
-    """Each code with a message: its first one that has some words of its own."""
-    first: dict[str, Problem] = {}
+    """Each code with its message that has the most words of its own, and the files with its messages."""
+    wordiest: dict[str, Problem] = {}
+    files: dict[str, list[str]] = {}
     for message in messages():
         code = message.problem.code
-        if code not in first or count_words(first[code]) < FEW_WORDS <= count_words(message.problem):
-            first[code] = message.problem
-    first = class_codes() | first
+        if code not in wordiest or count_words(message.problem) > count_words(wordiest[code]):
+            wordiest[code] = message.problem
+        files.setdefault(code, [])
+        if message.file not in files[code]:
+            files[code].append(message.file)
+    examples = class_codes() | wordiest
     lines = []
-    for code in sorted(first):
-        text = " ".join(str(first[code]).split())
-        lines.append(f"- `{code}`\n\n        {text}\n")
+    for code in sorted(examples):
+        text = " ".join(str(examples[code]).split())
+        lines.append(f"- `{code}`{list_files(files.get(code, []))}\n\n        {text}\n")
     return "\n".join(lines)
+
+
+def list_files(files: list[str]) -> str:
+    """The files with messages of a code, to follow the code. Empty without a file."""
+    if not files:
+        return ""
+    listed = ", ".join(f"`{file}`" for file in files[:MOST_FILES])
+    further = len(files) - MOST_FILES
+    if further > 0:
+        listed += f" and {counted(further, 'other file')}"
+    return f", in {listed}"

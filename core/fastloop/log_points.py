@@ -80,7 +80,12 @@ class LogPoint:
 
 def start(run: Run) -> None:
     """Measure the speed from now on."""
-    run.scalars.mark = LogMark(run.clock.read("train"), run.state.samples, run.state.tokens)
+    run.scalars.mark = read_mark(run)
+
+
+def read_mark(run: Run) -> LogMark:
+    """The training done so far."""
+    return LogMark(run.clock.read("train"), run.state.samples, run.state.tokens)
 
 
 def after_step(run: Run, loss: Tensor) -> None:
@@ -95,8 +100,8 @@ def after_step(run: Run, loss: Tensor) -> None:
         return
     log_pending(run)
     before = scalars.mark
-    start(run)
-    now = scalars.mark
+    now = read_mark(run)
+    scalars.mark = now
     elapsed = max(now.seconds - before.seconds, 1e-9)
     if run.is_main:
         lr = run.optimizer.param_groups[0]["lr"]  # other groups may have other rates

@@ -18,9 +18,9 @@ from fastloop.log_points import LogPoint
 from fastloop.scalars import Scalars
 from fastloop.testing import VECTORS, expect_problem, start, tiny_data, train
 
-CORE = {
-    f"train/{name}" for name in ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")
-}
+KEYS = ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")
+"""Names of the core in ``metrics.jsonl``."""
+CORE = {f"train/{key}" for key in KEYS}
 
 
 class Logger(Plugin):
@@ -100,8 +100,7 @@ def test_a_logger_receives_the_values_of_the_core_of_plugins_and_of_evaluations(
 def test_metrics_jsonl_has_the_values_of_plugins_under_their_names(tiny_run):
     result = tiny_run([Logs(logged)], log_every=9, epochs=1)
     point, evaluation = lines(result.trainer.run.folder)
-    keys = ["step", "epoch", *("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")]
-    assert list(point) == [*keys, "own/mean", "own/sum", "own/max", "own/main"]
+    assert list(point) == ["step", "epoch", *KEYS, "own/mean", "own/sum", "own/max", "own/main"]
     assert evaluation == {"step": 9, "epoch": 1, "split": "validation"} | result.summary["validation"]
 
 

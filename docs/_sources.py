@@ -121,10 +121,11 @@ def all_hooks() -> str:
         returns = f" -> {result}" if (result := inspect.signature(spec).return_annotation) != "None" else ""
         example = next((f"Example: [`{plugin}`](plugins/{plugin}.md){how}." for plugin, how in implementers(name)), "")
         combined = kind(name, spec).replace("first result wins", "*first*").replace("chain", "*chain*")
+        description = re.sub(r"^(Chain|First)([.;] ?)", "", inspect.cleandoc(spec.__doc__))
         text += [
             f"### `{name}`\n",
             f"    {name}({arguments}){returns}\n",
-            f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
+            f"{description[0].upper()}{description[1:]}\n",
             f"Kind: {combined}. " * (combined != EVERY) + example + "\n",
         ]
     return "\n".join(text)

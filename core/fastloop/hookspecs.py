@@ -13,7 +13,7 @@
     after_prepare                                   # the prepared model, on its device
     build_metrics
     check_run                                       # everything is built, nothing is written yet
-                                                    # with selected plugins, it then calls compute_loss
+                                                    # a plugin that selects others tries compute_loss afterwards
     (load weights and optimizer,) load_state        # only with --resume
 
     before_fit                                      # a plugin may call compute_loss here, to try a batch

@@ -1,12 +1,13 @@
 """The command line. Only commands that need torch import it.
 
-One file a command: ``train``, ``plugins``, ``recipes``, ``schema``, ``doctor``; ``fastloop_tools`` has the others.
-The files around them::
+One file a command: ``train``, ``plugins``, ``recipes``, ``schema``, ``doctor``. The other commands, such as ``export``,
+are in ``fastloop_tools``, one folder each. The files around them::
 
-    commands, arguments   # the list of all commands, and the arguments that several of them have
+    commands              # finds and loads commands: those here, of ``fastloop_tools``, and of other packages
+    arguments             # arguments that several commands have
     launch                # starts the processes of ``--nproc``
     startup, ending       # the start of a process until its run is open, and its end
-    messages              # the log of the main process, errors and their exit codes
+    messages              # the log of the main process; prints the error that ends a command, and exits with its code
     streams               # standard streams that are closed or full, or whose reader left
     usage                 # errors in the command line: unknown options, missing arguments
     summary, hook_timing  # tables at the end of a run

@@ -1,8 +1,9 @@
-"""Commands of other packages: ``[project.entry-points."fastloop.commands"]  warm = "my_package.cli:warm"``.
+"""Find and load commands: the five of the core, those of ``fastloop_tools``, and those of other packages.
 
-``warm`` is a function for typer, or a ``typer.Typer``. fastloop's own tools are registered this way. Calling a command
-imports it. The list of commands only reads the packages' metadata, and the docstrings of fastloop's own commands from
-their source. If fastloop or several packages use the name, call the command as ``package:name``.
+All but the core's are entry points: ``[project.entry-points."fastloop.commands"]  warm = "my_package.cli:warm"``.
+``warm`` is a function for typer, or a ``typer.Typer``. Calling a command imports it. The list of commands only reads
+packages' metadata, and the docstrings of fastloop's own commands from their source. If fastloop or several packages use
+the name, call the command as ``package:name``.
 """
 
 from __future__ import annotations

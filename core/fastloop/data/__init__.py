@@ -13,8 +13,7 @@ block_order               # an order that reads samples in blocks
 datasets, iterables       # reads map-style and iterable datasets
 digests                   # compares the data that processes read
 
-Other orders: ``fastloop_plugins.rows.order`` is the order of a data set that ``data.streaming`` reads, and
-``fastloop_plugins.text.streaming`` reads it.
+The order of ``data.streaming`` is not here: text tasks draw it, in ``rows/order.py`` beside the plugins.
 
 ``fastloop_tools.trainer.user_loader`` reads the settings of a ``DataLoader`` that a user gives to ``Trainer``, and
 refuses other ones. ``fastloop.checks.sample_orders`` compares the orders of processes.

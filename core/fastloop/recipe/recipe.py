@@ -44,7 +44,8 @@ DEFAULT_EPOCHS = 3
 class Train:
     """The ``train`` section."""
 
-    # A new key is fixed or free on a resume: list it in ``fastloop.checks.resumed_run``.
+    # A new key is fixed or free on a resume: list it in ``fastloop.checks.resumed_run``, and add a row to
+    # tests/core/checkpoint/test_settings_on_resume.py.
     epochs: int | None = option(
         "Passes over the training data; null: 3, or as many as max_steps needs.", default=None, ge=1
     )

@@ -5,7 +5,7 @@ losses, metrics           # those that a recipe names
 predicted_columns         # label and probabilities, which `fastloop predict` writes
 two_classes               # the positive class of two, and the threshold of its probability
 forward                   # loss and outputs of a batch of two common forms
-token_losses              # a loss beside a model of transformers with logits for each token
+token_losses              # the option `loss` of `module` and `Trainer`, applied to the logits of each token
 broadcasts                # losses and metrics that compare each prediction with every target
 collate                   # collators of datasets without one
 micro_batches             # whether the loss of a batch is the mean over its samples

@@ -26,7 +26,7 @@ logger = logging.getLogger("fastloop")
 FROM_SCRATCH = "model.name=FOLDER, or train from scratch with model.config"
 """Advice for a pretrained model that cannot be loaded."""
 FAILURES = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError, MemoryError,
+    OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError, MemoryError,
 )  # fmt: skip
 """Errors of the libraries for names, arguments and files that they cannot use."""
 
@@ -240,6 +240,25 @@ def config_from_scratch(given: dict[str, Any], where: str) -> Any:
             return AutoConfig.for_model(kind, **rest)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise RecipeError(" ".join(str(error).split()), code="invalid-value", place=where) from None
+
+
+def build_from_config(auto: Any, config: Any, where: str, **arguments: Any) -> Any:
+    """A model with initial weights.
+
+    Args:
+        auto: One of transformers' Auto classes.
+        config: The configuration, whose model the class has.
+        where: The place of the configuration in the recipe.
+        arguments: Further arguments of ``from_config``.
+
+    Raises:
+        RecipeError: The values of the configuration do not fit together.
+    """
+    try:
+        with quiet():
+            return auto.from_config(config, **arguments)
+    except FAILURES as error:
+        raise RecipeError(f"{typed_clause(error)}.", code="invalid-value", place=where) from None
 
 
 class MessagesOnce:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Problem, RecipeError, no_code
 from fastloop.options import parse
-from fastloop.problem import clause
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.checks import unsupported
 from fastloop_plugins.models.hub import (
     FROM_SCRATCH,
+    build_from_config,
     check_index,
     check_model_source,
     check_name,
@@ -471,11 +471,7 @@ class TextModel:
         arguments: dict[str, Any] = {}
         if self.options.attn_implementation:
             arguments["attn_implementation"] = self.options.attn_implementation
-        try:
-            with quiet():
-                return auto.from_config(config, **arguments)
-        except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
-            raise RecipeError(f"{clause(error)}.", code="invalid-value", place=f"{self.where}.config") from None
+        return build_from_config(auto, config, f"{self.where}.config", **arguments)
 
     def weights(self, run: Run) -> dict[str, Tensor]:
         """The weights to export. Every process must call it."""

@@ -381,6 +381,10 @@ def test_folder_error_names_the_place(case, expected):
             ["model.name=null", "model.config={model_type: gpt2}"],
             "unsupported-model model.config 'gpt2'",
         ),
+        (
+            ["model.name=null", "model.config={model_type: swin, num_heads: [3]}"],
+            "invalid-value model.config IndexError",
+        ),
         (["model.name=vit/config.json"], "file-missing model.name vit/config.json"),
         (["model.name=images"], "file-missing model.name config.json"),
         (["model.arguments={a: 1}"], "unknown-option model.arguments torchvision/NAME timm/NAME"),
@@ -633,26 +637,35 @@ def test_a_checkpoint_keeps_its_head_for_its_classes_only(caplog):
     assert other.unwrap_model().config.id2label == {0: "apple", 1: "pear", 2: "plum"}
 
 
-def test_a_model_whose_config_counts_its_classes_itself(cli):
-    """PVT's configuration has ``num_labels`` as an option, 1000 by default, and no ``id2label``."""
-    sizes = {
-        "depths": [1, 1],
-        "hidden_sizes": [16, 16],
-        "patch_sizes": [4, 2],
-        "strides": [4, 2],
-        "mlp_ratios": [2, 2],
-        "image_size": 16,
-    }
-    config = {
-        "model_type": "pvt",
-        "num_encoder_blocks": 2,
-        "sequence_reduction_ratios": [2, 1],
-        "num_attention_heads": [1, 2],
-        **sizes,
-    }
+DEIT = {
+    "model_type": "deit",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "patch_size": 8,
+}
+"""transformers has two classes of image classifiers for it."""
+PVT = {
+    "model_type": "pvt",
+    "num_encoder_blocks": 2,
+    "sequence_reduction_ratios": [2, 1],
+    "num_attention_heads": [1, 2],
+    "depths": [1, 1],
+    "hidden_sizes": [16, 16],
+    "patch_sizes": [4, 2],
+    "strides": [4, 2],
+    "mlp_ratios": [2, 2],
+    "image_size": 16,
+}
+"""Its configuration has ``num_labels`` as an option, 1000 by default, and no ``id2label``."""
+
+
+@pytest.mark.parametrize("config", [DEIT, PVT], ids=["deit", "pvt"])
+def test_models_with_unusual_configurations_are_evaluated_as_they_were_trained(cli, config):
     summary = execute(make_run(model={"config": config}, epochs=1))
     exported = json.loads(Path("out/model/config.json").read_text())
-    assert exported["num_labels"] == 3
+    assert exported.get("num_labels", 3) == 3
     assert list(exported["id2label"].values()) == sorted(COLORS)
     code, _, err = cli("evaluate", "out", "--json", "found.json")
     assert (code, json.loads(Path("found.json").read_text())["metrics"]) == (0, summary["test"]), err

@@ -16,6 +16,7 @@ from fastloop_plugins.models.adapters import Adapter, check_classes, continues, 
 from fastloop_plugins.models.hub import (
     FAILURES,
     FROM_SCRATCH,
+    build_from_config,
     check_model_source,
     check_name,
     check_one_export,
@@ -314,15 +315,9 @@ class ImageModel:
             self.config.pretrained_cfg = {**(self.config.pretrained_cfg or {}), **self.processor.settings}
         old_names = name_classes(self.config, labels.names)
         self.config.problem_type = "single_label_classification"
+        if not pretrained:
+            return self._from_configuration(auto)
         with self._explained():
-            if not pretrained:
-                if (
-                    self.options.config is not None
-                    and "image_size" not in self.options.config
-                    and hasattr(self.config, "image_size")
-                ):
-                    self.config.image_size = self.processor.height
-                return auto.from_config(self.config)
             model, notes = auto.from_pretrained(
                 self._source(),
                 config=self.config,
@@ -338,6 +333,17 @@ class ImageModel:
         if self.recipe.inference is None and not labels.keeps_head:
             self.new |= start_head_fresh(model, set(notes["missing_keys"]), old_names, labels, f"{self.where}.name")
         return model
+
+    def _from_configuration(self, auto: Any) -> Any:
+        """The model with random weights."""
+        given = self.options.config
+        if given is not None and "image_size" not in given and hasattr(self.config, "image_size"):
+            self.config.image_size = self.processor.height
+        architectures = auto._model_mapping[type(self.config)]
+        if isinstance(architectures, tuple) and self.config.architectures is None:
+            # such as DeiT, with or without the head of a teacher: transformers would ask the configuration which one
+            self.config.architectures = [architectures[0].__name__]
+        return build_from_config(auto, self.config, f"{self.where}.{'name' if given is None else 'config'}")
 
     def export(self, run: Run, folder: Path) -> Path:
         """Write the model, its classes, and its image processor or the settings of its transform."""

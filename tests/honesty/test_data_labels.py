@@ -21,6 +21,7 @@ from fastloop.testing import assert_problem
 from fastloop_plugins.rows.index import LABELS
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.streaming.dataset import HEAD
+from fastloop_tools.inference.target import load
 
 
 def csv_file(labels: Sequence[str], path: str = "train.csv") -> str:
@@ -200,10 +201,10 @@ def save_splits(feature: Callable[[list[str]], Any], **splits: tuple[list[str], 
     DatasetDict(made).save_to_disk("saved")
 
 
-def evaluated(options: dict[str, Any], classes: list[str]) -> TextData:
+def evaluated(options: dict[str, Any], classes: list[str], is_own_data: bool = True) -> TextData:
     """The section as `fastloop evaluate` reads its validation split for a model with these classes."""
     recipe = make_recipe({"data": {"validation_fraction": 0.0, "label": "label"} | options}, Path("recipe.yaml"))
-    recipe.inference = Inference(Path("model"), "validation")
+    recipe.inference = Inference(Path("model"), "validation", is_own_data=is_own_data)
     data = TextData(recipe, labelled=True)
     data.classes = classes
     return data
@@ -289,14 +290,41 @@ WITHOUT_TRAIN: dict[str, tuple[dict[str, Any], list[tuple[str, str]] | str]] = {
 """Options, and the rows of an evaluated split that numbers other, no, yes, or the problem."""
 
 
+@pytest.mark.parametrize("is_own_data", [True, False], ids=["without train", "of others"])
 @pytest.mark.parametrize("case", WITHOUT_TRAIN)
-def test_names_decide_if_the_evaluated_dataset_has_no_training_split(case):
+def test_names_decide_if_the_evaluated_dataset_lacks_the_training_split_of_the_model(case, is_own_data):
     from datasets import ClassLabel
 
     options, expected = WITHOUT_TRAIN[case]
-    save_splits(lambda names: ClassLabel(names=names), validation=(["other", "no", "yes"], [0, 1, 2]))
-    options = {"name": "saved", "splits": {"train": "gone"}} | options
-    assert_rows(evaluated(options, ["no", "yes", "other"]), expected)
+    splits = {"validation": (["other", "no", "yes"], [0, 1, 2])}
+    if is_own_data:
+        options = {"splits": {"train": "gone"}} | options
+    else:
+        splits["train"] = (["other", "no", "yes"], [0, 1, 2])
+        if isinstance(expected, str):
+            expected = expected.replace(" 'gone'", "").replace("saved", "not that of the run saved")
+    save_splits(lambda names: ClassLabel(names=names), **splits)
+    assert_rows(evaluated({"name": "saved"} | options, ["no", "yes", "other"], is_own_data), expected)
+
+
+OTHER_DATA = {
+    "data.name=other": False,
+    "data.files.test=other.csv": False,
+    "data.name=own": True,
+    "data.max_length=8": True,
+    "train.seed=2": True,
+}
+"""Override -> whether the data stays that of the run."""
+
+
+@pytest.mark.parametrize("override", OTHER_DATA)
+def test_an_override_of_the_source_makes_it_other_data(override):
+    (Path("run") / "model").mkdir(parents=True)
+    (Path("run") / "model" / "model.safetensors").touch()
+    write("run/recipe.yaml", json.dumps({"data": {"name": "own"}, "output": "run"}))
+    recipe = load("run", [override], Inference(Path(), "test"))
+    assert recipe.inference is not None
+    assert recipe.inference.is_own_data == OTHER_DATA[override]
 
 
 def test_an_evaluated_split_may_be_renamed_by_names():

@@ -47,8 +47,8 @@ def number_as_train(
 
 
 def name_classes(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, list[Table]]:
-    """The parts with names in place of the numbers of their classes, for a trained model: the source has no training
-    split, so its order is not known.
+    """The parts with names in place of the numbers of their classes, for a trained model: the source has not the
+    training split of the model, so the order of that one is not known.
 
     Raises:
         RecipeError: An option has the number of a class.
@@ -127,9 +127,11 @@ def _refuse_numbers(names: Mapping[int, str], part: Table, column: str, data: Te
             remedy = f"Map its name, too: data.label_map={{{written_label(name)}: CLASS}}."
         else:
             continue
+        reason = f"There is no split {data.splits.train!r}, whose features say which class that is"
+        if data.inference is not None and not data.inference.is_own_data:
+            reason = "The data is not that of the run, whose training split says which class that is"
         raise RecipeError(
-            f"it has the number {number} of a class. There is no split {data.splits.train!r}, whose features say "
-            f"which class that is: the number stands for {name!r} in {part.where}.",
+            f"it has the number {number} of a class. {reason}: the number stands for {name!r} in {part.where}.",
             code="unknown-split",
             place=f"{data.where}.{place}",
             remedy=remedy,

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 
 def read_parts(data: TextData) -> dict[str, list[Table]]:
-    """Split -> its parts, from the source that the options name. All splits number their classes as train does.
+    """Split -> its parts, from the source that the options name. All splits number their classes as train does. Those
+    of other data than that of a trained model have names: its options have numbers of its own training split.
 
     Raises:
         RecipeError: The source cannot be read.
     """
     parts = _read_source(data)
+    if data.inference is not None and not data.inference.is_own_data:
+        return name_classes(parts, data)
     train = data.splits.train
     tables = parts.get(train, [])
     if tables:

@@ -32,6 +32,8 @@ log = logging.getLogger("fastloop")
 
 SELECTION = {"numerics": "reassociated"}
 """Options of ``auto`` in a recipe that does not list it: metrics stay those of training, up to rounding."""
+SOURCE = ("name", "subset", "revision", "files", "sources", "module", "arguments")
+"""Options of ``data`` that say where rows come from."""
 SHORT = 2**14
 """Bytes of a file to predict, from which on ``auto`` is added: about 40 texts. Selecting takes 0.3 s, in which small
 models predict as many on a CPU."""
@@ -79,7 +81,11 @@ def load(
     recipe = load_recipe(recipe_file, overrides, with_plugins, without_plugins)
     if recipe.source:
         recipe.source = started_from(recipe.source)
-    recipe.inference = dataclasses.replace(inference, model=place.model.resolve())
+    is_own_data = True
+    if any(override.startswith("data") for override in overrides):
+        own_data = load_recipe(recipe_file).data
+        is_own_data = all(recipe.data.get(key) == own_data.get(key) for key in SOURCE)
+    recipe.inference = dataclasses.replace(inference, model=place.model.resolve(), is_own_data=is_own_data)
     if not is_short(inference.source):
         recipe.plugins.setdefault("auto", dict(SELECTION))
     return recipe

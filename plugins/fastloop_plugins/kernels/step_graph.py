@@ -16,9 +16,10 @@ computes the same numbers, although it records its graphs anew. The learning rat
 weights differ from those of a run without this plugin in their last bits.
 
 It needs one process, `fused-optimizer` with Adam or AdamW, and no loss scaling. A plugin that acts on the host within a
-step, such as `nan-guard`, is refused by name. Python code of a model or a loss runs only while a step is recorded: it
-must not depend on anything but the batch's shapes. A step of several micro-batches is recorded for each combination of
-their shares of the loss, which are equal if they have as many samples or target tokens.
+step, such as `nan-guard`, is refused by name, as are parameters that another optimizer steps. Python code of a model or
+a loss runs only while a step is recorded: it must not depend on anything but the batch's shapes. A step of several
+micro-batches is recorded for each combination of their shares of the loss, which are equal if they have as many samples
+or target tokens.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class StepGraph(Plugin):
     def check_run(self, run: Run) -> None:
         from torch.optim import Adam, AdamW
 
+        from fastloop.unstepped import by_module, stepped_parameters
         from fastloop_plugins.kernels._recorded_step import CudaRecorder, LearningRates
 
         place = f"{run.recipe.where}: plugins.{self.name}"
@@ -141,6 +143,19 @@ class StepGraph(Plugin):
                 found=type(optimizer).__name__ + ("" if run.accelerator.scaler is None else " with loss scaling"),
                 expected="torch's Adam or AdamW with fused=True, without the loss scaling of fp16",
                 remedy="Set plugins.fused-optimizer.implementation: fused and plugins.amp.dtype: bf16.",
+            )
+        stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
+        others = []
+        for name, parameter in run.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in stepped:
+                others.append(name)
+        if others:
+            raise PluginError(
+                f"the optimizer of the run does not hold {by_module(others)}, and a replay leaves no gradients for "
+                "another optimizer.",
+                code="unsupported-optimizer",
+                place=place,
+                remedy=f"Freeze them, or leave {self.name} out: --without {self.name}.",
             )
         self.recorder = (self.recorder_class or CudaRecorder)(run.device)
         self.rates = LearningRates(optimizer, run.device)

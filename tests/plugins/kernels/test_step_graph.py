@@ -399,6 +399,17 @@ class Acts(Plugin):
         pass
 
 
+class HoldsSome(Plugin):
+    """Leaves the last layer to an optimizer of its own."""
+
+    name = "holds-some"
+    numerics = "changes-training"
+
+    @hookimpl
+    def build_optimizer(self, model):
+        return torch.optim.AdamW(list(model.parameters())[:-2], fused=True)
+
+
 class Wraps(Plugin):
     """Acts around each loss."""
 
@@ -415,6 +426,7 @@ class Wraps(Plugin):
         (["nan-guard"], {}, "excluded-plugin", "nan-guard"),
         ([Acts()], {}, "excluded-plugin", "acts"),
         ([Wraps()], {}, "excluded-plugin", "wraps"),
+        ([HoldsSome()], {}, "unsupported-optimizer", "3 (weight, bias)"),
         ([], {"optimizer": "SGD"}, "unsupported-optimizer", "SGD"),
         ([{"compile": {"mode": "reduce-overhead"}}], {}, "conflicting-values", "compile.mode"),
         ([{"activation-checkpointing": {}}], {}, "excluded-plugin", "activation-checkpointing"),

@@ -223,7 +223,7 @@ def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:
 def _restore_first_states(run: Run, states: dict[str, Any]) -> None:
     """Restore the first states of the generators of streams. Log if the checkpoint has states of other generators."""
     have_changed = "own" in states and not are_states_of(run.loaders.own_generators, states["own"])
-    for split, own in run.loaders._stream_generators.items():
+    for split, own in run.loaders.stream_generators.items():
         first_states = states.get("first", {}).get(split)
         if first_states is None:
             continue

@@ -63,7 +63,7 @@ def _random_states(run: Run) -> dict[str, Any]:
     """This process's entry of ``random``. ``first`` has split -> the first states of the generators of a stream."""
     states = random_states(run.loaders.own_generators)
     first = {}
-    for split, own in run.loaders._stream_generators.items():
+    for split, own in run.loaders.stream_generators.items():
         if own.generators:
             first[split] = own.first_states
     if first:

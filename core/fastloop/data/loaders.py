@@ -132,7 +132,7 @@ class Loaders:
         return self._own_generators
 
     @property
-    def _stream_generators(self) -> dict[str, OwnGenerators]:
+    def stream_generators(self) -> dict[str, OwnGenerators]:
         """Split -> the generators of its dataset, for iterable ones. A checkpoint has their first states, with which a
         resumed run reads the first epoch and evaluates."""
         streams = {}

@@ -73,7 +73,8 @@ def fit(run: Run) -> None:
     if run.interrupted:
         return
     if run.state.stop_reason is not None:
-        log.info("stopped at step %d: %s", run.state.step, run.state.stop_reason)
+        reason = run.state.stop_reason
+        log.info("stopped at step %d: %s", run.state.step, reason, extra={"stop_reason": reason})
     run._shared_buffers.share()
     run.hooks.after_fit(run=run)
     limit = run.recipe.train.max_steps

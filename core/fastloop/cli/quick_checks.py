@@ -44,8 +44,7 @@ class WithoutEndOfCheck(logging.Filter):
     """Drops the message that training stopped because the check is done: the check prints its result."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return not (text.startswith("stopped at step ") and text.endswith((f": {DEV_RUN_DONE}", f": {OVERFIT_DONE}")))
+        return getattr(record, "stop_reason", None) not in (DEV_RUN_DONE, OVERFIT_DONE)
 
 
 class FastDevRun(Plugin):

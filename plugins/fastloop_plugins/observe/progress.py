@@ -73,7 +73,7 @@ class Progress(Plugin):
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
-            self.bar = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
+            self.bar = Progress(*columns, console=self.console, transient=True, refresh_per_second=1 / self.refresh)
         if self.bar is not None:
             self.bar.start()
             self.task = self.bar.add_task("starting", total=run.total_steps, completed=run.state.step)

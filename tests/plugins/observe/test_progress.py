@@ -22,8 +22,11 @@ class Slow(Plugin):
     name = "slow"
 
     @hookimpl
-    def before_step(self):
+    def before_step(self, run):
         time.sleep(0.05)
+        (progress,) = (plugin for plugin in run.plugins if plugin.name == "progress")
+        if progress.bar is not None:
+            assert progress.bar.live.refresh_per_second == 10, "an update each 0.1 seconds, as the option says"
 
 
 def train_slowly(terminal: str | None = None) -> float:

@@ -51,7 +51,7 @@ def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
         scored.setdefault(name, []).append(metric)
     if scored:
         rows["positive"] = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in scored.items())
-    epochs = counted(summary["epochs"], "epoch")
+    epochs = counted(summary["epochs"], "whole epoch")
     samples = counted(summary["samples"], "sample")
     rows["steps"] = f"{summary['steps']} ({epochs}, {samples})"
     seconds = [(phase, summary[f"{phase}_seconds"]) for phase in PHASES]

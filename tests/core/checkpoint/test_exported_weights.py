@@ -64,7 +64,14 @@ def test_weights_that_were_not_evaluated_have_no_metrics(tiny_run):
         assert result.summary["model_metrics"] == result.summary["validation"]
 
 
-@pytest.mark.parametrize(("epochs", "shown"), [(1, "1 epoch,"), (2, "2 epochs,")])
-def test_the_summary_counts_one_epoch_in_the_singular(tiny_run, tmp_path, epochs, shown):
-    summary = tiny_run([], epochs=epochs).summary
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"epochs": 1}, "9 (1 whole epoch,"),
+        ({"epochs": 2}, "18 (2 whole epochs,"),
+        ({"epochs": None, "max_steps": 20}, "20 (2 whole epochs,"),
+    ],
+)
+def test_the_summary_counts_the_epochs_that_ended(tiny_run, tmp_path, settings, shown):
+    summary = tiny_run([], **settings).summary
     assert shown in summary_rows(summary, tmp_path)["steps"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastloop.errors import PluginError
 from fastloop.optimizers.schedulers import Schedulers
 from fastloop.optimizers.several import Optimizers
 from fastloop.plugins.plugin import hookimpl
@@ -18,10 +19,31 @@ def build_optimizer(run: Run) -> Generator[None, Any, Any]:
     """Make one optimizer of a dict.
 
     Raises:
-        PluginError: See ``Optimizers``.
+        PluginError: See ``refuse_modes`` and ``Optimizers``.
     """
     optimizer = yield
+    for member in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
+        refuse_modes(member, run.recipe.where)
     return Optimizers(optimizer, run.recipe.where) if isinstance(optimizer, Mapping) else optimizer
+
+
+def refuse_modes(optimizer: Any, where: str) -> None:
+    """Raise an error for an optimizer that switches modes for training and evaluation, as those of the package
+    ``schedulefree``.
+
+    Args:
+        where: The recipe, for messages.
+    """
+    if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
+        return
+    name = type(optimizer).__name__
+    raise PluginError(
+        f"{name} has methods train() and eval(), which exchange the weights for training and those for evaluation. "
+        "fastloop does not call them, so evaluations and exported models would have the weights for training.",
+        code="unsupported-optimizer",
+        place=where,
+        remedy="Use another optimizer. For averages of the weights, list the plugin ema.",
+    )
 
 
 @hookimpl(wrapper=True, tryfirst=True)

@@ -11,7 +11,7 @@ from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import SGD, AdamW, Rprop
 from training_runs import execute
 
-from fastloop import CheckpointError, PluginError, RecipeError
+from fastloop import CheckpointError, Plugin, PluginError, RecipeError, hookimpl
 from fastloop.testing import expect_problem
 
 CASES: dict[str, tuple[Any, Any]] = {
@@ -111,3 +111,33 @@ def test_a_run_resumes_with_it_and_is_refused_with_another_argument():
     check_interrupted(Case(train={"optimizer": chosen}), "limit", 5)
     with expect_problem("resume-differs train.optimizer {'momentum' 0.9 'name' 'SGD'} 0.8", CheckpointError):
         execute(make_run("output=cut", optimizer={"name": "SGD", "momentum": 0.8}, resume=Path("cut")))
+
+
+class Switched(SGD):
+    """Has modes, as the optimizers of the package schedulefree."""
+
+    def train(self) -> None:
+        """Put the weights for training into the model."""
+
+    def eval(self) -> None:
+        """Put the weights for evaluation into the model."""
+
+
+class BuildsSwitched(Plugin):
+    name = "builds-switched"
+    numerics = "changes-training"
+
+    def __init__(self, as_dict: bool) -> None:
+        super().__init__()
+        self.as_dict = as_dict
+
+    @hookimpl
+    def build_optimizer(self, model):
+        optimizer = Switched(model.parameters(), lr=LR)
+        return {"all": optimizer} if self.as_dict else optimizer
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_an_optimizer_with_modes_is_refused(tiny_run, as_dict):
+    with expect_problem("unsupported-optimizer Switched train() eval() ema", PluginError):
+        tiny_run([BuildsSwitched(as_dict)])

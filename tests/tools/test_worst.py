@@ -124,6 +124,7 @@ def test_each_worst_sample_names_its_line_and_columns(tmp_path, cli, monkeypatch
     train(recipe)
     out = evaluate(cli, "run", "--split", "validation", "--worst", "12", "--keep", "id,wrong=label")
     found = stored(Path("run"), "validation")["worst"]
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
     assert {row["place"].partition(",")[0] for row in found} == {"a.csv", "b.csv"}
     for row in found:
         name, _, line = row["place"].partition(", line ")

@@ -77,7 +77,13 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | 
     width = needed.minimum if console.is_terminal else needed.maximum
     if width > console.width:
         console = Console(file=console.file, width=width)
-    console.print(table)
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().removesuffix("\n").split("\n"):
+        print(line.rstrip(" "), file=console.file)  # rich pads the last column
 
 
 def fold_head(name: str, width: int) -> str:

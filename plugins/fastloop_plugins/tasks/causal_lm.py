@@ -347,8 +347,9 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         completions = generate(run, prompts if run.is_main else [], 1, options, seed, size)
         samples = []
         for target, prompt, completion in zip(targets, prompts, completions, strict=False):  # none on other processes
-            rows = [prompt, completion.ids, target.tokens]
-            asked, answer, expected = tokenizer.batch_decode(rows, skip_special_tokens=True)
+            asked = tokenizer.decode(prompt)
+            texts = [completion.ids, target.tokens]
+            answer, expected = tokenizer.batch_decode(texts, skip_special_tokens=True)
             samples.append(GeneratedSample(asked, answer, expected, completion.ended))
         log_samples(run, samples)
 

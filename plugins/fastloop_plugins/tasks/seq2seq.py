@@ -328,8 +328,9 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         samples = []
         for sample, ids in zip(chosen, drawn.tolist(), strict=True):
             completion = cut_at_end(ids, config.eos_token_id)
-            rows = [sample["input_ids"], completion.ids, sample["labels"]]
-            asked, answer, expected = tokenizer.batch_decode(rows, skip_special_tokens=True)
+            asked = tokenizer.decode(sample["input_ids"])
+            texts = [completion.ids, sample["labels"]]
+            answer, expected = tokenizer.batch_decode(texts, skip_special_tokens=True)
             samples.append(GeneratedSample(asked, answer, expected, completion.ended))
         log_samples(run, samples)
 

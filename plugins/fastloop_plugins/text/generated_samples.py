@@ -26,7 +26,7 @@ class GeneratedSample:
     """A validation prompt with the text that the model generated.
 
     Attributes:
-        prompt: The prompt, without special tokens.
+        prompt: The prompt as the model sees it, with special tokens.
         answer: The generated text.
         expected: The text of the validation split.
         ended: Whether the model ended the text; otherwise it reached the largest number of new tokens.

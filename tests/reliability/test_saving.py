@@ -309,6 +309,16 @@ def test_read_only_folder_is_logged_and_training_continues(tmp_path, tiny_run, c
     assert steps() == [18]
 
 
+def test_best_weights_that_were_never_saved_are_no_missing_metric(tmp_path, tiny_run, caplog):
+    """a folder that is read-only for a whole run: the warning about the best weights names the saves"""
+    tiny_run(epochs=1, output="run", save_every=9)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with mounted(checkpoints, "--bind", str(checkpoints)):
+        run = tiny_run(["checkpoint-best", Locks(checkpoints, 9, 99)], model=tiny_model(), output="run", resume=True)
+    assert run.summary["best"] is None
+    assert "the best weights were not saved: the last weights stay" in caplog.text
+
+
 QUOTA = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))"
 
 

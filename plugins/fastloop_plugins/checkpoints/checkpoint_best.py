@@ -61,6 +61,7 @@ class CheckpointBest(Plugin):
         self.kept: list[Kept] = []  # best first
         # step of a resume checkpoint -> steps of the best then: it must find their folders
         self.saved: dict[int, list[int]] = {}
+        self.has_unsaved = False  # whether weights that were among the best could not be written
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -91,12 +92,13 @@ class CheckpointBest(Plugin):
     @hookimpl
     def after_fit(self, run: Run) -> None:
         if not self.kept:
-            self.log.warning(
-                Problem(
-                    f"no evaluation gave a {self.monitored.name} that is a number: the last weights stay.",
-                    code="no-best-checkpoint",
-                )
+            problem = Problem(
+                f"no evaluation gave a {self.monitored.name} that is a number: the last weights stay.",
+                code="no-best-checkpoint",
             )
+            if self.has_unsaved:
+                problem = Problem("the best weights were not saved: the last weights stay.", code="no-best-checkpoint")
+            self.log.warning(problem)
             return
         from fastloop import checkpoint
         from fastloop.checkpoint import resume
@@ -178,6 +180,7 @@ class CheckpointBest(Plugin):
             run.saver.report_failure(str(error))
             failed = True
         if any(run.processes.all_gather_object(failed)):  # it is not kept: on all processes
+            self.has_unsaved = True
             return
         place = 0
         while place < len(self.kept) and not self.monitored.better(value, self.kept[place].value):

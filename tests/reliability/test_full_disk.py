@@ -217,6 +217,14 @@ def test_what_a_command_replaces_stays_on_a_full_disk(disk: Path):
     assert (disk / "page.html").read_text() == "old"
 
 
+def test_a_write_on_a_read_only_disk_names_its_file(tmp_path: Path):
+    """a read-only disk, on which no unfinished file can be removed either: the error names the file to write"""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m,ro", "none") as folder:
+        with pytest.raises(OSError, match="Read-only") as caught:
+            write(folder / "report.html", "text")
+        assert caught.value.filename == str(folder / "report.html")
+
+
 def test_errors_of_libraries_are_recognized():
     """errors of libraries about a full disk, without its number or of another class: recognized"""
     numbered = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

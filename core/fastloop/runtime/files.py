@@ -57,7 +57,14 @@ def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> 
         error.filename = str(path)  # not the temporary name
         raise
     finally:
-        aside.unlink(missing_ok=True)
+        _discard(aside)
+
+
+def _discard(aside: Path) -> None:
+    """Remove an unfinished file, if it was made. On a read-only file system this fails for any name, and the error of
+    the write is the one to show."""
+    with suppress(OSError):
+        aside.unlink()
 
 
 def full_disk(error: BaseException, place: Path | None = None, remedy: str = FREE_SPACE) -> SaveError | None:
@@ -242,7 +249,7 @@ def apply_umask(folder: Path) -> None:
         with probe.open("x") as file:
             usual = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     finally:
-        probe.unlink(missing_ok=True)
+        _discard(probe)
     for path in folder.rglob("*.safetensors"):
         if path.is_file() and not path.is_symlink():
             path.chmod(usual)

@@ -195,6 +195,15 @@ def test_a_listing_that_cannot_be_written_is_an_error(command):
     assert_problem(done.stderr, "disk-full standard output")
 
 
+def test_a_current_folder_that_was_removed_is_named():
+    """the current folder was removed before the command: one line of error"""
+    Path("gone").mkdir()
+    line = f"cd gone && rmdir ../gone && {sys.executable} -P -m fastloop plan quickstart"
+    done = subprocess.run(["bash", "-c", line], text=True, timeout=WAIT, check=False, capture_output=True)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert_problem(done.stderr, "no-current-folder current folder")
+
+
 @pytest.mark.parametrize(
     "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -103,6 +104,7 @@ def main() -> None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         try:
+            _check_current_folder()
             app(arguments)
         finally:
             sys.stdout.flush()
@@ -112,6 +114,22 @@ def main() -> None:
         from fastloop.cli.messages import exit_with
 
         exit_with(error)
+
+
+def _check_current_folder() -> None:
+    """Refuse a current folder that was removed: libraries of torch end the process while they are loaded in it.
+
+    Raises:
+        UsageError: The folder was removed.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        from fastloop.errors import UsageError
+
+        raise UsageError(
+            "the current folder was removed.", code="no-current-folder", remedy="Go to another folder with `cd`."
+        ) from None
 
 
 def process() -> None:

@@ -6,6 +6,7 @@ name keys, options and commands that exist: ``test_remedies.py``.
 
 from __future__ import annotations
 
+import ast
 import bz2
 import json
 import re
@@ -13,6 +14,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,8 @@ class Second(First):
 Make = Callable[[Any], list[str]]
 PRINTED = re.compile(r"`(fastloop [^`]+)`|(?<=: )(fastloop .+)$", re.MULTILINE)
 """A command in the output of another one: between backquotes, or at the end of a line."""
+AFTER_COMMAND = re.compile(r"fastloop (train|plan|bench|evaluate|export|predict|prepare|profile|report|sweep) $")
+"""The text of an f-string before the first argument of a command."""
 
 
 @dataclass
@@ -664,3 +668,29 @@ def find_proposal(beginning: str, out: str, err: str) -> str:
     matches = {proposal for proposal in proposals if proposal.startswith(beginning)}
     assert len(matches) == 1, f"{proposals} in:\n{out}{err}"
     return matches.pop()
+
+
+def unquoted_words(text: ast.JoinedStr) -> list[str]:
+    """The values of an f-string that follow ``fastloop COMMAND`` without ``quote``, as source text."""
+    unquoted = []
+    for before, value in pairwise(text.values):
+        if not isinstance(before, ast.Constant) or not isinstance(value, ast.FormattedValue):
+            continue
+        if not AFTER_COMMAND.search(str(before.value)):
+            continue
+        source = ast.unparse(value.value)
+        if not source.startswith(("quote(", "shlex.quote(")):
+            unquoted.append(source)
+    return unquoted
+
+
+def test_paths_in_proposed_commands_are_quoted():
+    """`fastloop report {folder}` needs quotes for a folder with a space."""
+    texts = 0
+    for folder in ("core", "plugins", "packages"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    texts += 1
+                    assert unquoted_words(node) == [], f"{path.relative_to(ROOT)}, line {node.lineno}"
+    assert texts > 100

@@ -70,11 +70,12 @@ def test_a_recipe_without_the_plugin_is_prepared_in_the_users_cache_with_the_com
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     recipe = recipe_file("text-classification")
-    code, out, _ = cli("prepare", recipe)
+    code, out, _ = cli("prepare", recipe, "data.max_length=7", "--with", "ema")
     assert code == 0
-    assert out.splitlines()[-1] == f"To train on it: fastloop train {recipe} --with token-cache"
+    changes = ["data.max_length=7", "--with", "ema,token-cache"]
+    assert out.splitlines()[-1] == f"To train on it: fastloop train {recipe} {' '.join(changes)}"
     monkeypatch.setattr(tokens, "encode", lambda *_, **__: pytest.fail("tokenized again"))
-    assert cli("train", recipe, "--with", "token-cache")[0] == 0
+    assert cli("train", recipe, *changes)[0] == 0
 
 
 def test_a_task_without_token_ids_is_refused(cli):

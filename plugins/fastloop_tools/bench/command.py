@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -312,7 +313,7 @@ def measure_ablation(
             typer.echo(f"The results so far are in {folder}.")
             raise
     rich.print(Markdown(report.markdown(ablation_run.record)))
-    typer.echo(f"written to {folder}; chart: fastloop report {folder}")
+    typer.echo(f"written to {folder}; chart: fastloop report {quote(str(folder))}")
     return complete
 
 

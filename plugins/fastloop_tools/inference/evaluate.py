@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -262,7 +263,7 @@ def report(record: dict[str, Any], json_file: str) -> None:
         return
     saved = save(Path(target), record, record["arguments"])
     if saved and json_file != "-":
-        typer.echo(f"written to {saved}; page: fastloop report {target}")
+        typer.echo(f"written to {saved}; page: fastloop report {quote(target)}")
 
 
 def show(record: dict[str, Any], json_file: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import rich
@@ -64,7 +65,8 @@ def show_plan(arguments: RecipeArguments, nproc: int | None, verbose: bool) -> N
     typer.echo()
     show_facts(plan, batch)
     if not verbose:
-        typer.echo(f"\n`fastloop plan {arguments.recipe} -v` shows each plugin's effect and options.")
+        command = secrets.hide(join(["fastloop", "plan", *arguments.words(), "-v"]))
+        typer.echo(f"\n`{command}` shows each plugin's effect and options.")
 
 
 def make_plan(recipe: Recipe, nproc: int | None) -> Plan:

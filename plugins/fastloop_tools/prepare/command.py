@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from shlex import join
+
 import typer
 
 from fastloop.cli.arguments import NoCode, Overrides, RecipeArguments, RecipeName, With, Without
+from fastloop.recipe import secrets
 
 
 def prepare(
@@ -39,7 +43,9 @@ def prepare(
     total = sum(entry.size for entry in prepared.entries)
     typer.echo(f"{show_size(total):>10}  in {prepared.folder}")
     if not prepared.is_selected:
-        typer.echo(f"To train on it: fastloop train {recipe} --with token-cache")
+        words = replace(arguments, with_plugins=[*arguments.with_plugins, "token-cache"]).words()
+        command = secrets.hide(join(["fastloop", "train", *words]))
+        typer.echo(f"To train on it: {command}")
 
 
 def show_size(size: int) -> str:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fastloop.errors import UsageError
@@ -130,7 +131,7 @@ def read(folders: Iterable[Path]) -> PageContents:
             remedy = ""
             if folder.is_file():
                 problem = "is a file"
-                remedy = f"Give the folder, not its files: `fastloop report {folder.parent}`."
+                remedy = f"Give the folder, not its files: `fastloop report {quote(str(folder.parent))}`."
             elif not folder.is_dir():
                 problem = nothing_at(folder, "folder")
             raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from shlex import quote
 
 import typer
 
@@ -67,7 +68,7 @@ def sweep_grid(arguments: SweepArguments, folds: int | None, resume: bool) -> No
     failed = [run for run in runs if run.status == "failed"]
     for run in failed:
         typer.echo(f"failed: {run.name}: {run.reason}")
-    typer.echo(f"written to {record.file}; curves: fastloop report {settings.folder}")
+    typer.echo(f"written to {record.file}; curves: fastloop report {quote(str(settings.folder))}")
     raise typer.Exit(1 if failed else 0)
 
 

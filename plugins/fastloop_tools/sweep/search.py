@@ -84,7 +84,7 @@ def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat
         write()
         rows = collect(study)
     show_trials(rows, settings, better)
-    typer.echo(f"curves: fastloop report {folder}")
+    typer.echo(f"curves: fastloop report {shlex.quote(str(folder))}")
     has_failed = any(row.error for row in rows)
     raise typer.Exit(1 if has_failed else 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -65,4 +66,6 @@ def import_config(
     for key, reason in notes.items():
         typer.echo(f"{key}: {reason}")
     processes = f" --nproc {nproc}" if nproc > 1 else ""
-    typer.echo(f"written to {output}\nNext steps:\n  fastloop plan {output}\n  fastloop train {output}{processes}")
+    typer.echo(f"written to {output}\nNext steps:")
+    typer.echo(f"  fastloop plan {quote(str(output))}")
+    typer.echo(f"  fastloop train {quote(str(output))}{processes}")

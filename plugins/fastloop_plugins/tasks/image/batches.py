@@ -209,9 +209,11 @@ def open_image(path: Path, max_pixels: int, resized: int, least: tuple[int, int]
 
 
 def to_rgb(image: ImageFile) -> Image.Image:
-    """Decode an open image as red, green and blue. Applies the orientation in its EXIF data, and drops transparency.
+    """Decode an open image as red, green and blue. Applies the orientation in its EXIF data.
 
-    A grayscale PNG of 16 bits is scaled to 8 bits, as Pillow scales one in color.
+    An alpha channel is dropped. One transparent color of a PNG or GIF stays in ``info["transparency"]``, as in
+    transformers' ``load_image``: see ``ImageProcessor.opaque``. A grayscale PNG of 16 bits is scaled to 8 bits, as
+    Pillow scales one in color, and its transparent shade is dropped.
 
     Raises:
         ValueError: Its channels have other than 8 bits, and it is no PNG.
@@ -223,8 +225,9 @@ def to_rgb(image: ImageFile) -> Image.Image:
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode[0] == "I":
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    opaque = image.convert("RGBA") if "transparency" in image.info else image
-    return opaque.convert("RGB")
+    if isinstance(image.info.get("transparency"), bytes):  # an alpha value for each entry of a palette
+        return image.convert("RGBA").convert("RGB")
+    return image.convert("RGB")
 
 
 def _is_turned(image: Image.Image) -> bool:
@@ -298,6 +301,7 @@ class Transform:
             size: Width and height of the image in which ``part`` lies. The decoded image may be smaller.
         """
         processor = self.processor
+        image = processor.opaque(image)
         input_size = (processor.width, processor.height)
         if image.size == size:
             return processor.table(image.crop(part).resize(input_size, processor.resample))

@@ -98,6 +98,7 @@ class ImageProcessor(ABC):
 
     Attributes:
         table: Makes the same values from an image that has the size already.
+        paints_white: Whether it paints the transparent color of an image white, as transformers' CLIPImageProcessor.
         shorter_side: Pixels of an image's shorter side after resizing, before a part is cropped; 1: an image is not
             larger than the input.
 
@@ -110,6 +111,7 @@ class ImageProcessor(ABC):
         self.resample = Image.Resampling(resample)
         self.height, self.width = self._find_size()
         self.table = self._make_table()
+        self.paints_white = self._paints_white()
         square = self._kept_share(256, 256)
         wide = self._kept_share(512, 256)
         crops_sides = wide < 0.75 * square
@@ -135,6 +137,21 @@ class ImageProcessor(ABC):
         if not torch.equal(self(image)[center], table(image)[center]):
             raise ValueError(f"{self.name} cannot be used: it changes more than the size, the values and the channels")
         return table
+
+    def _paints_white(self) -> bool:
+        size = (RAMP_SIDE, RAMP_SIDE)
+        transparent = Image.new("RGB", size, "black")
+        transparent.info["transparency"] = (0, 0, 0)
+        white = Image.new("RGB", size, "white")
+        return torch.equal(self.without_resizing(transparent), self.without_resizing(white))
+
+    def opaque(self, image: Image.Image) -> Image.Image:
+        """An image in red, green and blue, for ``table``, whose transparent color is white if the processor paints it
+        white."""
+        if not self.paints_white or "transparency" not in image.info:
+            return image
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
     @property
     def name(self) -> str:

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from image_helpers import make_run, write_image, write_images
 from log_lines import find_lines
 from PIL import Image
 
 from fastloop.testing import assert_problem, find_problems
 from fastloop_plugins.tasks.image import repeats
-from fastloop_plugins.tasks.image.batches import check_images, read_image
-from fastloop_plugins.tasks.image.data import ImageFiles
+from fastloop_plugins.tasks.image.batches import Transform, check_images, read_image
+from fastloop_plugins.tasks.image.data import MAX_PIXELS, Augment, ImageFiles, InputFormat
+from fastloop_plugins.tasks.image.processors import TransformersProcessor
 from fastloop_plugins.tasks.image.repeats import find_repeated_images
 
 CLASSES = ("cat", "dog")
@@ -175,9 +177,10 @@ def test_other_modes_of_images_are_read_as_a_pipeline_reads_them(caplog):
     transparent = colors.convert("RGBA")
     transparent.putalpha(Image.fromarray(draw.integers(0, 255, (8, 8), dtype=np.uint8)))
     colors.save("colors.png")
-    colors.save("one-transparent-color.png", transparency=(1, 2, 3))
-    colors.convert("L").save("gray.png", transparency=30)
-    colors.convert("1").save("two-colors.png")
+    gray = colors.convert("L")
+    colors.save("one-transparent-color.png", transparency=colors.getpixel((2, 2)))
+    gray.save("gray.png", transparency=gray.getpixel((2, 2)))
+    colors.convert("1").save("two-colors.png", transparency=0)
     colors.convert("CMYK").save("print.jpg")
     palette.save("palette.png")
     palette.save("one-transparent-entry.png", transparency=3)
@@ -188,9 +191,15 @@ def test_other_modes_of_images_are_read_as_a_pipeline_reads_them(caplog):
     transparent.save("transparent.webp", lossless=True)
     names = sorted(path.name for path in Path().iterdir())
     assert len(names) == 12
+    processor = TransformersProcessor.from_format(InputFormat(image_size=8, crop_fraction=1))
+    whole = Augment(scale=[1, 1], ratio=[1, 1], flip=0)
     for name in names:
         with Image.open(name) as file:
-            assert np.array_equal(np.asarray(load_image(file)), np.asarray(read_image(Path(name)))), name
+            expected = load_image(file)
+        assert np.array_equal(np.asarray(expected), np.asarray(read_image(Path(name)))), name
+        for augment in (None, whole):  # evaluation, training
+            inputs = Transform(processor, augment).read(Path(name), MAX_PIXELS, torch.Generator())
+            assert torch.equal(inputs, processor(expected)), name
     check_images([ImageFiles(Path(), names, [0] * len(names))])
     assert not find_problems(caplog, "clipped-elsewhere")
 

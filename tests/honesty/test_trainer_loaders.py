@@ -347,9 +347,7 @@ def test_workers_are_set_up_as_the_loader_says():
     settings: dict[str, Any] = {"loss": nn.functional.cross_entropy, "epochs": 1, "device": "cpu"}
     trainer = Trainer(Sees(), loader, DataLoader(Asks(), batch_size=4), plugins=QUIET, output="run", **settings)
     trainer.fit()
-    trial = [10.0] * 3  # of the first batch and its halves: whether the loss is a mean
-    training = [10.0, 11.0, 10.0, 11.0, 10.0, 11.0]
-    assert seen == trial + training + [-1.0] * 6, "training by two workers, evaluation by none"
+    assert seen == [10.0, 11.0, 10.0, 11.0, 10.0, 11.0] + [-1.0] * 6, "training by two workers, evaluation by none"
     used = trainer.run.train_loader.loader
     assert (used.num_workers, used.prefetch_factor, used.persistent_workers) == (2, 3, True)
     assert used.multiprocessing_context.get_start_method() == "fork"
@@ -396,9 +394,8 @@ def test_evaluation_takes_the_samples_batches_and_collator_of_its_own_loader():
         DataLoader(Numbers(), batch_size=8, collate_fn=plus(200)),
     ]
     Trainer(Keeps(), *loaders, plugins=QUIET, epochs=1, output="run", device="cpu").fit()
-    trial = [3, 1, 2]  # the first batch of training and its halves: whether the loss is a mean
-    assert sizes == trial + [4] * 5 + [8, 8, 5]
-    assert read[sum(trial) :] == [100 + index for index in range(20, 0, -1)] + [200 + index for index in range(SIZE)]
+    assert sizes == [4] * 5 + [8, 8, 5]
+    assert read == [100 + index for index in range(20, 0, -1)] + [200 + index for index in range(SIZE)]
     sizes.clear()
     Trainer(Keeps(), *loaders, plugins=QUIET, epochs=1, output="run", device="cpu", eval_batch_size=10).fit()
-    assert sizes == [*trial, 10, 10, 10, 10, 1], "what is asked for by name counts; the loader's drop_last stays"
+    assert sizes == [10, 10, 10, 10, 1], "what is asked for by name counts; the loader's drop_last stays"

@@ -1,5 +1,4 @@
-"""A loss that is not the mean over the samples of a batch is reported in the first step, if a step has micro-batches or
-an evaluation several batches."""
+"""A loss that is not the mean over the samples of a batch is reported in the first step that has micro-batches."""
 
 from __future__ import annotations
 
@@ -50,12 +49,7 @@ def train(caplog: Any, loss: Any, **arguments: Any) -> str:
 
 
 def test_a_masked_mean_over_micro_batches_is_a_warning(caplog):
-    assert train(caplog, masked_mean, micro_batch_size=4).count("depend on train.micro_batch_size and") == 1
-
-
-def test_a_masked_mean_over_batches_of_an_evaluation_is_a_warning(caplog):
-    evaluated = {"eval_loader": masked_data(), "eval_batch_size": 4}
-    assert train(caplog, masked_mean, **evaluated).count("depend on train.eval_batch_size and") == 1
+    assert train(caplog, masked_mean, micro_batch_size=4).count("train.micro_batch_size") == 1
 
 
 def test_halves_that_agree_by_chance_hide_no_other_micro_batch(caplog):
@@ -77,18 +71,10 @@ def test_halves_that_agree_by_chance_hide_no_other_micro_batch(caplog):
     ("loss", "arguments"),
     [
         (masked_mean, {}),
-        (masked_mean, {"eval_loader": masked_data(), "eval_batch_size": SAMPLES}),
-        (mean_of_samples, {"eval_loader": masked_data(), "eval_batch_size": 4}),
         (mean_of_samples, {"micro_batch_size": 4}),
         (masked_mean, {"micro_batch_size": 4, "collate": counted}),
     ],
-    ids=[
-        "one micro-batch",
-        "one batch of an evaluation",
-        "batches of an evaluation",
-        "mean of samples",
-        "counted targets",
-    ],
+    ids=["one micro-batch", "mean of samples", "counted targets"],
 )
 def test_other_losses_are_none(caplog, loss, arguments):
     assert train(caplog, loss, **arguments) == ""

@@ -110,20 +110,14 @@ class Stream(IterableDataset[Any]):
         epoch, start = self.position.tolist()
         info = get_worker_info()
         shards_itself = getattr(self.dataset, "shards_itself", False)
-        seed_of_worker = None
-        if shards_itself and info is not None:
-            seed_of_worker = hash((self.seed, epoch, self.rank, info.id)) % 2**32
-        # set_epoch may seed the generators in another way
-        if seed_of_worker is not None:  # each worker has a copy of them
-            seed_generators(self.own_generators.generators, seed_of_worker)
-        elif not shards_itself and not hasattr(self.dataset, "read_ranges"):
-            # the same for all readers, which must agree on the order
+        if not shards_itself and not hasattr(self.dataset, "read_ranges"):
+            # the same for all readers, which must agree on the order; set_epoch may seed them in another way
             self.own_generators.start_epoch(epoch, self.seed)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if shards_itself:
-            if seed_of_worker is not None:
-                seed_all(seed_of_worker)
+            if info is not None:
+                seed_all(hash((self.seed, epoch, self.rank, info.id)) % 2**32)
             yield from self.dataset
             return
         # on 2 processes with 3 workers each, process 1 has the readers 1, 3 and 5 of 6

@@ -371,26 +371,6 @@ def test_an_iterable_dataset_draws_an_order_for_each_epoch_with_any_number_of_wo
     assert train(Shuffled(), workers=2) == alone
 
 
-class Sharded(IterableDataset[Any]):
-    """Each worker draws numbers of its own."""
-
-    shards_itself = True
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(8):
-            number = torch.rand(1, generator=self.generator)
-            yield number, number
-
-
-def test_the_workers_of_a_dataset_that_shards_itself_draw_other_numbers() -> None:
-    inputs = inputs_of(train(Sharded(), workers=2, epochs=2))
-    assert len(inputs) == 2 * 2 * 8
-    assert len(set(inputs)) == len(inputs)
-
-
 class Unseeded(Shuffled):
     """Its order is another one in each process."""
 

@@ -10,7 +10,6 @@ from fastloop.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.amp import GradScaler
 
 log = logging.getLogger("fastloop")
 
@@ -84,18 +83,6 @@ class UnsteppedParameters:
         if unfrozen:
             self._frozen.clear()
             self._warn(unfrozen, step)
-
-    def undo_scaling(self, scaler: GradScaler) -> None:
-        """Divide the gradients by the scale of the loss, as the scaler does with those of the optimizer."""
-        from torch.distributed.tensor import DTensor
-
-        self._find_unstepped()
-        for _, parameter in self._unstepped:
-            if parameter.grad is not None:
-                gradient = parameter.grad
-                if isinstance(gradient, DTensor):
-                    gradient = gradient.to_local()  # shares its memory
-                gradient.div_(scaler.scale(gradient.new_ones(())))
 
     def _find_unstepped(self) -> None:
         """List the parameters, anew if a plugin has added a group to the optimizer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import mimetypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,11 +84,23 @@ def load(
     is_own_data = True
     if any(override.startswith("data") for override in overrides):
         own_data = load_recipe(recipe_file).data
-        is_own_data = all(recipe.data.get(key) == own_data.get(key) for key in SOURCE)
+        is_own_data = all(_resolved(recipe.data.get(key)) == _resolved(own_data.get(key)) for key in SOURCE)
     recipe.inference = dataclasses.replace(inference, model=place.model.resolve(), is_own_data=is_own_data)
     if not is_short(inference.source):
         recipe.plugins.setdefault("auto", dict(SELECTION))
     return recipe
+
+
+def _resolved(value: Any) -> Any:
+    """A setting with the absolute paths of files and folders that exist: ``saved`` and ``./saved`` name the same
+    data."""
+    if isinstance(value, Mapping):
+        return {key: _resolved(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_resolved(item) for item in value]
+    if isinstance(value, str) and Path(value).exists():
+        return str(Path(value).resolve())
+    return value
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,10 @@ def show_plan(arguments: RecipeArguments, nproc: int | None, verbose: bool) -> N
     typer.echo()
     show_facts(plan, batch)
     if not verbose:
-        command = secrets.hide(join(["fastloop", "plan", *arguments.words(), "-v"]))
+        words = arguments.words()
+        if nproc is not None:
+            words += ["--nproc", str(nproc)]
+        command = secrets.hide(join(["fastloop", "plan", *words, "-v"]))
         typer.echo(f"\n`{command}` shows each plugin's effect and options.")
 
 

@@ -43,7 +43,9 @@ def prepare(
     total = sum(entry.size for entry in prepared.entries)
     typer.echo(f"{show_size(total):>10}  in {prepared.folder}")
     if not prepared.is_selected:
-        words = replace(arguments, with_plugins=[*arguments.with_plugins, "token-cache"]).words()
+        without_plugins = [name for name in arguments.without_plugins if name != "token-cache"]
+        with_plugins = [*arguments.with_plugins, "token-cache"]
+        words = replace(arguments, with_plugins=with_plugins, without_plugins=without_plugins).words()
         command = secrets.hide(join(["fastloop", "train", *words]))
         typer.echo(f"To train on it: {command}")
 

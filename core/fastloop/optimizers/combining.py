@@ -22,9 +22,13 @@ def build_optimizer(run: Run) -> Generator[None, Any, Any]:
         PluginError: See ``refuse_modes`` and ``Optimizers``.
     """
     optimizer = yield
-    for member in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
-        refuse_modes(member, run.recipe.where)
-    return Optimizers(optimizer, run.recipe.where) if isinstance(optimizer, Mapping) else optimizer
+    where = run.recipe.where
+    if not isinstance(optimizer, Mapping):
+        refuse_modes(optimizer, where)
+        return optimizer
+    for member in optimizer.values():
+        refuse_modes(member, where)
+    return Optimizers(optimizer, where)
 
 
 def refuse_modes(optimizer: Any, where: str) -> None:

@@ -25,6 +25,16 @@ def stepped_parameters(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def find_unstepped(parameters: Iterable[tuple[str, Tensor]], optimizer: Any) -> list[tuple[str, Tensor]]:
+    """Those of some named parameters that an optimizer does not step."""
+    stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
+    unstepped = []
+    for name, parameter in parameters:
+        if id(parameter) not in stepped:
+            unstepped.append((name, parameter))
+    return unstepped
+
+
 def by_module(names: Iterable[str]) -> str:
     """Group parameter names by module: ``encoder.0 (weight, bias), head (weight)``."""
     modules: dict[str, list[str]] = {}
@@ -90,11 +100,7 @@ class UnsteppedParameters:
         if count == self._stepped_count:
             return
         self._stepped_count = count
-        self._unstepped = []
-        stepped = {id(parameter) for parameter in stepped_parameters(self._optimizer)}
-        for name, parameter in self._parameters:
-            if id(parameter) not in stepped:
-                self._unstepped.append((name, parameter))
+        self._unstepped = find_unstepped(self._parameters, self._optimizer)
         self.all_are_stepped = not self._unstepped
 
     def _warn(self, names: list[str], step: int) -> None:

@@ -120,7 +120,7 @@ class StepGraph(Plugin):
     def check_run(self, run: Run) -> None:
         from torch.optim import Adam, AdamW
 
-        from fastloop.unstepped import by_module, stepped_parameters
+        from fastloop.unstepped import by_module, find_unstepped
         from fastloop_plugins.kernels._recorded_step import CudaRecorder, LearningRates
 
         place = f"{run.recipe.where}: plugins.{self.name}"
@@ -144,11 +144,8 @@ class StepGraph(Plugin):
                 expected="torch's Adam or AdamW with fused=True, without the loss scaling of fp16",
                 remedy="Set plugins.fused-optimizer.implementation: fused and plugins.amp.dtype: bf16.",
             )
-        stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
-        others = []
-        for name, parameter in run.model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in stepped:
-                others.append(name)
+        unstepped = find_unstepped(run.model.named_parameters(), optimizer)
+        others = [name for name, parameter in unstepped if parameter.requires_grad]
         if others:
             raise PluginError(
                 f"the optimizer of the run does not hold {by_module(others)}, and a replay leaves no gradients for "

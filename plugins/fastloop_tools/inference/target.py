@@ -230,7 +230,7 @@ def read_file_instead(recipe: Recipe, file: Path) -> None:
     assert recipe.inference is not None
     if not file.is_file():
         raise UsageError(f"{nothing_at(file)}.", code="file-missing", place=f"--file {file}")
-    elsewhere = {"name", "subset", "revision", "sources", "module", "arguments", "splits", "limit"}
+    elsewhere = {*SOURCE, "splits", "limit"}
     elsewhere |= {"streaming", "shuffle_buffer", "lanes", "mix"}  # of training rows
     recipe.data = {key: value for key, value in recipe.data.items() if key not in elsewhere}
     recipe.data["files"] = {recipe.inference.split: str(file)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 import rich
@@ -26,6 +25,7 @@ from fastloop.recipe import Recipe, secrets
 from fastloop.runtime import hardware
 from fastloop.settings import Settings
 from fastloop_tools.plan.code_files import code_files
+from fastloop_tools.shared.command_lines import command_line
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ def show_plan(arguments: RecipeArguments, nproc: int | None, verbose: bool) -> N
     typer.echo()
     show_facts(plan, batch)
     if not verbose:
-        words = arguments.words()
-        if nproc is not None:
-            words += ["--nproc", str(nproc)]
-        command = secrets.hide(join(["fastloop", "plan", *words, "-v"]))
+        plugins = {"--with": list(arguments.with_plugins), "--without": list(arguments.without_plugins)}
+        options = plugins | {"--nproc": nproc, "-v": True}
+        command = command_line("plan", [arguments.recipe, *arguments.overrides], options)
         typer.echo(f"\n`{command}` shows each plugin's effect and options.")
 
 

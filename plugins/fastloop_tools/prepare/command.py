@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from shlex import join
-
 import typer
 
 from fastloop.cli.arguments import NoCode, Overrides, RecipeArguments, RecipeName, With, Without
-from fastloop.recipe import secrets
+from fastloop_tools.shared.command_lines import command_line
 
 
 def prepare(
@@ -45,8 +42,8 @@ def prepare(
     if not prepared.is_selected:
         without_plugins = [name for name in arguments.without_plugins if name != "token-cache"]
         with_plugins = [*arguments.with_plugins, "token-cache"]
-        words = replace(arguments, with_plugins=with_plugins, without_plugins=without_plugins).words()
-        command = secrets.hide(join(["fastloop", "train", *words]))
+        plugins = {"--with": with_plugins, "--without": without_plugins}
+        command = command_line("train", [arguments.recipe, *arguments.overrides], plugins)
         typer.echo(f"To train on it: {command}")
 
 

@@ -27,7 +27,6 @@ class Table:
         where: The source, for messages.
         columns: The columns that were read.
         names: Names of all columns of the source; None: those of ``columns``.
-        classes: Names of the labels, if the features of the dataset define them.
         class_names: Column -> the names of its numbers, for each column of which the features define them.
         unreadable: Number of skipped rows that could not be read.
         untyped: Whether every cell is text: a label 1 is then '1'.
@@ -43,7 +42,6 @@ class Table:
     where: str
     columns: Mapping[str, Column]
     names: Sequence[str] | None = None
-    classes: list[str] | None = None
     unreadable: int = 0
     untyped: bool = False
     notes: list[str] = field(default_factory=list)
@@ -206,7 +204,7 @@ def class_names_of(features: Mapping[str, Any], columns: Iterable[str]) -> dict[
     return names
 
 
-def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | None = None) -> Table:
+def table_of(where: str, rows: Any, columns: Mapping[str, str]) -> Table:
     """Convert a ``datasets.Dataset``, or mappings, to a table.
 
     Args:
@@ -218,8 +216,7 @@ def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | Non
             for batch in rows.select_columns(list(read)).with_format("arrow").iter(BLOCK):
                 for name, column in read.items():
                     column.append_block(list_values(batch.column(name), where, columns[name], name))
-        names = class_names_of(rows.features, read)
-        return Table(where, read, rows.column_names, classes=names.get(label or ""), class_names=names)
+        return Table(where, read, rows.column_names, class_names=class_names_of(rows.features, read))
     row_names: dict[str, None] = {}  # columns of any row, in order
     read = {name: Column() for name in columns}
     for start, (block,) in in_blocks([rows]):

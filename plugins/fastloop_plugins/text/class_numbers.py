@@ -97,8 +97,7 @@ def _with_values(
     if names is not None:
         class_names[column] = names
     columns = {**part.columns, column: Column(map(replaced, part.column(key, column)))}
-    classes = names if key == "label" else part.classes
-    return replace(part, columns=columns, classes=classes, class_names=class_names)
+    return replace(part, columns=columns, class_names=class_names)
 
 
 def _refuse_numbers(names: Mapping[int, str], part: Table, column: str, data: TextData) -> None:

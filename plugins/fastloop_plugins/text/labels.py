@@ -86,7 +86,7 @@ def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where:
             values[role] = [convert_numbers(part, options, notes) for part in labels]
 
     files = ", ".join(table.where for table in parts["train"])
-    dataset_names = None if names else parts["train"][0].classes
+    dataset_names = None if names else parts["train"][0].class_names.get(str(options.label))
     classes = _classes_of_train(values["train"], dataset_names, options, files, notes)
     ids = {}
     for role, labels in values.items():
@@ -117,8 +117,9 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
         ids_of_parts = []
         for table in tables:
             values = read_label_column(table, options, notes)
-            if table.classes is not None and not _has_number(names, table.classes, options.label_offset):
-                values = _named_by_dataset(values, table.classes, options.label_offset)
+            own_names = table.class_names.get(str(options.label))
+            if own_names is not None and not _has_number(names, own_names, options.label_offset):
+                values = _named_by_dataset(values, own_names, options.label_offset)
             values = values.renamed(names)
             class_ids = {label: model_classes.find(label, table.untyped) for label in values.labels}
             unknown = values.first_row_with({label for label, index in class_ids.items() if index is None})
@@ -304,7 +305,11 @@ def _number_beside_spaces(label: Label) -> str:
 
 
 def _classes_of_train(
-    values: Sequence[PartLabels], dataset_names: list[str] | None, options: DataOptions, files: str, notes: list[str]
+    values: Sequence[PartLabels],
+    dataset_names: Sequence[str] | None,
+    options: DataOptions,
+    files: str,
+    notes: list[str],
 ) -> Classes:
     """The classes of the labels of the training split.
 
@@ -364,7 +369,7 @@ def _classes_of_texts(labels: Set[Label], options: DataOptions, files: str) -> C
 
 
 def _classes_of_numbers(
-    labels: Set[Label], dataset_names: list[str] | None, options: DataOptions, files: str
+    labels: Set[Label], dataset_names: Sequence[str] | None, options: DataOptions, files: str
 ) -> Classes:
     """The classes of whole numbers: label 1 is the class 0 with ``data.label_offset: 1``."""
     offset = options.label_offset
@@ -380,7 +385,7 @@ def _classes_of_numbers(
         )
     if dataset_names is None:
         return Classes(ids, [str(label) for label in ids])
-    return Classes(ids, dataset_names)
+    return Classes(ids, list(dataset_names))
 
 
 def _remedy_for_gaps(labels: Set[Label]) -> str:

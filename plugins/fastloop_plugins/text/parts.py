@@ -87,7 +87,6 @@ def _read_shards(data: TextData, shards: Shards) -> dict[str, list[Table]]:
         names = shards.class_names(data, split) if tables else {}
         for table in tables:
             table.class_names = names
-            table.classes = names.get(data.labels[0]) if data.labels else None
     return parts
 
 
@@ -177,5 +176,4 @@ def _table_of(data: TextData, where: str, rows: Any) -> Table:
     layout = data.layout()
     columns = dict.fromkeys(layout.optional, data.text_key)
     columns |= layout.columns
-    label = data.labels[0] if data.labels else None
-    return table_of(where, rows, columns, label)
+    return table_of(where, rows, columns)

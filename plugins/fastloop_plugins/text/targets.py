@@ -190,16 +190,16 @@ def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
                 place=part.row(number),
                 remedy="Or name columns of 0 and 1: data.label=[A,B].",
             )
-        yield frozenset(_class_name(part, number, name) for name in value)
+        yield frozenset(_class_name(part, data, number, name) for name in value)
 
 
-def _class_name(part: Table, number: int, label: Any) -> str:
+def _class_name(part: Table, data: TextData, number: int, label: Any) -> str:
     """The name of a class of a row.
 
     Raises:
         RecipeError: Its number is none of the dataset's, which has names for its numbers.
     """
-    names = part.classes
+    names = part.class_names.get(data.labels[0])
     if names is None or not isinstance(label, int):
         return str(label)
     if not 0 <= label < len(names):

@@ -271,7 +271,7 @@ class TagTextData(TextData):
         itself."""
         if isinstance(tag, str):
             return tag
-        names = part.classes or self.options.tag_names
+        names = part.class_names.get(self.labels[0]) or self.options.tag_names
         if names is None and self.inference is not None and str(int(tag)) not in self.classes:
             names = self.classes
         if names is not None and 0 <= tag < len(names):
@@ -284,7 +284,7 @@ class TagTextData(TextData):
         Args:
             first: The first part with rows.
         """
-        classes = self.options.tag_names or first.classes
+        classes = self.options.tag_names or first.class_names.get(self.labels[0])
         if classes:
             return list(classes)
         names = names | {self._name(first, tag) for tag in self._stream_tags()}

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
@@ -82,15 +83,32 @@ class Registration:
 _registrations: list[Registration] = []
 
 
+class ImportedLoader(Loader):
+    """Gives Python a module that is imported already, instead of executing it once more."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+        self.spec = module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Restore the spec of the module, which Python has replaced by the one of this loader."""
+        module.__spec__ = self.spec
+
+
 class StandIn(ModuleType):
     """Takes the place of a delayed module while another module imports it.
 
-    It has the names of all modules that do without the delayed one: one of them may import the next.
+    It has the names of all modules that do without the delayed one: one of them may import the next. Another thread,
+    which may import the delayed one meanwhile, takes the names of the real module from it.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.thread = threading.get_ident()
+        self.names: dict[str, Any] = {}
         self.__path__: list[str] = []
         for delayed in DELAYED.values():
             if delayed.name == name:
@@ -98,18 +116,21 @@ class StandIn(ModuleType):
 
     def _add_names(self, delayed: DelayedModule) -> None:
         for name in delayed.functions:
-            setattr(self, name, _delayed_function(delayed.name, name))
+            self.names[name] = _delayed_function(delayed.name, name)
         for name in delayed.decorators:
-            setattr(self, name, functools.partial(_register_later, name))
+            self.names[name] = functools.partial(_register_later, name)
         for name in delayed.exceptions:
-            setattr(self, name, type(name, (Exception,), {"__module__": delayed.name}))
+            self.names[name] = type(name, (Exception,), {"__module__": delayed.name})
 
     @property
     def __spec__(self) -> ModuleSpec:
-        """Python reads it for each import. Another thread than that of the stand-in needs the real module."""
-        if threading.get_ident() != self.thread:
-            _import(self.__name__)
-        return ModuleSpec(self.__name__, None)
+        """Python reads it for each import. Another thread than that of the stand-in needs the real module.
+
+        It may read it while it searches the real module, and then loads by the spec that it got here.
+        """
+        if threading.get_ident() == self.thread:
+            return ModuleSpec(self.__name__, None)
+        return ModuleSpec(self.__name__, ImportedLoader(_import(self.__name__)))
 
     @__spec__.setter
     def __spec__(self, value: ModuleSpec | None) -> None:
@@ -118,6 +139,8 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks for __file__, for example
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name in self.names and threading.get_ident() == self.thread:
+            return self.names[name]
         return getattr(_import(self.__name__), name)
 
 

@@ -113,6 +113,18 @@ def test_types_of_parquet_stay(run, cli):
 
 
 @pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
+def test_a_time_of_day_keeps_its_nanoseconds(run, cli, out):
+    times = pa.array([3_723_000_000_001, None, 3_723_000_000_000], pa.time64("ns"))  # 01:02:03 and a nanosecond
+    path = Path("rows.parquet")
+    parquet.write_table(pa.table({"text": ["a film", "a bore", "a fine film"], "at": times}), path)
+    found = predict(cli, run, path, out, "--keep", "at", "--chunk", "2")
+    if out == "out.parquet":
+        assert parquet.read_table(out)["at"].combine_chunks().equals(times)
+    else:
+        assert [row["at"] or None for row in found] == ["01:02:03.000000001", None, "01:02:03.000000000"]
+
+
+@pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
 def test_line_ends_in_cells_begin_no_row(run, cli, out):
     notes = ["a\rb", "a\nb", "a\r\nb", "\r", "plain", 'say "so"', "\u2028\x85\x0b"]
     path = write(Path("rows.jsonl"), [{"text": "a fine\rfilm", "note": note} for note in notes])

@@ -69,9 +69,20 @@ class Block:
         """The values of some columns; None for each row in a column that is not there."""
         columns = dict[str, Sequence[Any]]()
         for name in names:
-            values = self.columns.get(name, [None] * self.rows)
-            columns[name] = values.to_pylist() if hasattr(values, "to_pylist") else values
+            columns[name] = python_values(self.columns.get(name, [None] * self.rows))
         return columns
+
+
+def python_values(values: Any) -> Sequence[Any]:
+    """The values of a column from a reader: a list, or an array of pyarrow.
+
+    A time of day in nanoseconds stays a scalar of pyarrow: ``datetime.time`` has microseconds.
+    """
+    if not hasattr(values, "to_pylist"):
+        return values  # type: ignore[no-any-return]
+    if str(values.type) == "time64[ns]":
+        return [scalar if scalar.is_valid else None for scalar in values]
+    return values.to_pylist()  # type: ignore[no-any-return]
 
 
 class File(ABC):

@@ -13,7 +13,7 @@ import numpy as np
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop_plugins._mapped import take, zeros
 from fastloop_plugins.rows.column import Column, in_blocks, keep_rows
-from fastloop_plugins.rows.file import BLOCK
+from fastloop_plugins.rows.file import BLOCK, python_values
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -184,7 +184,7 @@ def text_column(values: Iterable[Any], name: str, key: str, bad: Bad, required: 
 def list_values(values: Any, where: str, key: str, name: str) -> list[Any]:
     """A block of the column that ``data.<key>`` names, from a reader: a list, or an array of pyarrow."""
     try:
-        return list(values.to_pylist() if hasattr(values, "to_pylist") else values)
+        return list(python_values(values))
     except UnicodeDecodeError as error:  # reading Parquet does not validate its text
         raise RecipeError(
             f"the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason}).",

@@ -219,7 +219,7 @@ def rows(columns: Columns) -> Iterator[dict[str, Any]]:
 
 
 def json_value(value: Any) -> str:
-    """A value of a kept column that JSON has no type for.
+    """A value of a kept column that JSON has no type for: see ``python_values``.
 
     Raises:
         UsageError: It is no text: bytes.
@@ -228,6 +228,8 @@ def json_value(value: Any) -> str:
         return value.isoformat()
     if isinstance(value, Decimal | timedelta | UUID):
         return str(value)
+    if type(value).__name__ == "Time64Scalar":  # of pyarrow, which need not be installed
+        return str(value.cast("string"))  # with nanoseconds, which str(value) leaves out
     raise UsageError(
         f"found a value of type {type(value).__name__}, which only .parquet can hold.",
         code="unknown-format",

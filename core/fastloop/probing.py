@@ -6,34 +6,39 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import FunctionType, NoneType
+from types import MethodType, NoneType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from fastloop.runtime.random_states import RandomGenerator
 
-UNCHANGEABLE = frozenset({NoneType, bool, bytes, float, int, str, FunctionType})
+UNCHANGEABLE = frozenset({NoneType, bool, bytes, float, int, str})
 """Types of most attributes of a model, in which there is nothing to restore."""
 
 
 @contextmanager
-def probing(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients and without torch's compiler. Afterwards, the model and the CPU's random states are
-    what they were, also after an error.
+def probing(model: nn.Module, loss: Any = None) -> Iterator[None]:
+    """Eval mode without gradients and without torch's compiler. Afterwards, the model and the random states are what
+    they were, also after an error.
 
     A forward pass may change a model for good. For example, BigBird keeps full attention after one short text, and
     rotary embeddings keep the longest length. The block may also change the model itself, such as its attention or its
-    hooks. Everything is restored: attributes, submodules, hooks and configurations, and the values of buffers.
-    Parameters are not copied, so the block must not write to them.
+    hooks. Everything is restored: attributes, submodules, hooks and configurations, the values of buffers, and
+    the states of generators that the model keeps for itself. Parameters are not copied, so the block must not write to
+    them.
+
+    Args:
+        loss: A loss function. Its attributes and the generators that it keeps are restored, too.
     """
     import torch
 
     from fastloop.evaluation_results import evaluating
-    from fastloop.runtime.random_states import cpu_random_states, restore_random_states
+    from fastloop.runtime.random_states import random_states, restore_random_states
 
-    states = cpu_random_states()
-    restore = remember(model)
+    states = random_states()
+    restore = remember(model, loss)
     try:
         with evaluating(model), torch.no_grad(), uncompiled():
             yield
@@ -55,13 +60,57 @@ def uncompiled() -> AbstractContextManager[None]:
     return stance
 
 
-def remember(model: nn.Module) -> list[Callable[[], None]]:
-    """Functions that restore everything that a model consists of, except its parameters."""
-    from torch import Tensor, nn
+def remember(model: nn.Module, loss: Any = None) -> list[Callable[[], None]]:
+    """Functions that restore everything that a model consists of, except its parameters.
+
+    Args:
+        loss: As in ``probing``.
+    """
+    from torch import Tensor
+
+    from fastloop.runtime.random_states import read_generators, restore_generators
 
     restoring = list[Callable[[], None]]()
+    for value in _parts_of(model, loss):
+        if isinstance(value, Tensor):
+            if value.grad_fn is None and not value.is_meta:
+                restoring.append(partial(_put_back_values, value, value.detach().clone()))
+        elif isinstance(value, dict | list | set):
+            restoring.append(partial(_put_back_items, value, value.copy()))
+    generators = own_generators(model, loss)
+    restoring.append(partial(restore_generators, generators, read_generators(generators)))
+    return restoring
+
+
+def own_generators(model: nn.Module, loss: Any = None) -> list[RandomGenerator]:
+    """The generators of random numbers that a model keeps for itself, such as one for its own dropout. They are
+    attributes of its modules, global variables that a ``forward`` names, or in objects and functions that its modules
+    hold; see ``find_generators``.
+
+    Args:
+        loss: As in ``probing``.
+    """
+    from torch import Tensor
+
+    from fastloop.runtime.random_states import find_generators
+
+    others = list[Any]()
+    for value in _parts_of(model, loss):
+        if not isinstance(value, Tensor | dict | list | set | tuple):
+            others.append(value)
+    for kind in {type(module) for module in model.modules()}:
+        others.append(kind.forward)
+    return find_generators(*others)
+
+
+def _parts_of(model: nn.Module, loss: Any) -> Iterator[Any]:
+    """Everything that the modules and the configurations of a model hold, each object once, except parameters: tensors,
+    dicts, lists, sets, tuples, and other objects, into which this does not look. The same of a loss function, and what
+    it holds itself."""
+    from torch import nn
+
     known = set[int]()
-    waiting = list[Any]([model])
+    waiting = list[Any]([loss, getattr(loss, "__dict__", None), model])
     while waiting:
         value = waiting.pop()
         if type(value) in UNCHANGEABLE:
@@ -72,17 +121,21 @@ def remember(model: nn.Module) -> list[Callable[[], None]]:
         if isinstance(value, nn.Module):
             known.add(id(value._parameters))  # a strategy exchanges them in forward passes
             waiting.append(vars(value))
-        elif hasattr(type(value), "to_dict") and hasattr(value, "__dict__"):  # a configuration of transformers
+            continue
+        if hasattr(type(value), "to_dict") and hasattr(value, "__dict__"):  # a configuration of transformers
             waiting.append(vars(value))
-        elif isinstance(value, Tensor):
-            if value.grad_fn is None and not value.is_meta:
-                restoring.append(partial(_put_back_values, value, value.detach().clone()))
-        elif isinstance(value, dict | list | set):
-            restoring.append(partial(_put_back_items, value, value.copy()))
-            waiting += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, tuple):
+            continue
+        if isinstance(value, MethodType):
+            waiting.append(value.__self__)  # a module, or an object that may keep a generator
+            continue
+        if isinstance(value, partial):
+            waiting += [value.func, value.args, value.keywords]
+            continue
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | set | tuple):
             waiting += value
-    return restoring
+        yield value
 
 
 def reshard(model: nn.Module) -> None:

@@ -77,10 +77,10 @@ CLOSED = (type, ModuleType, torch.Tensor, np.ndarray, str, bytes)
 def find_generators(*values: Any) -> list[RandomGenerator]:
     """The generators of random numbers that objects keep for themselves, each once.
 
-    They are in attributes, slots, lists, tuples and dicts. Those of a function are in its closure and its defaults,
-    and those of a method in its object. ``DEPTH``, ``LARGEST`` and ``VISITS`` limit the search in each object, which
-    visits near attributes first. Generators that all code of the process shares are left out, and so are those
-    without a state, such as ``random.SystemRandom``.
+    They are in attributes, slots, lists, tuples and dicts. Those of a function are in its closure, its defaults and the
+    global variables that it names, and those of a method in its object. ``DEPTH``, ``LARGEST`` and ``VISITS`` limit the
+    search in each object, which visits near attributes first. Generators that all code of the process shares are left
+    out, and so are those without a state, such as ``random.SystemRandom``.
     """
     generators: dict[int, RandomGenerator] = {}
     for value in values:
@@ -150,6 +150,7 @@ def _parts_of(part: Any) -> list[Any]:
         parts += _values_of_closure(part)
         parts += part.__defaults__ or ()
         parts += (part.__kwdefaults__ or {}).values()
+        parts += _generators_of_globals(part)
     return parts
 
 
@@ -173,6 +174,16 @@ def _values_of_closure(function: FunctionType) -> list[Any]:
         with suppress(ValueError):
             values.append(cell.cell_contents)
     return values
+
+
+def _generators_of_globals(function: FunctionType) -> list[RandomGenerator]:
+    """The global variables that a function names, as far as they are generators: others lead to all of a file."""
+    generators = []
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, RandomGenerator):
+            generators.append(value)
+    return generators
 
 
 def read_generators(generators: Sequence[RandomGenerator]) -> list[Any]:

@@ -1,17 +1,21 @@
-"""Measures whether the loss of a batch is the mean over its samples, which micro-batches and processes rely on."""
+"""Measures whether the loss of a batch is the mean over its samples, which micro-batches, processes and the batches of
+an evaluation rely on."""
 
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastloop import Problem
-from fastloop.runtime.random_states import preserve_random_states
+from fastloop_plugins.tasks.shared.collate import count_for_loss
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Batch, Output, Run
+    from fastloop.data import Loader
 
 logger = logging.getLogger("fastloop")
 
@@ -24,8 +28,31 @@ TOLERANCE = 0.02
 class ComputesLoss(Protocol):
     """A task whose loss depends on the model and the batch alone."""
 
+    criterion: Any
+    """The loss function; None: the model computes the loss."""
+
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
         """See the hook."""
+
+
+@dataclass(frozen=True)
+class MeasuredLoss:
+    """The loss of a micro-batch.
+
+    Attributes:
+        whole: That of all samples.
+        mean_of_halves: The mean of its halves' losses, weighted by their samples.
+    """
+
+    whole: float
+    mean_of_halves: float
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether both agree. A loss that is infinite compares with nothing."""
+        if math.isinf(self.whole):
+            return True
+        return abs(self.whole - self.mean_of_halves) <= TOLERANCE * abs(self.whole)
 
 
 def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> None:
@@ -33,17 +60,16 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     a mean over the positions of a mask gives a micro-batch with few of them too much weight, and so does a mean by
     weights of classes.
 
-    Nothing is measured if a step has one micro-batch on one process, if a collator counted the targets, if another
-    plugin computes the loss, or if the batch cannot be cut: a tensor has no dimension for its samples, or a strategy
-    shards the weights.
+    Nothing is measured if a step has one micro-batch on one process and each evaluation one batch, if a collator
+    counted the targets, if another plugin computes the loss, if the loss of the same batch differs between two calls,
+    or if the batch cannot be cut: a tensor has no dimension for its samples, or a strategy shards the weights.
+
+    The model, the random states, and the generators that the model and the loss function keep stay as they were.
 
     Args:
         task: The task. Its own method is called, because wrappers of the hook may count the calls.
     """
-    import torch
     from torch.distributed.tensor import DTensor
-
-    from fastloop.probing import probing
 
     implementations = run.plugins.manager.hook.compute_loss.get_hookimpls()
     for implementation in implementations:
@@ -51,7 +77,8 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
             return
     if run.strategy.sets_precision:
         return  # only its wrapper casts the inputs, and a wrapper may exchange data, which not every process would do
-    if len(batches) == 1 and run.world_size == 1:
+    keys = _sizes_that_matter(run, batches, task)
+    if not keys:
         return
     model = run.unwrap_model()
     if any(isinstance(parameter, DTensor) or not parameter.numel() for parameter in model.parameters()):
@@ -63,17 +90,16 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
         halves = _cut(batch.inputs, batch.samples, middle)
         if halves is None:
             return
-        with preserve_random_states(), probing(model), torch.no_grad():
-            whole = float(task.compute_loss(model, batch.inputs).loss)
-            first, second = (float(task.compute_loss(model, half).loss) for half in halves)
-        mean = (first * middle + second * (batch.samples - middle)) / batch.samples
-        if abs(whole - mean) <= TOLERANCE * abs(whole):
+        measured = _measure(task, model, batch, halves, middle)
+        if measured is None:
+            return
+        if measured.is_mean:
             continue
         logger.warning(
             Problem(
-                f"the loss of a micro-batch is not the mean over its samples: found {whole:.4g} for "
-                f"{batch.samples} samples, and {mean:.4g} as the mean of its halves. So results depend on "
-                "train.micro_batch_size and the number of processes.",
+                f"the loss of a micro-batch is not the mean over its samples: found {measured.whole:.4g} for "
+                f"{batch.samples} samples, and {measured.mean_of_halves:.4g} as the mean of its halves. So results "
+                f"depend on {', '.join(keys)} and the number of processes.",
                 code="loss-not-a-mean",
                 place=run.recipe.where,
                 remedy=(
@@ -83,6 +109,54 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
             )
         )
         return
+
+
+def _sizes_that_matter(run: Run, batches: list[Batch], task: ComputesLoss) -> list[str]:
+    """The keys of sizes that change results if the loss is not the mean over samples.
+
+    Evaluations alone do not count for the losses of torch whose targets are counted: these are means.
+    """
+    keys = []
+    if len(batches) > 1 or run.world_size > 1:
+        keys.append("train.micro_batch_size")
+    elif count_for_loss(task.criterion) is not None:
+        return []
+    if any(_has_several_batches(loader) for loader in run.eval_loaders.values()):
+        keys.append("train.eval_batch_size")
+    return keys
+
+
+def _has_several_batches(loader: Loader) -> bool:
+    """Whether an evaluation of this split reads more than one batch, as far as it is known before."""
+    steps = loader.steps_per_epoch()
+    return steps is None or steps > 1
+
+
+def _measure(
+    task: ComputesLoss, model: nn.Module, batch: Batch, halves: tuple[Any, Any], middle: int
+) -> MeasuredLoss | None:
+    """The losses of a micro-batch and of its halves. None: they cannot be compared, because the loss differs between
+    two calls, such as one with noise, or because one of the calls fails. A step that fails, too, reports its error.
+
+    The three losses begin with the same random states: a loss that draws one branch for a whole batch draws the same.
+    """
+    from fastloop.probing import probing
+
+    def compute(inputs: Any) -> float:
+        return float(task.compute_loss(model, inputs).loss)
+
+    try:
+        with probing(model, task.criterion):
+            whole = compute(batch.inputs)
+            if compute(batch.inputs) != whole:  # also if both are NaN
+                return None
+        with probing(model, task.criterion):
+            first = compute(halves[0])
+        with probing(model, task.criterion):
+            second = compute(halves[1])
+    except Exception:  # a loss may need a certain size of batches, or gradients
+        return None
+    return MeasuredLoss(whole, (first * middle + second * (batch.samples - middle)) / batch.samples)
 
 
 def _cut(inputs: Any, samples: int, middle: int) -> tuple[Any, Any] | None:

@@ -1,16 +1,23 @@
-"""A loss that is not the mean over the samples of a batch is reported in the first step that has micro-batches."""
+"""A loss that is not the mean over the samples of a batch is reported in the first step, if a step has micro-batches or
+an evaluation several batches."""
 
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from fastloop import Batch, Trainer
+from fastloop_plugins.tasks.shared import micro_batches
+from fastloop_tools.trainer import task
 
 SAMPLES = 16
 
@@ -39,6 +46,26 @@ def counted(samples: list[tuple[Tensor, Tensor]]) -> Batch:
     return Batch((inputs, targets), loss_weight=float((~targets.isnan()).sum()))
 
 
+def noisy(predictions: Tensor, targets: Tensor) -> Tensor:
+    return mean_of_samples(functional.dropout(predictions, 0.5), targets)
+
+
+def noisy_masked_mean(predictions: Tensor, targets: Tensor) -> Tensor:
+    return masked_mean(functional.dropout(predictions, 0.5), targets)
+
+
+def mean_of_a_branch(predictions: Tensor, targets: Tensor) -> Tensor:
+    """Draws one scale for the whole batch, which repeats in every second call or so."""
+    scale = 1.0 if random.random() < 0.5 else 3.0
+    return scale * mean_of_samples(predictions, targets)
+
+
+def mean_of_four_or_more(predictions: Tensor, targets: Tensor) -> Tensor:
+    if len(predictions) < 4:
+        raise ValueError("four samples at least")
+    return mean_of_samples(predictions, targets)
+
+
 def train(caplog: Any, loss: Any, **arguments: Any) -> str:
     torch.manual_seed(0)
     caplog.set_level(logging.WARNING, logger="fastloop")
@@ -48,8 +75,20 @@ def train(caplog: Any, loss: Any, **arguments: Any) -> str:
     return caplog.text
 
 
-def test_a_masked_mean_over_micro_batches_is_a_warning(caplog):
-    assert train(caplog, masked_mean, micro_batch_size=4).count("train.micro_batch_size") == 1
+EVALUATED: dict[str, Any] = {"eval_loader": masked_data(), "eval_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        ({"micro_batch_size": 4}, "train.micro_batch_size and"),
+        (EVALUATED, "train.eval_batch_size and"),
+        ({"micro_batch_size": 4, **EVALUATED}, "train.micro_batch_size, train.eval_batch_size and"),
+    ],
+    ids=["micro-batches", "evaluations", "both"],
+)
+def test_a_masked_mean_is_a_warning(caplog, arguments, keys):
+    assert train(caplog, masked_mean, **arguments).count(f"results depend on {keys} the number of processes") == 1
 
 
 def test_halves_that_agree_by_chance_hide_no_other_micro_batch(caplog):
@@ -71,27 +110,144 @@ def test_halves_that_agree_by_chance_hide_no_other_micro_batch(caplog):
     ("loss", "arguments"),
     [
         (masked_mean, {}),
+        (masked_mean, {"eval_loader": masked_data(), "eval_batch_size": SAMPLES}),
+        (mean_of_samples, EVALUATED),
         (mean_of_samples, {"micro_batch_size": 4}),
         (masked_mean, {"micro_batch_size": 4, "collate": counted}),
+        (noisy, {"micro_batch_size": 4}),
+        (noisy_masked_mean, EVALUATED),
+        (mean_of_a_branch, {"micro_batch_size": 4}),
+        (mean_of_four_or_more, {"micro_batch_size": 4}),
     ],
-    ids=["one micro-batch", "mean of samples", "counted targets"],
+    ids=[
+        "one micro-batch",
+        "one batch of an evaluation",
+        "batches of an evaluation",
+        "mean of samples",
+        "counted targets",
+        "noise",
+        "noise of a masked mean",
+        "one branch a batch",
+        "a loss that fails on halves",
+    ],
 )
 def test_other_losses_are_none(caplog, loss, arguments):
     assert train(caplog, loss, **arguments) == ""
 
 
-def test_the_measurement_changes_no_number(monkeypatch, caplog):
-    """A model with dropout and batch norm: random numbers and statistics stay."""
+class Noise(nn.Module):
+    """Adds noise of a generator, in evaluations, too."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.draw()
+
+
+class OwnNoise(nn.Module):
+    """Adds noise of a generator that is an attribute."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.rand(inputs.shape, generator=self.generator)
+
+
+class Source:
+    """An object that keeps a generator."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(0)
+
+    def draw(self) -> float:
+        return self.generator.random()
+
+
+OF_FILE = np.random.default_rng(0)
+
+
+class NoiseOfFile(nn.Module):
+    """Adds noise of a generator that is a global variable."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + OF_FILE.random()
+
+
+class RunningScale(nn.Module):
+    """A loss that keeps the mean of its last losses, and divides by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.calls = 0
+
+    def forward(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        loss = masked_mean(predictions, targets)
+        self.calls += 1
+        self.scale = 0.5 * self.scale + 0.5 * loss.detach()
+        return loss / self.scale / self.calls
+
+
+def own_noise() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Sequential(OwnNoise(torch.Generator().manual_seed(0)))))
+
+
+def noise_of_numpy() -> nn.Module:
+    return Noise(np.random.default_rng(0).random)
+
+
+def noise_of_object() -> nn.Module:
+    return Noise(Source().draw)
+
+
+def noise_of_file() -> nn.Module:
+    OF_FILE.bit_generator.state = np.random.default_rng(0).bit_generator.state
+    return NoiseOfFile()
+
+
+def loss_with_noise() -> Any:
+    generator = np.random.default_rng(0)
+    return lambda predictions, targets: masked_mean(predictions, targets) * generator.random()
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "dropout and batch norm": (lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), lambda: masked_mean),
+    "an own generator": (own_noise, lambda: masked_mean),
+    "a method of a generator": (noise_of_numpy, lambda: masked_mean),
+    "a generator of an object": (noise_of_object, lambda: masked_mean),
+    "a generator of a file": (noise_of_file, lambda: masked_mean),
+    "a generator of the loss": (nn.Identity, loss_with_noise),
+    "a loss that changes": (nn.Identity, RunningScale),
+}
+"""Case -> a layer of the model, and the loss."""
+
+
+@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("arguments", [{"micro_batch_size": 4}, EVALUATED], ids=["micro-batches", "evaluations"])
+def test_the_measurement_changes_no_number(monkeypatch, case, arguments):
+    """Random numbers and statistics are those of a run without it."""
+    make_layer, make_loss = LAYERS[case]
+    measured = []
 
     def weights() -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
-        usual = {"batch_size": 8, "micro_batch_size": 4, "max_steps": 3, "output": "run", "device": "cpu"}
-        Trainer(model, masked_data(), loss=masked_mean, **usual).fit()
+        model = nn.Sequential(nn.Linear(8, 8), make_layer(), nn.Linear(8, 8))
+        usual = {"batch_size": 8, "max_steps": 3, "output": "run", "device": "cpu", **arguments}
+        Trainer(model, masked_data(), loss=make_loss(), **usual).fit()
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    measured = weights()
-    assert "micro-batch" in caplog.text
-    monkeypatch.setattr("fastloop_tools.trainer.task.warn_of_other_means", lambda run, batches, task: None)
-    unmeasured = weights()
-    assert all(torch.equal(measured[name], unmeasured[name]) for name in measured)
+    def measure(*arguments: Any) -> Any:
+        measured.append(arguments)
+        return measure_loss(*arguments)
+
+    measure_loss = micro_batches._measure
+    monkeypatch.setattr(micro_batches, "_measure", measure)
+    with_it = weights()
+    assert measured
+    monkeypatch.setattr(task, "warn_of_other_means", lambda run, batches, task: None)
+    without = weights()
+    assert all(torch.equal(with_it[name], without[name]) for name in without)

@@ -78,7 +78,7 @@ class PartialEntry:
         write(self.folder / "state.json", json.dumps(state), hidden=True)
 
     def finish(self, is_narrow: bool) -> None:
-        """Write the last rows, and leave only the files of an entry in the folder.
+        """Write the last rows, and leave only the files of an entry in the folder, and its lock.
 
         Args:
             is_narrow: Store ids in 2 bytes if all of them fit.
@@ -93,7 +93,7 @@ class PartialEntry:
         np.save(self.folder / "lengths.npy", lengths, allow_pickle=False)
         sync(self.folder / "lengths.npy")
         write(self.folder / "facts.json", json.dumps(self.facts), hidden=True)
-        for name in ("lengths.bin", "state.json", LOCK):
+        for name in ("lengths.bin", "state.json"):
             (self.folder / name).unlink(missing_ok=True)
 
     def _narrow(self) -> None:
@@ -179,6 +179,8 @@ def partial_entry(entry: Path, facts: dict[str, int], is_narrow: bool = False) -
             yield partial
             partial.finish(is_narrow)
             folder.rename(entry)
+            # not before: another process would lock the folder, and empty it while this one renames it
+            (entry / LOCK).unlink(missing_ok=True)
             sync(entry.parent)
     except BaseException as error:
         with suppress(OSError):  # a full disk rejects the rest once more

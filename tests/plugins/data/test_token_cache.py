@@ -344,6 +344,21 @@ def test_a_second_process_does_not_go_on_with_the_rows_of_one_that_writes(monkey
     assert starts == [0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs locks of files")
+def test_rows_are_locked_until_they_are_an_entry(monkeypatch):
+    rename = Path.rename
+    locks = []
+
+    def lock_and_rename(path: Path, target: Path) -> Path:
+        locks.append(_partial_entry._lock(path))  # as another process does
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", lock_and_rename)
+    kept(Path("cache"), "a", lambda start: [[1, 2], [3]])
+    assert locks == [None]
+    assert sorted(path.name for path in Path("cache/a").iterdir()) == ["facts.json", "ids.bin", "lengths.npy"]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_an_interrupted_run_tokenises_only_the_rest(task, monkeypatch):
     plain = samples(run(task, cache=None))

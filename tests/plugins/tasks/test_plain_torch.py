@@ -1,0 +1,66 @@
+"""Losses, gradients and weights of each task equal those of torch alone, however a step is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from plain_data import write
+from plain_torch import CASES, Reference, train_case, train_cases, train_plainly
+
+from fastloop.testing import ProcessResult
+from fastloop.testing.runs import Trained
+
+WHOLE = 6
+"""A micro-batch is a step."""
+THIRD = 2
+"""A step has three micro-batches. The last step has five samples in micro-batches of 2, 2 and 1."""
+SIXTH = 1
+"""Each of two processes has three micro-batches of a step, and the second one two of the last step."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    write(folder)
+    return folder
+
+
+@cache
+def reference(name: str) -> Reference:
+    return train_plainly(CASES[name])
+
+
+def compare(ours: Trained, expected: Reference) -> None:
+    """Compare the losses of all steps and of the evaluation, the gradients of the first step, and the parameters after
+    the last one."""
+    assert ours.losses == pytest.approx(expected.losses, rel=1e-5)
+    ((_, metrics),) = ours.metrics
+    assert metrics["loss"] == pytest.approx(expected.evaluated, rel=1e-5)
+    assert ours.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("micro_batch", [pytest.param(WHOLE, marks=pytest.mark.slow), THIRD])
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_trains_as_torch_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, micro_batch: int):
+    monkeypatch.chdir(folder)
+    compare(train_case(name, micro_batch), reference(name))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of the class token of one image
+def test_two_processes_train_as_torch_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, processes: Callable[..., list[ProcessResult]]
+):
+    monkeypatch.chdir(folder)
+    first, second = processes(2, train_cases, list(CASES), SIXTH, "ddp", folder=folder)
+    for name, ours in first.result.items():
+        compare(ours, reference(name))
+        assert ours.replicas == second.result[name].replicas, name

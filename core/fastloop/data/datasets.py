@@ -48,7 +48,13 @@ class DatasetProtocol(Protocol):
     """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes
     every sample it yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's
     end. Default: False. Then ``__iter__`` must yield all samples in every process and worker, and fastloop shares them
-    out. Several processes compare the first sample, unless the dataset sets this attribute to False itself."""
+    out. Several processes compare the first sample, unless the dataset sets this attribute to False itself.
+
+    If True, fastloop seeds no generator that the dataset keeps. Each process and worker has a copy in the same state,
+    so that all take their shares of the same order: ``self.generator.permutation(n)[worker::workers]``. Without
+    workers, a copy continues from epoch to epoch, and in a resumed run. With workers, each epoch may begin with the
+    same numbers. ``set_epoch`` can seed a generator for each epoch. For numbers that differ between workers, such as
+    noise, draw from the global generators of torch, NumPy and Python, which fastloop seeds in each worker."""
 
     def set_epoch(self, epoch: int) -> None:
         """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle

@@ -115,7 +115,7 @@ class Stream(IterableDataset[Any]):
             self.own_generators.start_epoch(epoch, self.seed)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        if shards_itself:
+        if shards_itself:  # its own generators keep their states, see ``DatasetProtocol.shards_itself``
             if info is not None:
                 seed_all(hash((self.seed, epoch, self.rank, info.id)) % 2**32)
             yield from self.dataset

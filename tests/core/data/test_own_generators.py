@@ -17,8 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch import Tensor, distributed, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from fastloop import Plugin, Trainer, checkpoint, hookimpl
 from fastloop.data.iterables import Stream
@@ -296,8 +304,9 @@ def train(data: Any, collate: Any = None, *, workers: int = 0, output: str = "ru
     steps = Steps(options.pop("stop", None))
     loader = DataLoader(data, batch_size=4, num_workers=workers, collate_fn=collate)
     evaluated = DataLoader(data, batch_size=4, collate_fn=collate)  # a start of workers takes a tenth of a second
-    options |= {"loss": mean_square, "epochs": 2, "evaluate_every": 2, "device": "cpu", "output": output}
-    trainer = Trainer(nn.Linear(1, 1), loader, evaluated, plugins=[steps], **options)
+    usual = {"loss": mean_square, "epochs": 2, "evaluate_every": 2, "device": "cpu", "output": output}
+    plugins = [steps, *options.pop("plugins", ())]
+    trainer = Trainer(nn.Linear(1, 1), loader, evaluated, plugins=plugins, **usual | options)
     with nullcontext() if steps.stop is None else pytest.raises(KeyboardInterrupt):
         trainer.fit()
     return steps.seen
@@ -480,3 +489,67 @@ def test_set_epoch_may_seed_the_generator_of_a_dataset() -> None:
     read = inputs_of(train(SeedsItself()))
     assert read[:SAMPLES] == np.random.default_rng(10).permutation(SAMPLES).tolist()
     assert read[SAMPLES:] == np.random.default_rng(11).permutation(SAMPLES).tolist()
+
+
+# -- datasets that shard themselves ------------------------------------------------------------------------------------
+
+
+class SharesOut(IterableDataset[Any]):
+    """Each reader takes its share of an order that all draw from copies of one generator. Targets are noise of torch's
+    global generator."""
+
+    shards_itself = True
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        workers = 1 if info is None else info.num_workers
+        reader = worker
+        readers = workers
+        if distributed.is_initialized():
+            reader = distributed.get_rank() * workers + worker
+            readers = distributed.get_world_size() * workers
+        for index in self.generator.permutation(SAMPLES)[reader::readers]:
+            yield torch.full((1,), float(index)), torch.rand(1)
+
+
+class SeedsEpochs(SharesOut):
+    """Its order depends on the epoch alone."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator = np.random.default_rng(epoch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_readers_of_a_dataset_that_shards_itself_agree_on_an_order_and_not_on_noise(workers: int) -> None:
+    steps = train(SharesOut(), workers=workers)
+    read = inputs_of(steps)
+    assert sorted(read[:SAMPLES]) == sorted(read[SAMPLES:]) == list(range(SAMPLES))
+    drawn = [number for _, targets in steps for number in targets]
+    assert len(set(drawn)) == len(drawn) == 2 * SAMPLES
+
+
+def shared_out(workers: int) -> list[Any]:
+    return train(SharesOut(), workers=workers, plugins=["ddp"], epochs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_processes_that_read_a_dataset_that_shards_itself_agree_on_an_order(processes, tmp_path, workers):
+    each = [process.result for process in processes(2, shared_out, workers, folder=tmp_path)]
+    read = [number for steps in each for number in inputs_of(steps)]
+    assert sorted(read) == list(range(SAMPLES))
+    drawn = [number for steps in each for _, targets in steps for number in targets]
+    assert len(set(drawn)) == len(drawn) == SAMPLES
+
+
+@pytest.mark.parametrize(("data", "workers"), [(SharesOut, 0), pytest.param(SeedsEpochs, 2, marks=pytest.mark.slow)])
+def test_a_dataset_that_shards_itself_continues_with_the_numbers_of_the_next_epoch(data: Any, workers: int) -> None:
+    whole = train(data(), workers=workers, output="whole")
+    first = train(data(), workers=workers, output="cut", epochs=1)
+    second = train(data(), workers=workers, output="cut", resume=True)
+    assert inputs_of(first + second) == inputs_of(whole)
+    assert inputs_of(first) != inputs_of(second)

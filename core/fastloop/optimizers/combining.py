@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from accelerate.optimizer import AcceleratedOptimizer
+
 from fastloop.errors import PluginError
 from fastloop.optimizers.schedulers import Schedulers
 from fastloop.optimizers.several import Optimizers
@@ -23,12 +25,11 @@ def build_optimizer(run: Run) -> Generator[None, Any, Any]:
     """
     optimizer = yield
     where = run.recipe.where
-    if not isinstance(optimizer, Mapping):
-        refuse_modes(optimizer, where)
-        return optimizer
-    for member in optimizer.values():
-        refuse_modes(member, where)
-    return Optimizers(optimizer, where)
+    is_dict = isinstance(optimizer, Mapping)
+    if not any(plugin.switches_optimizer_modes for plugin in run.plugins):
+        for member in optimizer.values() if is_dict else [optimizer]:
+            refuse_modes(member, where)
+    return Optimizers(optimizer, where) if is_dict else optimizer
 
 
 def refuse_modes(optimizer: Any, where: str) -> None:
@@ -38,6 +39,8 @@ def refuse_modes(optimizer: Any, where: str) -> None:
     Args:
         where: The recipe, for messages.
     """
+    while isinstance(optimizer, AcceleratedOptimizer):  # has train() and eval(), which call those of its optimizer
+        optimizer = optimizer.optimizer
     if not (callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))):
         return
     name = type(optimizer).__name__
@@ -46,7 +49,8 @@ def refuse_modes(optimizer: Any, where: str) -> None:
         "fastloop does not call them, so evaluations and exported models would have the weights for training.",
         code="unsupported-optimizer",
         place=where,
-        remedy="Use another optimizer. For averages of the weights, list the plugin ema.",
+        remedy="Use another optimizer. For averages of the weights, list the plugin ema. A plugin that calls both "
+        "methods declares switches_optimizer_modes = True.",
     )
 
 

@@ -229,6 +229,10 @@ class Plugin:
     run the same operations in every step, and act on the host only where a step without their call needs nothing of
     it. While ``run.is_recording``, they must read no number from the device. ``compute_loss`` of a task need not
     declare it."""
+    switches_optimizer_modes: ClassVar[bool] = False
+    """Whether it calls ``train()`` and ``eval()`` of an optimizer that has them, such as one of the package
+    `schedulefree`: ``eval()`` before evaluations and exports, and ``train()`` before the next step. Without such a
+    plugin, the optimizer is refused."""
     fallback_hooks: tuple[str, ...] = ()
     """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from
     options."""

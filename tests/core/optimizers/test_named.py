@@ -114,30 +114,78 @@ def test_a_run_resumes_with_it_and_is_refused_with_another_argument():
 
 
 class Switched(SGD):
-    """Has modes, as the optimizers of the package schedulefree."""
+    """Has modes, as the optimizers of the package schedulefree: evaluation reads an average of the weights."""
+
+    is_training = True
 
     def train(self) -> None:
         """Put the weights for training into the model."""
+        self.is_training = True
 
     def eval(self) -> None:
         """Put the weights for evaluation into the model."""
+        self.is_training = False
 
 
 class BuildsSwitched(Plugin):
     name = "builds-switched"
     numerics = "changes-training"
 
-    def __init__(self, as_dict: bool) -> None:
-        super().__init__()
-        self.as_dict = as_dict
-
     @hookimpl
     def build_optimizer(self, model):
-        optimizer = Switched(model.parameters(), lr=LR)
-        return {"all": optimizer} if self.as_dict else optimizer
+        return Switched(model.parameters(), lr=LR)
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_an_optimizer_with_modes_is_refused(tiny_run, as_dict):
-    with expect_problem("unsupported-optimizer Switched train() eval() ema", PluginError):
-        tiny_run([BuildsSwitched(as_dict)])
+class BuildsDict(BuildsSwitched):
+    @hookimpl
+    def build_optimizer(self, model):
+        return {"all": Switched(model.parameters(), lr=LR)}
+
+
+class BuildsWrapped(BuildsSwitched):
+    @hookimpl
+    def build_optimizer(self, run, model):
+        return run.accelerator.prepare_optimizer(Switched(model.parameters(), lr=LR))
+
+
+class SwitchesModes(BuildsSwitched):
+    """Calls the methods itself."""
+
+    switches_optimizer_modes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_evaluations: list[bool] = []
+
+    @hookimpl(wrapper=True)
+    def evaluate(self, run):
+        run.optimizer.eval()
+        self.in_evaluations.append(run.optimizer.is_training)
+        metrics = yield
+        run.optimizer.train()
+        return metrics
+
+
+class BuildsWrappedSgd(BuildsSwitched):
+    @hookimpl
+    def build_optimizer(self, run, model):
+        return run.accelerator.prepare_optimizer(SGD(model.parameters(), lr=LR))
+
+
+@pytest.mark.parametrize("plugin", [BuildsSwitched, BuildsDict, BuildsWrapped])
+def test_an_optimizer_with_modes_is_refused(tiny_run, plugin):
+    with expect_problem("unsupported-optimizer Switched train() eval() ema switches_optimizer_modes", PluginError):
+        tiny_run([plugin()])
+
+
+def test_a_plugin_may_switch_the_modes_itself(tiny_run):
+    plugin = SwitchesModes()
+    tiny_run([plugin])
+    assert plugin.in_evaluations
+    assert not any(plugin.in_evaluations)
+
+
+def test_an_optimizer_that_accelerate_wrapped_has_no_modes(tiny_run):
+    wrapped = tiny_run([BuildsWrappedSgd()])
+    plain = tiny_run(optimizer="SGD", lr=LR, weight_decay=0)
+    assert wrapped.losses == plain.losses

@@ -16,10 +16,10 @@ computes the same numbers, although it records its graphs anew. The learning rat
 weights differ from those of a run without this plugin in their last bits.
 
 It needs one process, `fused-optimizer` with Adam or AdamW, and no loss scaling. A plugin that acts on the host within a
-step, such as `nan-guard`, is refused by name, as are parameters that another optimizer steps. Python code of a model or
-a loss runs only while a step is recorded: it must not depend on anything but the batch's shapes. A step of several
-micro-batches is recorded for each combination of their shares of the loss, which are equal if they have as many samples
-or target tokens.
+step, such as `nan-guard`, is refused by name, as are trained parameters that the optimizer of the run does not hold.
+Python code of a model or a loss runs only while a step is recorded: it must not depend on anything but the batch's
+shapes. A step of several micro-batches is recorded for each combination of their shares of the loss, which are equal if
+they have as many samples or target tokens.
 """
 
 from __future__ import annotations
@@ -148,11 +148,11 @@ class StepGraph(Plugin):
         others = [name for name, parameter in unstepped if parameter.requires_grad]
         if others:
             raise PluginError(
-                f"the optimizer of the run does not hold {by_module(others)}, and a replay leaves no gradients for "
-                "another optimizer.",
+                f"the optimizer of the run does not hold {by_module(others)}, which require gradients. A recorded step "
+                "leaves them no gradients that a plugin could apply.",
                 code="unsupported-optimizer",
                 place=place,
-                remedy=f"Freeze them, or leave {self.name} out: --without {self.name}.",
+                remedy=f"Freeze them, or if a plugin trains them, leave {self.name} out: --without {self.name}.",
             )
         self.recorder = (self.recorder_class or CudaRecorder)(run.device)
         self.rates = LearningRates(optimizer, run.device)

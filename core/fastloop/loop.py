@@ -59,10 +59,13 @@ def fit(run: Run) -> None:
     log_points.start(run)
     if run.world_size > 1:
         run.steps_to_compare = compared_facts.STEPS
+        run._weights_before = compared_facts.sample_weights(run)
     with run.clock("train"):
         if run.schedule.evaluation_due():  # the run resumes from an interrupted evaluation
             evaluate(run, "validation")
         retry_after_recovery(run, lambda: train(run))
+    if run.steps_to_compare > 0:  # training ended before that many steps
+        _check_weights(run)
     if run.schedule.needs_evaluation():
         evaluate(run, "validation")
     if run.interrupted and run.state.save_requested:  # by a signal during that evaluation
@@ -108,9 +111,12 @@ def train(run: Run) -> None:
                 continue
             loss = take_step(run, batches)
             if run.steps_to_compare > 0:
-                run.steps_to_compare -= 1
                 compared_facts.check_step(run, batches)
             hooks.after_step(run=run, loss=loss)
+            if run.steps_to_compare > 0:
+                run.steps_to_compare -= 1
+                if run.steps_to_compare == 0:  # DDP explains unused weights in its second step
+                    _check_weights(run)  # a hook of this step may average them
             log_points.after_step(run, loss)
             run._sync_requests()
             if not schedule._anything_due():
@@ -134,6 +140,12 @@ def train(run: Run) -> None:
             evaluate(run, "validation")
         if schedule.save_due(epoch_ended=True):
             saving.save(run)
+
+
+def _check_weights(run: Run) -> None:
+    compared_facts.check_weights(run, run._weights_before)
+    run._weights_before = {}
+    run.steps_to_compare = 0
 
 
 def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None = None) -> T:

@@ -126,6 +126,7 @@ class Run:
         self.updates = 0
         self.is_recording = False
         self.steps_to_compare = 0
+        self._weights_before: dict[str, Tensor] = {}  # a part of each, until the processes compared them
         self._totals: StepTotals | None = None  # of the current step
         self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
         self._gradient_norm: Tensor | None = None

@@ -43,6 +43,8 @@ class Strategy(Plugin):
         gathers_weights: Whether each forward pass gathers sharded weights, into memory that differs from step to step.
             `compile` then records no CUDA graphs.
         forwards_together: Whether all processes must call the model's forward equally often, inside ``gathered``, too.
+        keeps_weights_equal: Whether every process has the same weights after each step. The processes then compare them
+            after the second step. False: processes divide the weights, or average them every few steps.
     """
 
     name = "accelerate"
@@ -51,6 +53,7 @@ class Strategy(Plugin):
     shares_buffers: ClassVar[bool] = False
     gathers_weights: ClassVar[bool] = False
     forwards_together: ClassVar[bool] = False
+    keeps_weights_equal: ClassVar[bool] = True
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """Wrap the model for training. Returns the model and the optimizer that the loop uses.

@@ -1,4 +1,4 @@
-"""Runs on two processes that read data of their own: ``processes(2, all_of, CASES)``."""
+"""Runs on two processes that read data, or train weights, of their own: ``processes(2, all_of, CASES)``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from fastloop import FastloopError, Plugin, Trainer, hookimpl
+from fastloop import FastloopError, Plugin, Strategy, Trainer, hookimpl
 from fastloop.distributed.ranks import rank, world_size
 
 SAMPLES = 64
@@ -95,3 +95,97 @@ def run(name: str, split: str, workers: int) -> dict[str, Any]:
 def all_of(cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
     """The result of each case, on this process."""
     return [run(*case) for case in cases]
+
+
+class Alone(Strategy):
+    """Each process steps by its own gradients."""
+
+    name = "alone"
+
+    def prepare(self, run: Any, model: nn.Module, optimizer: Any) -> Any:
+        return model, optimizer
+
+
+class DeclaredAlone(Alone):
+    """The same, declared."""
+
+    keeps_weights_equal = False
+
+
+class AveragedWeights(Alone):
+    """Each process steps by its own gradients, and then averages its weights with the others."""
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        for weight in run.model.parameters():
+            run.processes.all_reduce_mean(weight.detach())
+
+
+class Rounded(Strategy):
+    """Averages gradients, and rounds the first weight in another way on process 1."""
+
+    name = "rounded"
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        if run.processes.rank == 1:
+            weight = next(run.model.parameters()).detach()
+            weight.copy_(torch.nextafter(weight, weight + 1))
+
+
+class OwnNoise(Plugin):
+    """Adds other noise to the gradients on each process, after their average."""
+
+    name = "own-noise"
+
+    @hookimpl
+    def before_optimizer_step(self, run: Any) -> None:
+        generator = torch.Generator().manual_seed(run.processes.rank)
+        for weight in run.model.parameters():
+            if weight.grad is not None:
+                weight.grad += torch.randn(weight.shape, generator=generator)
+
+
+class FrozenLayer(Plugin):
+    """Freezes the first layer."""
+
+    name = "frozen-layer"
+
+    @hookimpl
+    def before_prepare(self, model: nn.Module) -> None:
+        next(model.children()).requires_grad_(False)
+
+
+WEIGHT_CASES: dict[str, tuple[list[Any], int]] = {
+    "alone": ([Alone()], 3),
+    "alone, one step": ([Alone()], 1),
+    "alone, frozen": ([Alone(), FrozenLayer()], 3),
+    "own noise": (["ddp", OwnNoise()], 3),
+    "declared": ([DeclaredAlone()], 3),
+    "averaged": ([AveragedWeights()], 3),
+    "rounded": ([Rounded()], 3),
+    "ddp": (["ddp"], 3),
+    "ddp, one step": (["ddp"], 1),
+    "ddp, frozen": (["ddp", FrozenLayer()], 3),
+    "fsdp": (["fsdp"], 3),
+}
+"""Case -> the plugins and the steps of a run."""
+
+
+def train_case(name: str) -> str | None:
+    """Train a model of two layers as in a case. Returns the error."""
+    torch.manual_seed(0)
+    plugins, steps = WEIGHT_CASES[name]
+    usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "batch_size": 8, "device": "cpu", "save_every": None}
+    samples = [sample(index) for index in range(SAMPLES)]
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+    try:
+        Trainer(model, samples, plugins=plugins, max_steps=steps, output=name, **usual).fit()
+    except FastloopError as error:
+        return str(error)
+    return None
+
+
+def train_weight_cases(names: list[str]) -> dict[str, str | None]:
+    """Case -> its error on this process."""
+    return {name: train_case(name) for name in names}

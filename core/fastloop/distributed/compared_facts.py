@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fastloop.distributed.tensors import as_bytes
 from fastloop.errors import ProcessesDisagree
 
 if TYPE_CHECKING:
@@ -22,6 +28,18 @@ if TYPE_CHECKING:
 
 STEPS = 2
 """Optimizer steps of a run, or of its continuation after a resume, in which the processes compare facts."""
+
+SAMPLED = 256
+"""Elements of each weight that processes compare, evenly spaced: about 1 KiB, however large the weight is."""
+DIVERGENCE = 0.05
+"""Least difference of a weight over processes that is an error, relative to how far it moved since the run began, in
+2-norms. Gradients of other samples move it by more. Updates on processors of two kinds differ by up to 0.01: Muon
+computes them in bf16."""
+ROUNDING = 4
+"""Least difference that is an error, relative to the weight, in 2-norms and in units of its dtype's machine epsilon.
+An optimizer that rounds its weights at random differs by about 1."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""Bytes of an element -> the integers as which a checksum adds its bits."""
 
 STREAM_REMEDY = (
     "An iterable dataset must give every process all samples, in the same order: fastloop shares them out. If it gives "
@@ -78,6 +96,108 @@ def check_step(run: Run, batches: Sequence[Batch]) -> None:
     place = f"{run.recipe.where}: step {run.state.step}"
     compare([one.equal for one in gathered], place)
     _compare_samples(gathered, place)
+
+
+@dataclass(frozen=True)
+class WeightSample:
+    """Elements of a weight on one process: 1-dim, double precision, on the CPU.
+
+    Attributes:
+        before: When the run began.
+        now: After the step that is compared.
+        eps: Machine epsilon of the weight's dtype.
+    """
+
+    before: Tensor
+    now: Tensor
+    eps: float
+
+    def differs_from(self, other: WeightSample) -> bool:
+        """Whether other gradients moved ``other``, the same weight on another process. False if one has a NaN."""
+        difference = _distance(self.now, other.now)
+        movement = max(_distance(self.before, self.now), _distance(other.before, other.now))
+        rounding = self.eps * float(torch.linalg.vector_norm(self.now))
+        return difference > DIVERGENCE * movement and difference > ROUNDING * rounding
+
+
+def sample_weights(run: Run) -> dict[str, Tensor]:
+    """Name -> a copy of up to ``SAMPLED`` elements, of each weight that ``check_weights`` will compare."""
+    samples = {}
+    for name, weight in _compared_weights(run).items():
+        # 1,000 elements: every fourth, so 250 of them
+        spacing = math.ceil(weight.numel() / SAMPLED) or 1
+        samples[name] = weight.reshape(-1)[::spacing].clone()
+    return samples
+
+
+def check_weights(run: Run, before: Mapping[str, Tensor]) -> None:
+    """Compare the trained weights after a step that is done. Every process must call it.
+
+    The processes exchange a checksum, which is added up on the device. If checksums differ, they exchange a part of
+    each weight, too.
+
+    Args:
+        before: The result of ``sample_weights`` when the run began.
+
+    Raises:
+        ProcessesDisagree: The strategy promises equal weights, and a weight differs by more than ``ROUNDING`` and
+            ``DIVERGENCE``.
+    """
+    if not run.strategy.keeps_weights_equal:
+        return
+    checksums = run.processes.all_gather_object(_checksum(_compared_weights(run), run.device))
+    if None in checksums or len(set(checksums)) == 1:
+        return
+    samples: dict[str, WeightSample] = {}
+    for name, now in sample_weights(run).items():
+        dtype = torch.complex128 if now.is_complex() else torch.float64
+        samples[name] = WeightSample(
+            before=before[name].to("cpu", dtype), now=now.to("cpu", dtype), eps=torch.finfo(now.dtype).eps
+        )
+    first, *others = run.processes.all_gather_object(samples)
+    for rank, other in enumerate(others, start=1):
+        for name, sample in other.items():
+            if sample.differs_from(first[name]):
+                raise ProcessesDisagree(
+                    f"process {rank} trains other weights than process 0 under the strategy {run.strategy.name!r}, "
+                    f"such as {name}. Either the strategy does not average gradients over the processes, or a hook "
+                    "changes gradients or weights in another way on each process.",
+                    code="processes-disagree",
+                    place=f"{run.recipe.where}: step {run.state.step}",
+                    remedy="Average gradients as docs/write-a-strategy.md shows, and let hooks do the same on each "
+                    "process. If weights are meant to differ, declare keeps_weights_equal = False in "
+                    f"{type(run.strategy).__name__}.",
+                )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float(torch.linalg.vector_norm(one - other))
+
+
+def _compared_weights(run: Run) -> dict[str, Tensor]:
+    """Name -> weight, of those that the optimizer steps. Empty if the strategy lets them differ, or if some are
+    sharded, quantized or not in the model."""
+    if not run.strategy.keeps_weights_equal:
+        return {}
+    parameters = dict(run.unwrap_model().named_parameters())
+    weights: dict[str, Tensor] = {}
+    for name, _ in run.build_record.parameters:
+        weight = parameters.get(name)
+        if weight is None or is_traceable_wrapper_subclass(weight):
+            return {}
+        weights[name] = weight.detach()
+    return weights
+
+
+def _checksum(weights: Mapping[str, Tensor], device: torch.device) -> str | None:
+    """A checksum of the bits of weights, added up on ``device``. The host waits for it once. None: there are none."""
+    if not weights:
+        return None
+    sums = []
+    for weight in weights.values():
+        bits = as_bytes(weight).view(INTEGERS[weight.element_size()])
+        sums.append(bits.sum(dtype=torch.int64).to(device))
+    return hashlib.sha256(json.dumps(torch.stack(sums).tolist()).encode()).hexdigest()[:12]
 
 
 def check_stream(run: Run, loader: Loader, batch: Batch) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.distributed.tensors import as_bytes, gather_full
+from fastloop.errors import ProcessesDisagree
 from fastloop.lifecycle import execute, open_run
 from fastloop.plugins.installed import defaults, load
 from fastloop.plugins.resolve import resolve
@@ -113,7 +114,7 @@ class Failed:
 
     Attributes:
         error: Type and message.
-        refused: Whether the run was refused with a ``UsageError``.
+        refused: Whether the run was refused with a ``UsageError``. ``ProcessesDisagree`` is a fault, not a refusal.
         trace: The traceback.
     """
 
@@ -364,7 +365,7 @@ class Study:
         except Exception as error:
             return Failed(
                 error=f"{type(error).__name__}: {error}",
-                refused=isinstance(error, UsageError),
+                refused=isinstance(error, UsageError) and not isinstance(error, ProcessesDisagree),
                 trace=traceback.format_exc(),
             )
 

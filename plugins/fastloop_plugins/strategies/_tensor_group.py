@@ -101,6 +101,8 @@ class DividingStrategy(TimedStrategy):
         division: The key of the recipe that divides them, for messages.
     """
 
+    keeps_weights_equal = False
+
     group: TensorGroup | None = None
     division: str
 

@@ -48,6 +48,7 @@ class DeepSpeed(TimedStrategy):
     sets_precision = True  # the engine does
     gathers_weights = True
     forwards_together = True
+    keeps_weights_equal = False  # stage 3 divides them
     numerics = "reassociated"
     requirements = (Package("deepspeed", ">=0.19", extra="deepspeed"),)
 

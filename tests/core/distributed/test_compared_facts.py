@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compared_facts_runs import SAMPLES, all_of
+from compared_facts_runs import SAMPLES, WEIGHT_CASES, all_of, train_weight_cases
 
 from fastloop.data.digests import sample_digest
 from fastloop.distributed import compared_facts
@@ -121,3 +121,20 @@ def test_a_run_of_one_process_exchanges_nothing(tiny_run, monkeypatch):
 
 def test_an_object_counts_by_its_class():
     assert sample_digest(SimpleNamespace(a=1)) == sample_digest(SimpleNamespace(a=2))
+
+
+def test_weights_that_differ_without_a_declaration_are_an_error_on_each_process(processes, tmp_path):
+    refused = {
+        "alone": ("step 2", "'alone'", "in Alone"),
+        "alone, one step": ("step 1", "'alone'", "in Alone"),
+        "alone, frozen": ("step 2", "'alone'", "such as 1.weight"),
+        "own noise": ("step 2", "'ddp'", "a hook changes gradients"),
+    }
+    first, second = processes(2, train_weight_cases, list(WEIGHT_CASES), folder=tmp_path)
+    assert first.result == second.result
+    for name, error in first.result.items():
+        if name in refused:
+            for part in (*refused[name], "process 1", "average gradients", "keeps_weights_equal = False"):
+                assert part in error
+        else:
+            assert error is None, name

@@ -17,6 +17,7 @@ class LocalSGD(Strategy):
 
     name = "local-sgd"
     numerics = "changes-training"
+    keeps_weights_equal = False
     conflicts = {
         "ema": "it averages the weights of each process.",
         "nan-guard": "it expects equal gradients on all processes.",

@@ -62,7 +62,21 @@ LOCAL_SGD = (
 """Local SGD (Stich, 2019, "Local SGD Converges Fast and Communicates Little").
 A checkpoint between two averages lacks the weights of process 1."""
 
-STRATEGIES = {"all-reduce": ALL_REDUCE, "no-exchange": NO_EXCHANGE, "local-sgd": LOCAL_SGD}
+FAILS_ON_ONE = (
+    ALL_REDUCE
+    + """
+    @hookimpl
+    def after_step(self, run):
+        if run.state.step == 3 and run.processes.rank == 1:
+            raise OSError("the disk of process 1 is gone")
+"""
+)
+STRATEGIES = {
+    "fails-on-one": FAILS_ON_ONE,
+    "all-reduce": ALL_REDUCE,
+    "no-exchange": NO_EXCHANGE,
+    "local-sgd": LOCAL_SGD,
+}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +120,13 @@ def test_strategy_without_gradient_exchange_fails_conformance(outcomes):
     outcome, message = outcomes["no-exchange"]["test_processes[no-exchange]"]
     assert outcome == "failure"
     assert "process 1 trains other weights than process 0 under the strategy 'no-exchange'" in message
+
+
+def test_the_error_of_the_process_that_failed_first_is_shown(outcomes):
+    outcome, message = outcomes["fails-on-one"]["test_processes[fails-on-one]"]
+    assert outcome == "failure"
+    assert "its training failed on process 1 of two with 'fails-on-one'" in message
+    assert "the disk of process 1 is gone" in message
 
 
 def test_strategy_with_incomplete_checkpoint_fails_conformance(outcomes):

@@ -317,10 +317,11 @@ class Conformance:
 
     def _check_resumed_strategy(self, study_results: StudyResults, where: str) -> None:
         """Check that a strategy, on two processes, continues an interrupted run with the same bits."""
+        wholes = study_results.resumed_pair("whole")  # in the order of training, so that the first failure is shown
         study_results.resumed_pair("interrupted")
+        continuations = study_results.resumed_pair("resumed")
         event = f"was interrupted after step {STOPS_AT}"
-        pairs = zip(study_results.resumed_pair("whole"), study_results.resumed_pair("resumed"), strict=True)
-        for rank, (whole, resumed) in enumerate(pairs):
+        for rank, (whole, resumed) in enumerate(zip(wholes, continuations, strict=True)):
             self._require(check_continuation(whole, resumed, event, STOPS_AT, f",{where} (process {rank})"))
 
     def test_off(self, study_results: StudyResults) -> None:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.distributed.tensors import as_bytes, gather_full
-from fastloop.errors import ProcessesDisagree
+from fastloop.errors import ProcessesDisagree, ProcessLost
 from fastloop.lifecycle import execute, open_run
 from fastloop.plugins.installed import defaults, load
 from fastloop.plugins.resolve import resolve
@@ -115,11 +115,13 @@ class Failed:
     Attributes:
         error: Type and message.
         refused: Whether the run was refused with a ``UsageError``. ``ProcessesDisagree`` is a fault, not a refusal.
+        lost_connection: Whether another process ended first, which has the cause.
         trace: The traceback.
     """
 
     error: str
     refused: bool
+    lost_connection: bool
     trace: str
 
 
@@ -366,6 +368,7 @@ class Study:
             return Failed(
                 error=f"{type(error).__name__}: {error}",
                 refused=isinstance(error, UsageError) and not isinstance(error, ProcessesDisagree),
+                lost_connection=isinstance(error, ProcessLost),
                 trace=traceback.format_exc(),
             )
 

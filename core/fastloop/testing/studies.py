@@ -175,14 +175,14 @@ class StudyResults:
         trainings = [ended.result for ended in processes]
         if name is not None:
             trainings = [results[name] for results in trainings]
-        for rank, training in enumerate(trainings):
-            if not isinstance(training, Failed):
-                continue
-            if training.refused and (strategy in self.refuses or self._is_refused_without(strategy)):
-                pytest.skip(f"refused with {strategy!r}: {training.error}")
-            where = f"on process {rank} of two with {strategy!r}"
-            pytest.fail(f"{self}: its training failed {where}: {training.error}\n{training.trace}", pytrace=False)
-        return trainings
+        cause = _find_cause(trainings)
+        if cause is None:
+            return trainings
+        rank, training = cause
+        if training.refused and (strategy in self.refuses or self._is_refused_without(strategy)):
+            pytest.skip(f"refused with {strategy!r}: {training.error}")
+        where = f"on process {rank} of two with {strategy!r}"
+        pytest.fail(f"{self}: its training failed {where}: {training.error}\n{training.trace}", pytrace=False)
 
     def _is_refused_without(self, strategy: str) -> bool:
         """Whether a strategy refuses the task without the plugin, too."""
@@ -191,6 +191,16 @@ class StudyResults:
 
     def __str__(self) -> str:
         return f"plugin {self.study.plugin!r}" if self.study.plugin else "without the plugin"
+
+
+def _find_cause(trainings: list[Trained | Failed]) -> tuple[int, Failed] | None:
+    """The rank and the error of the process that ended the training, before others lost the connection to it. None: it
+    did not fail."""
+    failed = [(rank, training) for rank, training in enumerate(trainings) if isinstance(training, Failed)]
+    for rank, training in failed:
+        if not training.lost_connection:
+            return rank, training
+    return failed[0] if failed else None
 
 
 _PLAIN: dict[str, StudyResults] = {}

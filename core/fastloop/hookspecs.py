@@ -234,9 +234,9 @@ def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
 @hookspec
 def after_step(run: Run, loss: Tensor) -> None:
     """A step is done and counted. ``loss``: 0-dim, detached, the mean over all processes. Reading it on the host waits
-    for the device. Parameters that ``run.optimizer`` does not hold still have their gradients, in fp16 multiplied by
-    the loss scale. A plugin may apply them by an optimizer of its own. The next step clears them before
-    ``before_step``."""
+    for the device. Parameters that ``run.optimizer`` does not hold still have their gradients, clipped, and in fp16
+    multiplied by the loss scale: that of ``before_optimizer_step``, which the optimizer's step may change. A plugin may
+    apply them by an optimizer of its own. The next step clears them before ``before_step``."""
 
 
 @hookspec

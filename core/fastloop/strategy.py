@@ -84,12 +84,13 @@ class Strategy(Plugin):
         """
         from fastloop.distributed.tensors import gather_full, total_norm
 
+        scaler = run.accelerator.scaler
         if max_norm < math.inf:
-            return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
+            with run._unstepped.unscaled(scaler):
+                return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
         # Torch would multiply by inf / norm, which is NaN for an infinite norm, and loss scaling may be undone only
         # once a step.
         norm = total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
-        scaler = run.accelerator.scaler
         return norm if scaler is None else norm / scaler.scale(norm.new_ones(()))
 
     def model_state(self, run: Run) -> dict[str, Tensor]:

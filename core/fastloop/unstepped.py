@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastloop.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.amp import GradScaler
 
 log = logging.getLogger("fastloop")
 
@@ -93,6 +95,35 @@ class UnsteppedParameters:
         if unfrozen:
             self._frozen.clear()
             self._warn(unfrozen, step)
+
+    @contextmanager
+    def unscaled(self, scaler: GradScaler | None) -> Iterator[None]:
+        """Divide the gradients by the scale of the loss inside the block, where clipping unscales those of the
+        optimizer alone, and computes the norm of both. An overflow lowers the scale of later steps.
+
+        Args:
+            scaler: None: losses are not scaled.
+        """
+        if scaler is None:
+            yield
+            return
+        from torch.distributed.tensor import DTensor
+        from torch.optim import SGD
+
+        self._find_unstepped()
+        parameters = [parameter for _, parameter in self._unstepped if parameter.grad is not None]
+        if not parameters:
+            yield
+            return
+        holder = SGD(parameters, lr=0.0)  # a scaler takes gradients from an optimizer
+        scaler.unscale_(holder)
+        yield
+        for parameter in parameters:
+            gradient = parameter.grad
+            assert gradient is not None
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()  # shares its memory
+            gradient.mul_(scaler.scale(gradient.new_ones(())))
 
     def _find_unstepped(self) -> None:
         """List the parameters, anew if a plugin has added a group to the optimizer."""

@@ -96,17 +96,25 @@ def test_with_several_processes_shares_average_to_the_loss_of_the_step(tmp_path)
 # -- fp16 --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_norm", [None, 1e6])
-def test_in_fp16_gradients_are_scaled_until_they_are_clipped(tiny_run, max_norm, monkeypatch):
-    scale = 2.0**10
-    found: dict[str, float] = {}
+SCALE = 2.0**10
+
+
+def fp16(monkeypatch) -> Plugin:
+    """Scales the loss as in fp16, on a CPU in float32: a power of two changes no digit."""
 
     def scaler(self, run):
-        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
-    def fp16(self, run):  # Accelerate prepares fp16 on CUDA only, so switch it on after the model is prepared
+    def prepared(self, run):  # Accelerate prepares fp16 on CUDA only, so switch it on after the model is prepared
         run.accelerator.native_amp = True
         monkeypatch.setattr(type(run.accelerator), "mixed_precision", property(lambda self: "fp16"))
+
+    return plugin("fp16", before_prepare=scaler, after_prepare=prepared)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e6])
+def test_in_fp16_gradients_are_scaled_until_they_are_clipped(tiny_run, max_norm, monkeypatch):
+    found: dict[str, float] = {}
 
     def norm(name):
         def hook(self, run):
@@ -122,13 +130,70 @@ def test_in_fp16_gradients_are_scaled_until_they_are_clipped(tiny_run, max_norm,
 
     hooks = {name: norm(name) for name in ("after_backward", "before_optimizer_step")}
     result = tiny_run(
-        [plugin("fp16", before_prepare=scaler, after_prepare=fp16, **hooks), plugin("loss", after_backward=losses)],
+        [fp16(monkeypatch), plugin("norms", **hooks), plugin("loss", after_backward=losses)],
         max_grad_norm=max_norm,
     )
     true = found["gradient_norm"]
-    assert found["after_backward"] == pytest.approx(scale * true, rel=1e-4)
-    assert found["before_optimizer_step"] == pytest.approx(true if max_norm else scale * true, rel=1e-4)
+    assert found["after_backward"] == pytest.approx(SCALE * true, rel=1e-4)
+    assert found["before_optimizer_step"] == pytest.approx(true if max_norm else SCALE * true, rel=1e-4)
     assert found["loss"] == result.losses[0], "the loss is not scaled"
+
+
+class OwnUpdates(Plugin):
+    """Leaves some parameters out of ``run.optimizer``, and updates them by their gradients in ``after_step``."""
+
+    name = "own-updates"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.norms: list[float] = []
+
+    @hookimpl
+    def build_optimizer(self, model):
+        first, *others = model.parameters()
+        self.others = others
+        return torch.optim.SGD([first], lr=0.1)
+
+    @hookimpl
+    def before_optimizer_step(self, run):
+        self.norms.append(run.gradient_norm().item())
+        if run.accelerator.scaler is not None:
+            self.scale = run.accelerator.scaler.get_scale()
+
+    @hookimpl
+    def after_step(self):
+        with torch.no_grad():
+            for parameter in self.others:
+                parameter -= 0.1 * parameter.grad / self.scale
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_in_fp16_gradients_outside_of_the_optimizer_count_and_are_clipped_as_in_fp32(tiny_run, max_norm, monkeypatch):
+    settings = {"max_grad_norm": max_norm, "epochs": 1}
+    expected = OwnUpdates()
+    single = tiny_run([expected], **settings)
+    ours = OwnUpdates()
+    half = tiny_run([fp16(monkeypatch), ours], **settings)
+    assert ours.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert half.losses == pytest.approx(single.losses, rel=1e-5)
+    for name, weight in single.weights.items():
+        torch.testing.assert_close(half.weights[name], weight)
+
+
+def test_in_fp16_an_overflow_outside_of_the_optimizer_lowers_the_scale(tiny_run, monkeypatch):
+    scales: list[float] = []
+
+    def overflow(self, run):
+        *_, last = run.model.parameters()
+        last.grad.fill_(torch.inf)
+
+    def read(self, run):
+        scales.append(run.accelerator.scaler.get_scale())
+
+    hooks = plugin("overflows", after_backward=overflow, after_step=read)
+    tiny_run([fp16(monkeypatch), OwnUpdates(), hooks], max_grad_norm=1.0, max_steps=1)
+    assert scales == [SCALE / 2]
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -185,8 +186,10 @@ def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: 
 
 
 def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
-    """Everything that determines the predictions: recipe, model, input and version. Files by a hash of their paths,
-    sizes and times of change."""
+    """Everything that determines the predictions: recipe, model, input and version. Files by a hash of their paths
+    and states."""
+    from fastloop_plugins.rows.content_hashes import state_of
+
     assert recipe.inference is not None
     assert recipe.inference.model is not None
     paths = sorted(path for path in recipe.inference.model.iterdir() if path.is_file())
@@ -203,8 +206,7 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
             paths.append(path)
     digest = hashlib.blake2b(digest_size=16)  # a folder of images may have millions
     for path in paths:
-        stat = path.stat()
-        digest.update(json.dumps([str(path), stat.st_size, stat.st_mtime_ns]).encode())
+        digest.update(json.dumps([str(path), *astuple(state_of(path))]).encode())
     return {
         "version": __version__,
         "recipe": secrets.hidden(recipe.to_dict()),

@@ -222,14 +222,7 @@ def read_arrays(entry: Path, facts: dict[str, int] | None = None) -> Flat | None
             saved = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
             facts.update((name, int(value)) for name, value in saved.items())
     except (OSError, ValueError, EOFError, AttributeError, TypeError, RecursionError) as error:
-        logger.warning(
-            Problem(
-                f"{entry} is damaged ({clause(error)}): its texts are tokenised again.",
-                code="damaged-cache",
-                place="tokens",
-            )
-        )
-        shutil.rmtree(entry, ignore_errors=True)
+        remove_damaged(entry, error, "its texts are tokenised again", "tokens")
         return None
     if not size:
         return np.empty(0, np.int32), lengths
@@ -237,6 +230,17 @@ def read_arrays(entry: Path, facts: dict[str, int] | None = None) -> Flat | None
     if kind != np.int32:
         ids = NarrowIds(ids)
     return ids, lengths
+
+
+def remove_damaged(entry: Path, error: BaseException, effect: str, place: str) -> None:
+    """Log that an entry cannot be read, and remove it.
+
+    Args:
+        effect: How the caller continues, for the message.
+        place: The part of the data that the entry holds.
+    """
+    logger.warning(Problem(f"{entry} is damaged ({clause(error)}): {effect}.", code="damaged-cache", place=place))
+    shutil.rmtree(entry, ignore_errors=True)
 
 
 @contextmanager

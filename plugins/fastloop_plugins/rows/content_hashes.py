@@ -27,6 +27,10 @@ class FileState:
     changed: int
     inode: int
 
+    def is_settled(self) -> bool:
+        """Whether the last change is long enough ago that the next one will change this state."""
+        return time.time() - self.changed / 1e9 > SETTLED
+
 
 def state_of(path: Path) -> FileState:
     """The state of a file."""
@@ -68,8 +72,7 @@ class ContentHashes:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "blake2b").hexdigest()
             hashes.append(digest)
-            is_settled = time.time() - state.changed / 1e9 > SETTLED
-            if is_settled and state_of(path) == state:
+            if state.is_settled() and state_of(path) == state:
                 self.known[name] = state, digest
                 has_new = True
         if has_new and self.path is not None:

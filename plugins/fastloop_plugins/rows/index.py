@@ -8,7 +8,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop.problem import clause, counted
 from fastloop_plugins import _cache
+from fastloop_plugins.rows.content_hashes import state_of
 from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.formats import ROWS_AT_ONCE, FileLayout, explain_reading
 from fastloop_plugins.rows.paths import URL, find_files
@@ -186,11 +187,9 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
     """
     about = [*layout.columns, str(label), str(lists), str(layout.how), str(layout.drop), str(layout.names)]
     entry = kept_entry(["index with lines", *about], paths)
-    if entry is not None and (entry / "index.json").is_file():
-        content = json.loads((entry / "index.json").read_text(encoding="utf-8"))
-        file, key, rows, lines = np.array(content["groups"], np.int64)
-        labels = {value: [count, row] for value, count, row in content["labels"]}
-        return Index(list(paths), file, key, rows, labels, content["facts"], content["dropped"], lines, layout)
+    saved = None if entry is None else _read_kept(entry, paths, layout)
+    if saved is not None:
+        return saved
     index = _scan(paths, layout, label, lists)
     if entry is not None and all(isinstance(value, str | int | float | None) for value in index.labels):
         content = {
@@ -202,6 +201,20 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
         with _cache.written(entry) as folder:
             (folder / "index.json").write_text(json.dumps(content), encoding="utf-8")
     return index
+
+
+def _read_kept(entry: Path, paths: Sequence[str], layout: FileLayout) -> Index | None:
+    """The index that ``read_index`` kept in an entry of the cache; None if it is missing or damaged."""
+    if not (entry / "index.json").is_file():
+        return None
+    try:
+        content = json.loads((entry / "index.json").read_text(encoding="utf-8"))
+        file, key, rows, lines = np.array(content["groups"], np.int64)
+        labels = {value: [count, row] for value, count, row in content["labels"]}
+        return Index(list(paths), file, key, rows, labels, content["facts"], content["dropped"], lines, layout)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _cache.remove_damaged(entry, error, "the rows are counted again", "data")
+        return None
 
 
 class LabelCounts:
@@ -340,11 +353,14 @@ def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
 
 
 def _state_of(path: str) -> str | None:
-    """A string that changes when a file is written; None: the file's store has none."""
-    if not URL.match(path):
-        facts = Path(path).stat()
-        return f"{Path(path).resolve()} {facts.st_size} {facts.st_mtime_ns}"
-    return remote_state(path)
+    """A string that changes when a file is written; None: the file's store has none, or the file has just been
+    written."""
+    if URL.match(path):
+        return remote_state(path)
+    state = state_of(Path(path))
+    if not state.is_settled():
+        return None
+    return f"{Path(path).resolve()} {astuple(state)}"
 
 
 class Reader:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Problem, RecipeError, __version__
-from fastloop.problem import clause, counted
+from fastloop.problem import counted
 from fastloop_plugins import _cache
 from fastloop_plugins._mapped import convert, flatnonzero, spans
 from fastloop_plugins.text.batches import describe_cut
@@ -466,12 +465,7 @@ def _read_entry(
         data.unreadable = saved["unreadable"]
         data.messages = [message if isinstance(message, str) else Problem(**message) for message in saved["messages"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
-        logger.warning(
-            Problem(
-                f"{entry} is damaged ({clause(error)}): the data is read again.", code="damaged-cache", place="data"
-            )
-        )
-        shutil.rmtree(entry, ignore_errors=True)
+        _cache.remove_damaged(entry, error, "the data is read again", "data")
         return None
     data.log_messages()
     logger.info("tokens: all from %s", entry.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from streaming_helpers import (
 from fastloop.errors import DataError, RecipeError
 from fastloop.testing import expect_problem
 from fastloop_plugins._cache import tokens_kept_in
-from fastloop_plugins.rows import index
+from fastloop_plugins.rows import content_hashes, index
 from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.lines import LineFile, Lines
 from fastloop_plugins.text.streaming import dataset as _streaming
@@ -192,6 +193,7 @@ def test_a_page_that_is_damaged_while_training_is_named(workers):
 
 @pytest.mark.slow
 def test_the_index_is_kept_with_a_cache(monkeypatch):
+    monkeypatch.setattr(content_hashes, "SETTLED", -1.0)  # files of a test are new
     files = [write("a.csv", table()[:100]), write("b.jsonl", table()[100:])]
     with tokens_kept_in(Path("cache")):
         first = ids_by_step(classify(files))
@@ -200,6 +202,37 @@ def test_the_index_is_kept_with_a_cache(monkeypatch):
             assert ids_by_step(classify(files)) == first
         write("b.jsonl", table()[150:])
         assert len(ids_by_step(classify(files))) < len(first)
+
+
+@pytest.mark.slow
+def test_an_index_of_a_file_that_may_have_changed_is_made_again(monkeypatch):
+    file = Path(write("a.csv", table()))
+    content = file.read_bytes()
+    monkeypatch.setattr(content_hashes, "SETTLED", 60.0)
+    with tokens_kept_in(Path("cache")):
+        classify([file.name])
+        assert not list(Path("cache").glob("*/index.json")), "the file has just been written"
+        monkeypatch.setattr(content_hashes, "SETTLED", -1.0)
+        assert set(classify([file.name]).model.config.label2id) == {"bad", "good"}
+        before = file.stat()
+        file.write_bytes(content.replace(b"\nbad,", b"\nodd,"))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert set(classify([file.name]).model.config.label2id) == {"odd", "good"}, "its size and time are the same"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"groups": [[1, 2]]}'])
+def test_a_damaged_index_is_made_again(content, monkeypatch, caplog):
+    monkeypatch.setattr(content_hashes, "SETTLED", -1.0)
+    files = [write("a.csv", table())]
+    with tokens_kept_in(Path("cache")):
+        first = ids_by_step(classify(files))
+        (kept,) = Path("cache").glob("*/index.json")
+        whole = kept.read_text()
+        kept.write_text(content)
+        assert ids_by_step(classify(files)) == first
+    assert caplog.text.count("is damaged") == 1
+    assert kept.read_text() == whole
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from fastloop_plugins.rows.index import Index, Reader, Row, RowName, kept_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -157,13 +158,12 @@ def count_tokens(
     entry = None
     if tokenizer is not None:
         entry = kept_entry(["tokens", tokenizer, *columns, *index.facts], index.paths)
-    is_cached = entry is not None and (entry / "tokens.npy").is_file()
-    if all(run.processes.all_gather_object(is_cached)):
-        assert entry is not None
-        counts: NDArray[np.int64] = np.load(entry / "tokens.npy", allow_pickle=False)
-        return counts
+    kept_counts = None if entry is None else _read_counts(entry, len(index.rows))
+    if all(run.processes.all_gather_object(kept_counts is not None)):
+        assert kept_counts is not None
+        return kept_counts
     logger.info("data: counting the tokens of %d rows in %d row groups, once", int(index.rows.sum()), len(index.rows))
-    counts = np.zeros(len(index.rows), np.int64)
+    counts: NDArray[np.int64] = np.zeros(len(index.rows), np.int64)
     for group in range(run.rank, len(counts), run.world_size):
         counts[group] = sum(map(len, tokens_of(reader, group, encode, ROWS_AT_ONCE)))
     reader.close()
@@ -172,6 +172,21 @@ def count_tokens(
         with _cache.written(entry) as folder:
             np.save(folder / "tokens.npy", counts, allow_pickle=False)
     return counts
+
+
+def _read_counts(entry: Path, groups: int) -> NDArray[np.int64] | None:
+    """The result that ``count_tokens`` kept in an entry of the cache, for this number of row groups; None if it is
+    missing or damaged."""
+    if not (entry / "tokens.npy").is_file():
+        return None
+    try:
+        counts: NDArray[np.int64] = np.load(entry / "tokens.npy", allow_pickle=False)
+        if len(counts) != groups:
+            raise ValueError(f"{len(counts)} counts, expected {groups}")
+        return counts
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        _cache.remove_damaged(entry, error, "the tokens are counted again", "tokens")
+        return None
 
 
 def index_blocks(index: Index, counts: NDArray[np.int64], sources: Sequence[int], size: int, where: str) -> Index:

@@ -16,6 +16,7 @@ from fastloop.errors import DataError, RecipeError
 from fastloop.run import Run
 from fastloop.testing import expect_problem
 from fastloop_plugins._cache import tokens_kept_in
+from fastloop_plugins.rows import content_hashes
 from fastloop_plugins.rows import index as row_groups
 from fastloop_plugins.rows.index import Index, Reader
 from fastloop_plugins.text.streaming import dataset as _streaming
@@ -131,7 +132,8 @@ def counted_rows(caplog: pytest.LogCaptureFixture) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_tokens_are_counted_once_with_a_cache(readers, caplog):
+def test_the_tokens_are_counted_once_with_a_cache(readers, caplog, monkeypatch):
+    monkeypatch.setattr(content_hashes, "SETTLED", -1.0)  # files of a test are new
     files = write(texts(120), 20)
     caplog.set_level("INFO", logger="fastloop")
     with tokens_kept_in(Path("cache")):
@@ -142,6 +144,12 @@ def test_the_tokens_are_counted_once_with_a_cache(readers, caplog):
         again = stream(files)
         assert counted_rows(caplog) == []
         assert samples_of(again.datasets["train"]) == first
+        (counts,) = Path("cache").glob("*/tokens.npy")
+        counts.write_bytes(counts.read_bytes()[:-4])
+        assert samples_of(stream(files).datasets["train"]) == first
+        assert counted_rows(caplog) == [120]
+        assert caplog.text.count("is damaged") == 1
+        caplog.clear()
         table = texts(120, seed=1)
         assert samples_of(stream(write(table, 20)).datasets["train"]) != first
         assert counted_rows(caplog) == [120]

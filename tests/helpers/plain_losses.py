@@ -46,13 +46,18 @@ Loss = Callable[[Any, int], Terms]
 """``(model, index of a sample) -> terms``."""
 
 
+def scores_of_text(model: Any, index: int) -> Tensor:
+    """The outputs for a text: (C,) or (1,)."""
+    scores: Tensor = model(input_ids=tensor(ids_of(rows()[index]["text"], "[CLS]", "[SEP]"))).logits[0]
+    return scores
+
+
 def of_class(**options: Any) -> Loss:
     """The class of a text."""
 
     def terms(model: Any, index: int) -> Terms:
-        row = rows()[index]
-        scores = model(input_ids=tensor(ids_of(row["text"], "[CLS]", "[SEP]"))).logits[0]
-        return entropy(scores, CLASSES.index(row["class"]), **options)
+        scores = scores_of_text(model, index)
+        return entropy(scores, CLASSES.index(rows()[index]["class"]), **options)
 
     return terms
 
@@ -60,7 +65,7 @@ def of_class(**options: Any) -> Loss:
 def of_names(model: Any, index: int) -> Terms:
     """Any number of classes of a text: the mean over classes of -log of the probability of the right answer."""
     row = rows()[index]
-    scores = model(input_ids=tensor(ids_of(row["text"], "[CLS]", "[SEP]"))).logits[0]
+    scores = scores_of_text(model, index)
     loss = torch.zeros(())
     for number, name in enumerate(CLASSES):
         probability = 1 / (1 + (-scores[number]).exp())
@@ -70,29 +75,37 @@ def of_names(model: Any, index: int) -> Terms:
 
 def of_number(model: Any, index: int) -> Terms:
     """The number of a text."""
-    row = rows()[index]
-    value = model(input_ids=tensor(ids_of(row["text"], "[CLS]", "[SEP]"))).logits[0, 0]
-    return (value - row["number"]) ** 2, 1.0
+    value = scores_of_text(model, index)[0]
+    return (value - rows()[index]["number"]) ** 2, 1.0
+
+
+def ids_of_words(index: int) -> list[list[int]]:
+    """The ids of each word of a sentence."""
+    return [ids_of(word) for word in rows()[index]["words"]]
+
+
+def scores_of_tags(model: Any, index: int) -> Tensor:
+    """The scores of tags at each token, also at the special tokens at both ends: (tokens, C)."""
+    ids = [VOCABULARY["[CLS]"]]
+    for of_word in ids_of_words(index):
+        ids += of_word
+    ids.append(VOCABULARY["[SEP]"])
+    scores: Tensor = model(input_ids=tensor(ids)).logits[0]
+    return scores
 
 
 def of_tags(every: bool = False, **options: Any) -> Loss:
     """The tags of words, at their first token or at every one."""
 
     def terms(model: Any, index: int) -> Terms:
-        row = rows()[index]
-        ids = [VOCABULARY["[CLS]"]]
-        targets = [IGNORED]
-        for word, tag in zip(row["words"], row["tags"], strict=True):
-            of_word = ids_of(word)
-            ids += of_word
-            number = TAGS.index(tag)
-            targets += [number] + [number if every else IGNORED] * (len(of_word) - 1)
-        ids.append(VOCABULARY["[SEP]"])
-        scores = model(input_ids=tensor(ids)).logits[0]
+        scores = scores_of_tags(model, index)
         sum_of = no_terms()
-        for place, target in enumerate(targets):
-            if target != IGNORED:
-                sum_of = add(sum_of, entropy(scores[place], target, **options))
+        place = 1
+        for of_word, tag in zip(ids_of_words(index), rows()[index]["tags"], strict=True):
+            targets = len(of_word) if every else 1
+            for row in scores[place : place + targets]:
+                sum_of = add(sum_of, entropy(row, TAGS.index(tag), **options))
+            place += len(of_word)
         return sum_of
 
     return terms
@@ -130,6 +143,16 @@ def of_text(**options: Any) -> Loss:
     return lambda model, index: of_next_tokens(model, ids_of(rows()[index]["text"], end="</s>"), 1, **options)
 
 
+def scores_of_target(model: Any, index: int, begin: str, start: str) -> tuple[Tensor, list[int]]:
+    """The scores of the tokens of a target, (tokens, V), and the target. The arguments are those of ``of_target``."""
+    row = rows()[index]
+    target = ids_of(row["target"], begin, "</s>")
+    first = target[-1] if start == "last" else VOCABULARY[start]
+    read = tensor([first, *target[:-1]])
+    output = model(input_ids=tensor(ids_of(row["text"], begin, "</s>")), decoder_input_ids=read)
+    return output.logits[0], target
+
+
 def of_target(begin: str, start: str, **options: Any) -> Loss:
     """The target of a text.
 
@@ -139,14 +162,10 @@ def of_target(begin: str, start: str, **options: Any) -> Loss:
     """
 
     def terms(model: Any, index: int) -> Terms:
-        row = rows()[index]
-        target = ids_of(row["target"], begin, "</s>")
-        first = target[-1] if start == "last" else VOCABULARY[start]
-        read = tensor([first, *target[:-1]])
-        scores = model(input_ids=tensor(ids_of(row["text"], begin, "</s>")), decoder_input_ids=read).logits[0]
+        scores, target = scores_of_target(model, index, begin, start)
         sum_of = no_terms()
-        for place, token in enumerate(target):
-            sum_of = add(sum_of, entropy(scores[place], token, **options))
+        for row, token in zip(scores, target, strict=True):
+            sum_of = add(sum_of, entropy(row, token, **options))
         return sum_of
 
     return terms
@@ -162,12 +181,15 @@ def of_masked(model: Any, index: int) -> Terms:
     return sum_of
 
 
-def of_image(**options: Any) -> Loss:
-    def terms(model: Any, index: int) -> Terms:
-        pixels = torch.tensor(images()[index]).permute(2, 0, 1) / 255
-        mean = torch.tensor([0.5, 0.4, 0.3])[:, None, None]
-        deviation = torch.tensor([0.2, 0.3, 0.4])[:, None, None]
-        scores = model(pixel_values=((pixels - mean) / deviation)[None]).logits[0]
-        return entropy(scores, class_of_image(index), **options)
+def scores_of_image(model: Any, index: int) -> Tensor:
+    """The outputs for an image, (C,)."""
+    pixels = torch.tensor(images()[index]).permute(2, 0, 1) / 255
+    mean = torch.tensor([0.5, 0.4, 0.3])[:, None, None]
+    deviation = torch.tensor([0.2, 0.3, 0.4])[:, None, None]
+    scores: Tensor = model(pixel_values=((pixels - mean) / deviation)[None]).logits[0]
+    return scores
 
-    return terms
+
+def of_image(**options: Any) -> Loss:
+    """The class of an image."""
+    return lambda model, index: entropy(scores_of_image(model, index), class_of_image(index), **options)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import plain_metrics
 import torch
 from plain_data import CLASSES, LENGTH, ROWS, load_model
 from plain_losses import (
@@ -29,6 +30,7 @@ from plain_losses import (
     of_target,
     of_text,
 )
+from plain_metrics import MORE_OF_CLASSES, MORE_OF_NAMES, MORE_OF_NUMBERS, MORE_OF_TAGS, Metrics
 from torch import Tensor, nn
 
 from fastloop.testing.runs import Trained, train
@@ -60,6 +62,7 @@ class Case:
         data: The section ``data``.
         plugins: Other plugins.
         section: The section ``model``; empty: the folder of the model.
+        metrics: Those of an evaluation.
         samples: Number of samples.
     """
 
@@ -67,6 +70,7 @@ class Case:
     task: Mapping[str, Any]
     data: Mapping[str, Any]
     loss: Loss
+    metrics: Metrics = plain_metrics.of_nothing
     plugins: Sequence[Any] = ()
     section: Mapping[str, Any] = field(default_factory=dict)
     samples: Callable[[], int] = lambda: ROWS
@@ -83,7 +87,11 @@ IMAGES: Mapping[str, Any] = {"images": "images", "augment": {"crop": False, "fli
 
 def classify(loss: Any, **options: Any) -> Case:
     return Case(
-        model="classifier", task={"text-classification": {"loss": loss}}, data=LABELLED, loss=of_class(**options)
+        model="classifier",
+        task={"text-classification": {"loss": loss, "metrics": MORE_OF_CLASSES}},
+        data=LABELLED,
+        loss=of_class(**options),
+        metrics=plain_metrics.of_class,
     )
 
 
@@ -99,38 +107,44 @@ CASES: Mapping[str, Case] = {
     ),
     "classes": Case(
         model="classifier",
-        task={"text-classification": {}},
+        task={"text-classification": {"metrics": MORE_OF_NAMES}},
         data=FILES | {"label": "names", "label_type": "classes"},
         loss=of_names,
+        metrics=plain_metrics.of_names,
     ),
     "number": Case(
         model="regressor",
-        task={"text-classification": {}},
+        task={"text-classification": {"metrics": MORE_OF_NUMBERS}},
         data=FILES | {"label": "number", "label_type": "number"},
         loss=of_number,
+        metrics=plain_metrics.of_number,
     ),
     "tags": Case(
         model="tagger",
-        task={"token-classification": {}},
+        task={"token-classification": {"metrics": MORE_OF_TAGS}},
         data=FILES | {"words": "words", "tags": "tags"},
         loss=of_tags(),
+        metrics=plain_metrics.of_tags,
     ),
     "tags of all tokens, weights and smoothing": Case(
         model="tagger",
         task={
             "token-classification": {
                 "label_tokens": "all",
+                "metrics": MORE_OF_TAGS,
                 "loss": {"class_weights": list(WEIGHTS), "label_smoothing": SMOOTHING},
             }
         },
         data=FILES | {"words": "words", "tags": "tags"},
         loss=of_tags(every=True, weights=WEIGHTS, smoothing=SMOOTHING),
+        metrics=plain_metrics.of_tags,
     ),
     "blocks of texts": Case(
         model="gpt",
         task={"causal-lm": {}},
         data=FILES | {"max_length": BLOCK},
         loss=of_block,
+        metrics=plain_metrics.of_blocks,
         samples=lambda: len(blocks()),
     ),
     "answers": Case(
@@ -138,25 +152,55 @@ CASES: Mapping[str, Case] = {
         task={"causal-lm": {}},
         data=ANSWERS,
         loss=of_answer,
+        metrics=plain_metrics.of_texts,
     ),
     "answers, packed": Case(
         model="gpt",
         task={"causal-lm": {}},
         data=ANSWERS,
         loss=of_answer,
+        metrics=plain_metrics.of_texts,
         plugins=["packing"],
     ),
-    "targets of T5": Case(model="t5", task={"seq2seq": {}}, data=TARGETS, loss=of_target("", "[PAD]")),
-    "targets of BART, forced BOS": Case(
-        model="bart", task={"seq2seq": {}}, data=TARGETS, loss=of_target("<s>", "</s>")
+    "targets of T5": Case(
+        model="t5",
+        task={"seq2seq": {}},
+        data=TARGETS,
+        loss=of_target("", "[PAD]"),
+        metrics=plain_metrics.of_target("", "[PAD]"),
     ),
-    "targets of mBART": Case(model="mbart", task={"seq2seq": {}}, data=TARGETS, loss=of_target("", "last")),
-    "image": Case(model="vit", task={"image-classification": {}}, data=IMAGES, loss=of_image()),
+    "targets of BART, forced BOS": Case(
+        model="bart",
+        task={"seq2seq": {}},
+        data=TARGETS,
+        loss=of_target("<s>", "</s>"),
+        metrics=plain_metrics.of_target("<s>", "</s>"),
+    ),
+    "targets of mBART": Case(
+        model="mbart",
+        task={"seq2seq": {}},
+        data=TARGETS,
+        loss=of_target("", "last"),
+        metrics=plain_metrics.of_target("", "last"),
+    ),
+    "image": Case(
+        model="vit",
+        task={"image-classification": {"metrics": MORE_OF_CLASSES}},
+        data=IMAGES,
+        loss=of_image(),
+        metrics=plain_metrics.of_image,
+    ),
     "image, weights and smoothing": Case(
         model="vit",
-        task={"image-classification": {"loss": {"class_weights": list(WEIGHTS), "label_smoothing": SMOOTHING}}},
+        task={
+            "image-classification": {
+                "loss": {"class_weights": list(WEIGHTS), "label_smoothing": SMOOTHING},
+                "metrics": MORE_OF_CLASSES,
+            }
+        },
         data=IMAGES,
         loss=of_image(weights=WEIGHTS, smoothing=SMOOTHING),
+        metrics=plain_metrics.of_image,
     ),
     "masked tokens": Case(
         model="masked",
@@ -212,13 +256,13 @@ class Reference:
         losses: The loss of each step.
         gradients: Name -> the clipped gradient of the first step.
         weights: Name -> parameter after the last step.
-        evaluated: Their loss over all samples.
+        evaluated: The loss of all samples and the metrics with them.
     """
 
     losses: list[float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    evaluated: float
+    evaluated: dict[str, float]
 
 
 def mean_of(case: Case, model: Any, indices: Iterable[int]) -> Tensor:
@@ -258,5 +302,6 @@ def train_plainly(case: Case) -> Reference:
                 parameters[name] -= LR * velocity[name]
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     with torch.no_grad():
-        evaluated = mean_of(case, model, range(case.samples())).item()
+        loss_of_all = mean_of(case, model, range(case.samples())).item()
+        evaluated = {"loss": loss_of_all, **case.metrics(model, loss_of_all)}
     return Reference(losses=losses, gradients=gradients, weights=weights, evaluated=evaluated)

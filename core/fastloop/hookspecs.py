@@ -201,7 +201,7 @@ def before_epoch(run: Run) -> None:
 @hookspec
 def before_step(run: Run, batches: list[Batch]) -> None:
     """The step's micro-batches on this process, on the device. A plugin may replace their ``inputs``, but not change
-    the list."""
+    the list. A batch may have ``samples`` 0, and that of a text task no ``attention_mask``: see ``Batch``."""
 
 
 @first
@@ -216,7 +216,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
 @first
 def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output:  # type: ignore[empty-body]
     """First. Forward and loss of one micro-batch, in training and evaluation. ``batch`` is ``Batch.inputs`` on the
-    device."""
+    device. Processes call it equally often in training, so a batch may have weight 0: see ``Batch.samples``."""
 
 
 @hookspec

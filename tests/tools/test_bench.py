@@ -23,10 +23,11 @@ import torch
 import yaml
 from torch import nn
 
+from fastloop import UsageError
 from fastloop.cli import main
 from fastloop.cli.numerics import largest_difference
 from fastloop.recipe import load_recipe
-from fastloop.testing import assert_problem
+from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.bench import ablation
 from fastloop_tools.bench.ablation import check_numerics, variant_results
 from fastloop_tools.bench.plan import make_ablation
@@ -418,6 +419,26 @@ def test_the_page_has_the_command_with_its_options(recipe, bench):
     options[options.index("--seconds") + 1] = "0.0"
     assert sorted(written[4:]) == sorted(options)
     assert f"`{record['command']}`" in Path("ablation/bench.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds_a_step", "proposed"),
+    [
+        # 10 processes of 95 s start in 35 s: 25 s are left for 30 steps of 2 s
+        (600, 2.0, "--budget 16m or --steps 12"),
+        # 5 s are left, and each process measures at least 10 s
+        (400, 2.0, "--budget 16m or --steps 2 --seconds 5"),
+        # 30 steps take 3 s, and start and end 85 s: 5 s are left of 10 s
+        (900, 0.1, "--budget 16m or --seconds 5"),
+        (360, 2.0, "--budget 16m"),
+    ],
+)
+def test_a_budget_that_is_too_small_names_the_options_that_shorten_a_process(recipe, budget, seconds_a_step, proposed):
+    settings = ablation.AblationSettings(repeats=5, numerics=False, steps=30, seconds=10.0, budget=budget)
+    plan = make_ablation(load_recipe(recipe("honest")), [], leave_one_out=False)
+    measured = ablation.Bench(plan, settings, None, {}, print, lambda record: None)
+    with expect_problem(f"budget-too-small Give {proposed}.", UsageError):
+        measured.check_budget({"process_seconds": 95.0, "seconds_a_step": seconds_a_step})
 
 
 def test_an_ablation_that_exceeds_its_budget_ends_after_the_first_measurement(recipe, bench, monkeypatch):

@@ -155,8 +155,7 @@ class Bench:
             f"{show_time(needed)} in all if the others take as long"
         )
         if self.settings.budget is not None and needed > self.settings.budget:
-            least = max(1.0, (self.settings.steps or 0) * first["seconds_a_step"])
-            raise self._refuse_budget(seconds, least)
+            raise self._refuse_budget(seconds, first["seconds_a_step"])
 
     def tell_time(self) -> None:
         """After the first repeat: say how long all takes, by one measurement of each variant. A variant may compile, or
@@ -169,16 +168,16 @@ class Bench:
             over = f", over the --budget of {show_time(self.settings.budget)}"
         self.say(f"a measurement takes {min(measured):.0f} to {max(measured):.0f} s: {show_time(needed)} in all{over}")
 
-    def _refuse_budget(self, seconds: float, least: float = 1.0) -> UsageError:
+    def _refuse_budget(self, seconds: float, seconds_a_step: float = 0.0) -> UsageError:
         """The error for a budget that is too small. It proposes options with which the measurements fit.
 
         Args:
             seconds: The time of a process.
-            least: The least value of ``--seconds`` that still shortens a process.
+            seconds_a_step: The time of a step in it; 0: it is not measured yet.
         """
         assert self.settings.budget is not None
         choices = [f"--budget {math.ceil(self.processes() * seconds / 60)}m"]
-        choices += self._fitting_options(seconds, least)
+        choices += self._fitting_options(seconds, seconds_a_step)
         remedy = f"Give {' or '.join(choices)}."
         if len(choices) == 1 and len(self.ablation.plugins) > 1:
             remedy = (
@@ -191,11 +190,11 @@ class Bench:
             remedy=remedy,
         )
 
-    def _fitting_options(self, seconds: float, least: float) -> list[str]:
+    def _fitting_options(self, seconds: float, seconds_a_step: float) -> list[str]:
         """Options with which the measurements fit into the budget: each alone, or else together.
 
         Args:
-            seconds, least: As for ``_refuse_budget``.
+            seconds, seconds_a_step: As for ``_refuse_budget``.
         """
         budget = self.settings.budget or 0.0
         variants = self.ablation.measured()
@@ -211,20 +210,36 @@ class Bench:
             omitted.append(("--no-leave-one-out --no-numerics", speeds_left))
         options = [option for option, processes in omitted if processes * seconds <= budget]
 
-        def shorter(processes: int) -> int | None:
-            """The value of ``--seconds`` with which this many processes fit; None: there is none."""
-            start = seconds - self.settings.seconds
-            fitting = math.floor(budget / processes - start)
-            return fitting if least <= fitting < self.settings.seconds else None
-
-        alone = shorter(self.processes())
-        if alone is not None:
-            options.append(f"--seconds {alone}")
+        alone = self._shorter_window(self.processes(), seconds, seconds_a_step)
+        if alone:
+            options.append(alone)
         if options or not omitted:
             return options
         together, processes = omitted[-1]
-        value = shorter(processes)
-        return [] if value is None else [f"{together} --seconds {value}"]
+        window = self._shorter_window(processes, seconds, seconds_a_step)
+        return [f"{together} {window}"] if window else []
+
+    def _shorter_window(self, processes: int, seconds: float, seconds_a_step: float) -> str:
+        """The values of ``--steps`` and ``--seconds`` with which this many processes fit into the budget. Empty: there
+        are none.
+
+        Args:
+            seconds, seconds_a_step: As for ``_refuse_budget``.
+        """
+        step_seconds = (self.settings.steps or 0) * seconds_a_step
+        start = seconds - max(self.settings.seconds, step_seconds)
+        # 600 s for 10 processes that start in 35 s leave 25 s: of 30 steps of 2 s and 10 s, --steps 12
+        fitting = (self.settings.budget or 0.0) / processes - start
+        if fitting <= 0:
+            return ""
+        options = []
+        if step_seconds > fitting:
+            options.append(("--steps", math.floor(fitting / seconds_a_step)))
+        if self.settings.seconds > fitting:
+            options.append(("--seconds", math.floor(fitting)))
+        if any(value < 1 for _, value in options):
+            return ""
+        return " ".join(f"{option} {value}" for option, value in options)
 
     def _speed(self) -> None:
         """Measure each variant once a repeat: in order, then in reverse, so that a machine that becomes slower

@@ -160,8 +160,8 @@ STEPS = [
     Mutant(
         "gradients add up over steps",
         f"{CORE}/loop.py",
-        "        run._skipped_steps.update()\n        run.optimizer.zero_grad()",
-        "        run._skipped_steps.update()",
+        "        run._skipped_steps.step_optimizer()\n        run.optimizer.zero_grad()",
+        "        run._skipped_steps.step_optimizer()",
     ),
     Mutant(
         "each process reduces gradients at every micro-batch",

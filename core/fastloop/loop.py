@@ -106,7 +106,7 @@ def train(run: Run) -> None:
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
-            if [state.epoch, state.epoch_samples] in state.left_out:  # it failed before
+            if state.left_out and state._is_step_left_out():
                 state.skip_samples(run._start_totals(batches).get())
                 continue
             loss = take_step(run, batches)
@@ -159,6 +159,7 @@ def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None 
             if not run.hooks.recover(run=run, error=error, split=split):
                 raise
         run.optimizer.zero_grad()  # drop the gradients of the failed step
+        run._gradients_are_final = False
         run._unstepped.clear_gradients(run.state.step + 1)
 
 
@@ -252,17 +253,17 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         with region("clip"):
             grad_norm = run.strategy.clip_gradients(run, max_norm)
     # run.gradient_norm() works until the optimizer steps
-    run._clipped_at = run.state.step
+    run._gradients_are_final = True
     run._gradient_norm = grad_norm
     if run._is_log_point:
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
     run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     with region("optimizer"):
-        run._skipped_steps.update()
+        run._skipped_steps.step_optimizer()
         run.optimizer.zero_grad()
     if not run._unstepped.all_are_stepped:
         run._unstepped.updated_in = run.state.step + 1
-    run._clipped_at = -1
+    run._gradients_are_final = False
     run.updates += 1
 
 

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,20 @@ if TYPE_CHECKING:
     from fastloop.state import RunOptimizer
 
 log = logging.getLogger("fastloop")
+
+
+class Reasons(NamedTuple):
+    """The reasons of one process for which all processes stop or count a failed save. Each is None without one.
+
+    Attributes:
+        signal: Name of the signal that the process received.
+        failure: Message of a failed save.
+        stop: Reason of a plugin to stop.
+    """
+
+    signal: str | None
+    failure: str | None
+    stop: str | None
 
 
 class Run:
@@ -128,7 +142,8 @@ class Run:
         self.steps_to_compare = 0
         self._weights_before: dict[str, Tensor] = {}  # a part of each, until the processes compared them
         self._totals: StepTotals | None = None  # of the current step
-        self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
+        # whether the gradients of an update are clipped, and not applied yet; the loop sets it and the norm
+        self._gradients_are_final = False
         self._gradient_norm: Tensor | None = None
         self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
         self._summary: dict[str, Any] | None = None
@@ -297,7 +312,7 @@ class Run:
         Raises:
             PluginError: It was called outside ``before_optimizer_step``.
         """
-        if self._clipped_at != self.state.step:
+        if not self._gradients_are_final:
             problem = "run.gradient_norm() was called where a step's gradients are not final."
             raise PluginError(
                 f"{problem} Call it in before_optimizer_step, and keep its result.", code="gradients-gone"
@@ -400,22 +415,28 @@ class Run:
             state.evaluate_requested = bool(any_evaluation)
             state.save_requested = bool(any_save)
             if any_reason:  # rare, so that a usual step exchanges three numbers
-                reasons = self.processes.all_gather_object((signal_name, failure, state.stop_reason))
-                signals, failures, stops = zip(*reasons, strict=True)
-                signal_name = first_given(signals)
-                failure = first_given(failures)
-                state.stop_reason = first_given(stops)
+                own = Reasons(signal_name, failure, state.stop_reason)
+                every = self.processes.all_gather_object(own)
+                signal_name = first_given(reasons.signal for reasons in every)
+                failure = first_given(reasons.failure for reasons in every)
+                state.stop_reason = first_given(reasons.stop for reasons in every)
         if failure is not None:
-            saver.errors += 1
-            if self.recipe.train.on_save_error == "stop":
-                raise SaveError(
-                    f"{failure}.", code="save-failed", remedy="Free disk space, then continue with --resume."
-                )
-            log.warning(Problem(f"{failure}. Training continues; earlier checkpoints are intact.", code="save-failed"))
+            self._handle_failed_save(failure)
         if signal_name is not None and not self.signals.finishing:
-            self.signals.wait_until_logged()
-            state.stop_reason = f"{INTERRUPTED} by {signal_name}"
-            state.request_save()
+            self._handle_signal(signal_name)
+
+    def _handle_failed_save(self, failure: str) -> None:
+        """Count a failed save of any process. Raises a ``SaveError`` if it ends the run."""
+        self.saver.errors += 1
+        if self.recipe.train.on_save_error == "stop":
+            raise SaveError(f"{failure}.", code="save-failed", remedy="Free disk space, then continue with --resume.")
+        log.warning(Problem(f"{failure}. Training continues; earlier checkpoints are intact.", code="save-failed"))
+
+    def _handle_signal(self, signal_name: str) -> None:
+        """Stop and save after a signal that any process received."""
+        self.signals.wait_until_logged()
+        self.state.stop_reason = f"{INTERRUPTED} by {signal_name}"
+        self.state.request_save()
 
 
 def first_given(reasons: Iterable[str | None]) -> str | None:

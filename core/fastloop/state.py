@@ -75,6 +75,10 @@ class State:
         """Save a checkpoint after this step (and after its evaluation, if any)."""
         self.save_requested = True
 
+    def _is_step_left_out(self) -> bool:
+        """Whether the next step failed before a rollback, so that its samples are skipped."""
+        return [self.epoch, self.epoch_samples] in self.left_out
+
     def count_step(self, totals: BatchTotals) -> None:
         """Add a finished step to the counters."""
         self.step += 1

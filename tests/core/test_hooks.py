@@ -325,6 +325,32 @@ def test_the_gradient_norm_is_refused_where_gradients_are_not_final(tiny_run, ho
         tiny_run([plugin])
 
 
+class AsksWhenRepeated(Plugin):
+    """Fails before the first update, recovers, and asks for the gradient norm before the step is repeated."""
+
+    name = "asks-when-repeated"
+    has_failed = False
+
+    @hookimpl
+    def before_step(self, run: Any) -> None:
+        if self.has_failed:
+            run.gradient_norm()
+
+    @hookimpl
+    def before_optimizer_step(self) -> None:
+        self.has_failed = True
+        raise MemoryError
+
+    @hookimpl
+    def recover(self, error: Exception) -> bool:
+        return isinstance(error, MemoryError)
+
+
+def test_the_gradient_norm_of_a_failed_step_is_refused(tiny_run):
+    with expect_problem("gradients-gone gradient_norm before_optimizer_step", PluginError):
+        tiny_run([AsksWhenRepeated()])
+
+
 def test_a_wrapper_sees_the_evaluation_from_both_sides_and_may_change_its_result(tiny_run):
     inside: list[str] = []
 

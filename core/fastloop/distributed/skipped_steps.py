@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SkippedSteps:
-    """Takes the updates of a step, and knows whether all of them were skipped.
+    """Steps the optimizer in each update of a step, and knows whether all updates were skipped.
 
     A plugin skips the next update by ``request``. On overflow, ``GradScaler`` does not call ``step`` of an ordinary
     optimizer, and Accelerate's wrapper detects that. It always calls ``step`` of a fused optimizer, which reads
@@ -46,7 +46,7 @@ class SkippedSteps:
         """Skip the next update."""
         self.is_requested = True
 
-    def update(self) -> None:
+    def step_optimizer(self) -> None:
         """Step the optimizer, unless a plugin requested to skip this update."""
         if self.is_requested:
             self.is_requested = False

@@ -106,18 +106,27 @@ class Schedule:
 
     def evaluation_due(self, epoch_ended: bool = False) -> bool:
         """Whether to evaluate now."""
-        state = self._state
         every = self._train.evaluate_every
-        due = epoch_ended if every == "epoch" else every is not None and state.step > 0 and state.step % every == 0
-        return (due or state.evaluate_requested) and self.needs_evaluation()
+        if self._state.evaluate_requested:
+            is_due = True
+        elif every == "epoch":
+            is_due = epoch_ended
+        else:
+            is_due = every is not None and self._state.step > 0 and self._state.step % every == 0
+        return is_due and self.needs_evaluation()
 
     def save_due(self, epoch_ended: bool = False) -> bool:
         """Whether to save now."""
         state = self._state
         every = self._train.save_every
-        if state.save_requested or every is None:
-            return state.save_requested
+        if state.save_requested:
+            return True
+        if every is None:
+            return False
         if epoch_ended:
             return every == "epoch" or self.should_stop() or self.are_epochs_done()
-        due = isinstance(every, int) and state.step % every == 0
-        return due or (self.should_stop() and not self.is_epoch_done())  # otherwise the epoch's end saves
+        is_period_end = isinstance(every, int) and state.step % every == 0
+        if is_period_end:
+            return True
+        # at the end of an epoch, the call with epoch_ended saves
+        return self.should_stop() and not self.is_epoch_done()

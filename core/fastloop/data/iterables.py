@@ -144,11 +144,12 @@ class Stream(IterableDataset[Any]):
             deque(islice(samples, start), maxlen=0)  # read the samples before ``start``, and drop them
         pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
         last_group: list[Any] = []
-        digest = ""
+        digest = ""  # of the first sample; the first sample or filler that is given out has it
         for number in count():
             with isolated:
                 group = list(islice(samples, self.batch))
             if not group:
+                micro_batches = number
                 break
             if number == 0 and self.compares_samples:
                 digest = sample_digest(group[0])
@@ -167,7 +168,7 @@ class Stream(IterableDataset[Any]):
                     yield numbered
                     digest = ""
             pending.clear()
-        if not self.batches_per_step and self._needs_filler(number, reader, readers):
+        if not self.batches_per_step and self._needs_filler(micro_batches, reader, readers):
             filler = Filler(reversed(last_group))
             filler.stream_digest = digest
             yield filler

@@ -335,14 +335,24 @@ class PluginSet:
             method = method_that_raised(self.strategy, error)
             if method is not None:
                 failure = HookFailure(error, self.strategy, method)
-        if failure is None or failure.plugin.slot == "task":
-            callers = [type(plugin) for plugin in self.plugins if origin(type(plugin)) == origin(Plugin)]
-            if failure is not None:
-                callers.append(type(failure.plugin))
-            place = user_line(error, callers)
-            if place:
-                return UserCodeError(f"{place}: {type(error).__name__}: {error}", code="user-code-failed")
-        return None if failure is None else make_crash(failure.plugin, failure.hook, error)
+        if failure is None:
+            return self._user_code_error(error)
+        if failure.plugin.slot == "task":
+            in_user_code = self._user_code_error(error, type(failure.plugin))
+            if in_user_code is not None:
+                return in_user_code
+        return make_crash(failure.plugin, failure.hook, error)
+
+    def _user_code_error(self, error: BaseException, task: type[Plugin] | None = None) -> UserCodeError | None:
+        """An error that names the line of user code that raised ``error``; None: no user code that fastloop, one of its
+        plugins or ``task`` called."""
+        callers = [type(plugin) for plugin in self.plugins if origin(type(plugin)) == origin(Plugin)]
+        if task is not None:
+            callers.append(task)
+        place = user_line(error, callers)
+        if not place:
+            return None
+        return UserCodeError(f"{place}: {type(error).__name__}: {error}", code="user-code-failed")
 
 
 def emptied(plugins: PluginSet) -> PluginSet:

@@ -60,7 +60,7 @@ class CheckpointBest(Plugin):
         self.monitored = Monitor(self.name, self.monitor, self.mode)
         self.kept: list[Kept] = []  # best first
         # step of a resume checkpoint -> steps of the best then: it must find their folders
-        self.saved: dict[int, list[int]] = {}
+        self.best_at_saves: dict[int, list[int]] = {}
         self.has_unsaved = False  # whether weights that were among the best could not be written
 
     @hookimpl
@@ -123,16 +123,18 @@ class CheckpointBest(Plugin):
         metric = self.monitored.definition
         if not run.is_main:
             return {"kept": kept, "saved": {}, "metric": metric}
-        now = run.state.step
-        best = list(self.saved.get(now, ()))
+        # Step 2 is the best at the save of step 4, and step 5 at that of step 6: best_at_saves is {4: [2], 6: [5]}. A
+        # run that resumes from step 4 needs the weights of step 2, which stay as long as the checkpoint of step 4.
+        save_step = run.state.step
+        best_steps = list(self.best_at_saves.get(save_step, ()))
         for one in self.kept:
-            if one.step not in best:
-                best.append(one.step)
-        self.saved[now] = best
-        # with saves at steps 2, 4 and 6 and train.keep_checkpoints: 2, those at 4 and 6 stay after this one
-        there = sorted(self.saved.keys() & {now, *self.there(run)})
-        stay = there[-run.recipe.train.keep_checkpoints :]
-        return {"kept": kept, "saved": {step: self.saved[step] for step in stay}, "metric": metric}
+            if one.step not in best_steps:
+                best_steps.append(one.step)
+        self.best_at_saves[save_step] = best_steps
+        # with saves at steps 2, 4 and 6 and train.keep_checkpoints: 2, those at 4 and 6 remain after this one
+        save_steps = sorted(self.best_at_saves.keys() & {save_step, *self.steps_to_resume_from(run)})
+        remaining = save_steps[-run.recipe.train.keep_checkpoints :]
+        return {"kept": kept, "saved": {step: self.best_at_saves[step] for step in remaining}, "metric": metric}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
@@ -141,7 +143,7 @@ class CheckpointBest(Plugin):
         kept = asdict(Kept(step=0, value=0.0, metrics={}, weights=""))
         check_form(state, {"kept": [kept], "saved": {0: [0]}})
         self.kept = [Kept(**fields) for fields in state["kept"]]
-        self.saved = state["saved"]
+        self.best_at_saves = dict(state["saved"])
         self.monitored.compare_definition(state.get("metric"))
 
     @staticmethod
@@ -150,7 +152,7 @@ class CheckpointBest(Plugin):
         return f"checkpoints/best-{step:08d}"
 
     @staticmethod
-    def there(run: Run) -> list[int]:
+    def steps_to_resume_from(run: Run) -> list[int]:
         """The steps of the checkpoints to resume from."""
         from fastloop import checkpoint
 
@@ -163,8 +165,9 @@ class CheckpointBest(Plugin):
 
         value = self.monitored.read(metrics)
         step = run.state.step
-        worst = self.kept[-1].value if len(self.kept) == self.keep_checkpoints else None
-        if not self.monitored.better(value, worst):
+        has_room = len(self.kept) < self.keep_checkpoints
+        value_to_beat = None if has_room else self.kept[-1].value
+        if not self.monitored.better(value, value_to_beat):
             return
         weights = run.strategy.model_state(run)
         failed = False
@@ -208,11 +211,13 @@ class CheckpointBest(Plugin):
         """Remove checkpoints that are no longer among the best, after the new one is complete."""
         if not run.is_main:
             return
-        there = self.there(run)
-        newest = max(there, default=-1)
-        # a later step is of a save that is under way
-        self.saved = {step: best for step, best in self.saved.items() if step in there or step > newest}
-        wanted = {one.step for one in self.kept}.union(*self.saved.values())
+        save_steps = self.steps_to_resume_from(run)
+        newest = max(save_steps, default=-1)
+        for save_step in list(self.best_at_saves):
+            is_under_way = save_step > newest
+            if save_step not in save_steps and not is_under_way:
+                del self.best_at_saves[save_step]
+        wanted = {one.step for one in self.kept}.union(*self.best_at_saves.values())
         folders = run.folder / "checkpoints"
         unwanted = list(folders.glob(".best-*.partial"))
         for folder in folders.glob("best-*"):

@@ -119,6 +119,10 @@ class Monitor:
         assert self.mode is not None, "check has read it"
         return new < old - by if self.mode == "min" else new > old + by
 
+    def reaches(self, threshold: float, value: float) -> bool:
+        """Whether a finite value is at the threshold, or better."""
+        return math.isfinite(value) and not self.better(threshold, value)
+
 
 def describe_metric(metric: Metric) -> str:
     """The class of a metric and its settings, and those of the metrics and the functions inside a wrapper:

@@ -9,7 +9,6 @@ weights; add ``checkpoint-best`` to restore the best ones.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, hookimpl, option
@@ -51,7 +50,7 @@ class EarlyStopping(Plugin):
             return
         value = self.monitored.read(metrics)
         threshold = self.threshold
-        if threshold is not None and math.isfinite(value) and not self.monitored.better(threshold, value):
+        if threshold is not None and self.monitored.reaches(threshold, value):
             run.state.request_stop(f"early-stopping: {self.monitored.name} {value:.6g} reached {threshold:g}")
         if self.monitored.better(value, self.best, by=self.min_delta):
             self.best = value

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop.runtime.host_copies import HostCopy
+    from fastloop.scalars import LogMark
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Progress(Plugin):
         self.period = 0.0
         self.copied: CopiedLoss | None = None
         self.console: Console  # this and the next attributes: from before_fit on
-        self.mark: tuple[float, int]  # seconds and samples of training at the last update
+        self.mark: LogMark  # the training done when the measured time began
         self.task: TaskID
 
     @classmethod
@@ -62,11 +63,13 @@ class Progress(Plugin):
     def before_fit(self, run: Run) -> None:
         import rich
 
+        from fastloop.log_points import read_mark
+
         self.console = rich.get_console()
         is_live = self.console.is_terminal or self.console.is_jupyter
         self.period = self.refresh if is_live else self.every
         self.next = perf_counter() + self.period if run.is_main else float("inf")
-        self.mark = (run.clock.read("train"), run.state.samples)
+        self.mark = read_mark(run)
         if run.is_main and self.console.is_jupyter:
             self.bar = NotebookBar()
         elif run.is_main and self.console.is_terminal:
@@ -103,9 +106,11 @@ class Progress(Plugin):
             step: The step of the loss.
             epoch: The index of its epoch, from 0.
         """
-        seconds = run.clock.read("train")
-        samples = run.state.samples
-        speed = (samples - self.mark[1]) / max(seconds - self.mark[0], 1e-9)
+        from fastloop.log_points import read_mark
+
+        now = read_mark(run)
+        elapsed = now.seconds - self.mark.seconds
+        speed = (now.samples - self.mark.samples) / max(elapsed, 1e-9)
         of = f"/{run.total_steps}" if run.total_steps else ""
         of_epochs = f"/{run.schedule.epochs}" if run.schedule.epochs else ""
         parts = [
@@ -121,8 +126,8 @@ class Progress(Plugin):
             best = run.state.best
             extreme = {"min": "lowest", "max": "highest"}.get(str(best.get("mode")), "best")
             parts.append(f"{extreme} {best['metric']} {best['value']:.4f}")
-        if seconds - self.mark[0] > 30:  # the speed is an average over the last half minute
-            self.mark = (seconds, samples)
+        if elapsed > 30:  # the speed is an average over the last half minute
+            self.mark = now
         return ", ".join(parts)
 
     @hookimpl

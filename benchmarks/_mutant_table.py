@@ -145,8 +145,8 @@ LOSSES = [
     Mutant(
         "padding takes part in attention",
         f"{PLUGINS}/text/masks.py",
-        "if self.never or not (compiling or self.padded):",
-        "if self.never or not compiling:",
+        "needs_mask = (is_compiling or self.padded) and not self.never",
+        "needs_mask = is_compiling and not self.never",
     ),
 ]
 

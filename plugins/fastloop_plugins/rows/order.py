@@ -84,13 +84,17 @@ class Order:
             first = self.rows[source] * lane // self.lanes
             last = self.rows[source] * (lane + 1) // self.lanes
             turn, index = divmod(index, last - first)
-            return self._place(lane, source, turn, first, last - first, index)
+            return self._place(lane, source, turn=turn, first=first, length=last - first, index=index)
+        # Without weights, each lane has whole blocks, and the rows that remain are a lane of their own. 10 rows with 2
+        # lanes and blocks of 2: lane 0 has the rows 0 to 3, lane 1 the rows 4 to 7, and rows 8 and 9 remain.
         per_lane = self.rounds * self.block
         if position < self.lanes * per_lane:
             lane, index = self._lane(position)
-            return self._place(lane, 0, epoch, lane * per_lane, per_lane, index)
-        first = self.lanes * per_lane  # the rest, which does not fill a block of each lane
-        return self._place(self.lanes, 0, epoch, first, self.size - first, position - first)
+            return self._place(lane, source=0, turn=epoch, first=lane * per_lane, length=per_lane, index=index)
+        remaining = self.lanes * per_lane
+        return self._place(
+            self.lanes, source=0, turn=epoch, first=remaining, length=self.size - remaining, index=position - remaining
+        )
 
     def _lane(self, position: int) -> tuple[int, int]:
         """The lane of a position, and the position in it.
@@ -123,7 +127,7 @@ class Order:
             before[places] = np.arange(len(places))
         return pattern, before
 
-    def _place(self, lane: int, source: int, turn: int, first: int, length: int, index: int) -> Place:
+    def _place(self, lane: int, source: int, *, turn: int, first: int, length: int, index: int) -> Place:
         """The place of sample ``index`` among ``length`` slots that begin with slot ``first``.
 
         Windows of 4 slots divide 10 slots into [0 1 2 3 | 4 5 6 7 | 8 9]. Sample 6 is the third one of window 1, which

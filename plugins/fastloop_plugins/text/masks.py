@@ -50,13 +50,14 @@ class KnownMask:
         """The mask in the form that the attention implementation takes; None if it needs none."""
         import torch
 
-        compiling = torch.compiler.is_compiling()
+        is_compiling = torch.compiler.is_compiling()
         # checked in eager mode alone: a compiler would guard on the width, and build a graph for each
-        if not compiling and attention_mask is not None and attention_mask.shape[-1] > self.width:
+        if not is_compiling and attention_mask is not None and attention_mask.shape[-1] > self.width:
             return self.make(*args, attention_mask=attention_mask, **kwargs)
-        if self.never or not (compiling or self.padded):
-            attention_mask = None
-        elif attention_mask is not None:
+        needs_mask = (is_compiling or self.padded) and not self.never
+        if not needs_mask:
+            return self.make(*args, attention_mask=None, **kwargs)
+        if attention_mask is not None:
             kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return self.make(*args, attention_mask=attention_mask, **kwargs)
 

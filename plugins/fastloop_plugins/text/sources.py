@@ -159,10 +159,13 @@ def mix_sources(rows: Rows, data: TextData) -> Rows:
                 remedy="Remove it, or what leaves out its rows.",
             )
         end += weight / sum(weights) * len(rows)
-        times, rest = divmod(round(end) - before, len(ids))
+        # a source of 4 rows with a share of 11 rows: 2 whole passes, and 3 extra rows that are drawn
+        share = round(end) - before
+        whole_passes, extra = divmod(share, len(ids))
         before = round(end)
-        chosen += [*[ids] * times, take(ids, draw(len(ids), rest))]
-        lines.append(f"data.sources[{number}] {len(ids)}, {times * len(ids) + rest} an epoch")
+        chosen += [ids] * whole_passes
+        chosen.append(take(ids, draw(len(ids), extra)))
+        lines.append(f"data.sources[{number}] {len(ids)}, {share} an epoch")
     data.messages.append(f"data: train: rows of each source: {'; '.join(lines)}")
     every = concatenate(chosen)
     every.sort()

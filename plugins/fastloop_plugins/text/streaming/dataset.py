@@ -268,7 +268,11 @@ class Streaming:
         index = read_index(self.paths, layout, counted, lists=data.tagged)
         # entries of 2 and 1 files begin with the files 0 and 2: with row groups of the files [0, 0, 1, 2], sources is
         # [0, 3]
-        first_files = np.cumsum([0, *map(len, self.entries)])[:-1]
+        first_files = []
+        files_before = 0
+        for files in self.entries:
+            first_files.append(files_before)
+            files_before += len(files)
         self.sources = np.searchsorted(index.file, first_files).tolist()
         self._set_groups(index)
         order = self.order(0, 1)()
@@ -284,9 +288,10 @@ class Streaming:
         if not data.tagged:
             for value, (count, first) in index.labels.items():
                 # a rare class has no row among the first ones: stand-ins, with a label of their own
-                copies = min(count, COPIES)
-                rows += [(*rows[0][:-1], value)] * copies
-                names += [index.name(first)] * copies
+                stand_in = (*rows[0][:-1], value)  # the label is the last column
+                for _ in range(min(count, COPIES)):
+                    rows.append(stand_in)
+                    names.append(index.name(first))
         where = str(index.paths[0])
         if len(index.paths) > 1:
             where += f" and {len(index.paths) - 1} more"

@@ -67,12 +67,13 @@ class NanGuard(Plugin):
     start: StepStart  # of the step
     buffers: list[SavedBuffer]  # of the model at the start of the step, to skip it
     loss: Tensor  # of the step, as in after_backward
-    skips: bool  # whether this plugin skips the step
+    skips_step: bool  # whether this plugin skips the current step
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.unchecked: list[UncheckedStep] = []
         self.spikes = Spikes(self.window, self.spike)
+        # of steps; acted: skipped or rolled back
         self.counts = {"not_finite": 0, "acted": 0, "overflows": 0, "spikes": 0}
         self.high_log_points = 0  # in a row, up to the newest
 
@@ -99,7 +100,7 @@ class NanGuard(Plugin):
     def before_step(self, run: Run) -> None:
         state = run.state
         self.start = StepStart(number=state.step + 1, epoch=state.epoch, samples=state.epoch_samples)
-        self.skips = False
+        self.skips_step = False
         if self.action == "skip":
             self.buffers = copy_buffers(run.model)
 
@@ -116,7 +117,7 @@ class NanGuard(Plugin):
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
-        if not self.skips and run.accelerator.scaler is not None and run.step_was_skipped():
+        if not self.skips_step and run.accelerator.scaler is not None and run.step_was_skipped():
             self.counts["overflows"] += 1
         if run.schedule.should_stop():
             self.check_steps(run)
@@ -185,7 +186,7 @@ class NanGuard(Plugin):
         self.counts["acted"] += 1
         restore_buffers(self.buffers)
         run.skip_update()
-        self.skips = True
+        self.skips_step = True
         logger.warning(Problem(f"{message} fastloop skips it.", code="not-finite"))
 
     def check_high_loss(self, run: Run, loss: float, max_loss: float) -> None:

@@ -144,7 +144,7 @@ class Stream(IterableDataset[Any]):
             deque(islice(samples, start), maxlen=0)  # read the samples before ``start``, and drop them
         pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
         last_group: list[Any] = []
-        digest = ""  # of the first sample; the first sample or filler that is given out has it
+        digest = ""  # of the first sample; the first sample or filler of this reader carries it
         for number in count():
             with isolated:
                 group = list(islice(samples, self.batch))

@@ -80,6 +80,7 @@ class CheckpointBest(Plugin):
                 self.log.warning(Problem(f"{self.path(one.step)} is lost: {wrong}.", code="damaged-checkpoint"))
                 self.kept.remove(one)
                 run.state.best = self.best()
+        del self.kept[self.keep_checkpoints :]  # a run that resumes may keep fewer than before
         self.tidy(run)  # a killed run may have kept more than its newest checkpoint knows
 
     @hookimpl(wrapper=True)

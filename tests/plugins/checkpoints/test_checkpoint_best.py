@@ -153,6 +153,16 @@ def test_a_run_that_stopped_between_evaluations_resumes_with_the_best_of_its_che
     assert sorted(path.name for path in Path("run/checkpoints").glob("*best*")) == ["best-00000009"]
 
 
+def test_a_resumed_run_that_keeps_fewer_removes_the_others(tiny_run):
+    tiny_run(
+        [best(keep_checkpoints=2), ScriptedScore(0.9, 0.8)], epochs=3, output="run", max_steps=18, keep_checkpoints=1
+    )
+    assert sorted(path.name for path in Path("run/checkpoints").glob("best-*")) == ["best-00000009", "best-00000018"]
+    resumed = tiny_run([best(), ScriptedScore(0.7)], epochs=3, output="run", keep_checkpoints=1, resume=True)
+    assert resumed.summary["best"]["step"] == 9
+    assert sorted(path.name for path in Path("run/checkpoints").glob("best-*")) == ["best-00000009"]
+
+
 @pytest.mark.slow
 def test_killed_while_saving_the_best_before_it_is_whole():
     """SIGKILL at many moments of a run that saves a better best all the time: the newest named best is always whole."""

@@ -7,6 +7,7 @@ A warning is one: ``log.warning(Problem("is damaged.", code="damaged-cache", pla
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -17,7 +18,7 @@ KEY = re.compile(r"^(?P<file>(?:recipe|.+\.ya?ml)): (?P<key>[\w.\[\]/-]+)")
 VALUE = r"""'[^']*'|"[^"]*"|\{[^{}`]*\}|\[(?:[^\[\]`]|\[[^\[\]`]*\])*\]|[^\s`]*[^\s`.,:;)]"""
 """A value in an override: in quotes, ``{'+': pos}``, ``[text, label]``, or a word without the end of the sentence."""
 UNQUOTED = (
-    rf"(?<![\w.(`-])((?:output|(?:data|model|plugins|train)(?:\.[\w-]+)+)=(?:{VALUE}))"
+    rf"(?<![\w.(`'\"-])((?:output|(?:data|model|plugins|train)(?:\.[\w-]+)+)=(?:{VALUE}))"
     r"|(?<![\w`-])(--(?:with|without|split) [\w,./:-]*\w)"
 )
 """An override, or an option that takes a name. An override just behind a parenthesis only names a setting: ``expected a
@@ -26,6 +27,8 @@ IN_FACTS = re.compile(UNQUOTED)
 """A part of an explanation that a user can type."""
 IN_REMEDY = re.compile(rf"{UNQUOTED}|`(--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[^`]*`")
 """A part of a remedy that a user can type. Options and commands are between backquotes, and so may names be."""
+OVERRIDE = re.compile(rf"{UNQUOTED}|(?<=`)([\w.-]+=[^`]*)(?=`)")
+"""An override in a message, with or without backquotes, or an option that takes a name."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -87,6 +90,24 @@ def typed_clause(error: BaseException) -> str:
     return name if message == name else f"{name}: {message}"
 
 
+def shell_word(text: str) -> str:
+    """An override as a word of a command line, in quotes if the shell would change it: ``train.lr=1e-3``, but
+    ``'data.label=[A, B]'``. Double quotes hold single ones: ``"data.label_map={'a b': a}"``."""
+    if "'" in text and not re.search(r'["$`\\!]', text):
+        return f'"{text}"'
+    return shlex.quote(text)
+
+
+def quote_overrides(sentences: str) -> str:
+    """Sentences whose overrides can be copied to a command line. See ``shell_word``."""
+
+    def quote(match: re.Match[str]) -> str:
+        override = match[1] or match[3]
+        return shell_word(override) if override else match[0]
+
+    return OVERRIDE.sub(quote, sentences)
+
+
 class Fields(TypedDict, total=False):
     """The fields of a ``Problem`` beside its text, as keyword arguments."""
 
@@ -113,7 +134,8 @@ class Problem:
         expected: The values that are possible, without a full stop.
         remedy: Sentences about the change that solves the problem. An override in them, such as
             ``data.label_type=class``, works as it is, and so do options with a name, ``--with ema``, and commands
-            between backquotes: "Run `fastloop plugins`."
+            between backquotes: "Run `fastloop plugins`." The text puts an override in quotes where the shell needs
+            them: ``'data.label=[A, B]'``.
         command: A command that the remedy introduces, such as "Install it:". It ends the text, without a full stop, so
             that it can be copied.
     """
@@ -131,19 +153,20 @@ class Problem:
         if self.found:
             facts.append(f"found {self.found}")
         if self.expected:
-            facts.append(f"expected {self.expected}")
+            facts.append(f"expected {quote_overrides(self.expected)}")
         sentence = ", ".join(facts)
         if sentence:
             sentence += "."
         if self.text:
             sentence = sentence[:1].upper() + sentence[1:]
-        parts = [self.text.strip(), sentence, self.remedy.strip(), self.command]
+        text = quote_overrides(self.text.strip())
+        parts = [text, sentence, quote_overrides(self.remedy.strip()), self.command]
         body = " ".join(part for part in parts if part)
         return f"{self.place}: {body}" if self.place else body
 
     @property
     def proposals(self) -> list[str]:
-        """The overrides, options and commands of the message, as a user can type them."""
+        """The overrides, options and commands of the message. An override has no quotes for the shell."""
         matches = [*IN_FACTS.finditer(f"{self.text} {self.expected}"), *IN_REMEDY.finditer(self.remedy)]
         proposals = []
         for match in matches:

@@ -23,6 +23,11 @@ from fastloop_plugins.guards._numbers import NotFinite, StepStart
         (Problem(place="r: k", expected="2 or 3"), "r: k: expected 2 or 3."),
         (Problem("The file is cut.", found="1", remedy="Copy it."), "The file is cut. Found 1. Copy it."),
         (Problem("no such key.", remedy=" Did you mean 'lr'?"), "no such key. Did you mean 'lr'?"),
+        (Problem(remedy="Give data.label_type=class."), "Give data.label_type=class."),
+        (Problem(remedy="Drop: data.drop=[{column: A, empty: true}]."), "Drop: 'data.drop=[{column: A, empty: true}]'."),
+        (Problem(remedy="Map: `data.label_map={'a b': c}`."), "Map: `\"data.label_map={'a b': c}\"`."),
+        (Problem("Quoted: 'data.label=[A, B]'."), "Quoted: 'data.label=[A, B]'."),
+        (Problem(remedy="Run `fastloop plan r.yaml 'a=[b, c]'`."), "Run `fastloop plan r.yaml 'a=[b, c]'`."),
     ],
 )
 def test_one_text_is_made_of_the_fields(problem: Problem, text: str):

@@ -46,7 +46,7 @@ def reviews(count: int = 80) -> list[str]:
 
 
 COLUMNS_HINT = (
-    " If line 1 is data and not column names, give data.read.columns=[{}], with the names in the order of the file."
+    " If line 1 is data and not column names, give 'data.read.columns=[{}]', with the names in the order of the file."
 )
 
 
@@ -86,7 +86,7 @@ def test_a_delimiter_that_the_header_shows_is_used_and_logged(delimiter, name, c
 
 def test_another_delimiter_is_offered_and_can_be_given():
     path = write("train.csv", table(delimiter=";", header=("review", "class")))
-    assert_problem(problem_of(path), "unknown-column train.csv 'text' data.read.delimiter=';'.")
+    assert_problem(problem_of(path), "unknown-column train.csv 'text' data.read.delimiter=';'")
     assert named_rows(text_data(path, text="review", label="class")) == ROWS
     path = write("train.csv", table([(text.replace(",", ""), label) for text, label in ROWS], "\t", header=()))
     problem = problem_of(path, read={"columns": ["text", "label"]})

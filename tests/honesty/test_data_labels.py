@@ -38,6 +38,11 @@ def names(path: str, **data: Any) -> list[str | None]:
     return [name for _, name in named_rows(text_data(path, **data))]
 
 
+def proposed_maps(message: str) -> list[str]:
+    """The values of ``data.label_map`` in a message. A shell reads ``'"'"'`` inside single quotes as ``'``."""
+    return re.findall(r"data.label_map=({.*?})", message.replace("""'"'"'""", "'"))
+
+
 # -- text and numbers --------------------------------------------------------------------------------------------------
 
 
@@ -399,7 +404,7 @@ def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them
     path = csv_file(["neg", "pos"] * 36 + [other] * 6)
     text_data(path).load()
     assert_problem(caplog, "doubtful-labels train.csv")
-    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    (override,) = proposed_maps(caplog.text)
     assert yaml.safe_load(override) == {other: "neg"}
     caplog.clear()
     assert set(names(path, label_map=yaml.safe_load(override))) == {"neg", "pos"}
@@ -418,7 +423,7 @@ def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them
 def test_the_proposed_name_of_a_class_has_no_needless_spaces(written, remedy, caplog):
     path = csv_file([*written, "pos"] * 12)
     text_data(path).load()
-    assert re.findall(r"data.label_map=({.*?})", caplog.text) == [remedy]
+    assert proposed_maps(caplog.text) == [remedy]
     caplog.clear()
     assert set(names(path, label_map=yaml.safe_load(remedy))) == {yaml.safe_load(remedy)["neg "], "pos"}
     assert caplog.text == ""
@@ -427,7 +432,7 @@ def test_the_proposed_name_of_a_class_has_no_needless_spaces(written, remedy, ca
 def test_accents_that_look_the_same_are_named_by_their_characters(caplog):
     path = csv_file(["caf\u00e9", "cafe\u0301", "pos"] * 12)
     text_data(path).load()
-    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    (override,) = proposed_maps(caplog.text)
     assert override.isascii() is False
     assert "e\\u0301" in override
     assert set(names(path, label_map=yaml.safe_load(override))) == {"caf\u00e9", "pos"}
@@ -442,14 +447,14 @@ def test_classes_with_other_inner_spaces_are_different_ones(caplog):
 def test_a_label_of_another_split_is_joined_by_the_proposed_map(other):
     files = {"train": csv_file(["x", "y"]), "test": csv_file([other, "y"], "test.csv")}
     problem = problem_of(files)
-    (override,) = re.findall(r"If they are one class: data.label_map=({.*?})", problem.remedy or str(problem))
+    (override,) = re.findall(r"If they are one class: data.label_map=({.*?})", problem.remedy)
     assert named_rows(text_data(files, label_map=yaml.safe_load(override)), "test")[0][1] == "x"
 
 
 def test_one_override_joins_all_classes_that_differ_by_case_or_spaces(caplog):
     path = csv_file(["neg", "Neg", "pos", "POS "] * 12)
     text_data(path).load()
-    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    (override,) = proposed_maps(caplog.text)
     assert set(names(path, label_map=yaml.safe_load(override))) == {"neg", "pos"}
 
 
@@ -457,14 +462,14 @@ def test_one_override_joins_all_classes_that_differ_by_case_or_spaces(caplog):
 def test_the_spelling_with_the_most_rows_names_the_class(often, seldom, caplog):
     path = csv_file([often, "bad"] * 20 + [seldom] * 6)
     text_data(path).load()
-    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    (override,) = proposed_maps(caplog.text)
     assert yaml.safe_load(override) == {seldom: often}
 
 
 def test_all_names_of_missing_values_are_left_out_by_one_override_which_also_joins_classes(caplog):
     path = csv_file(["neg", "pos", "Pos", "?", "n/a", "neg", "pos"] * 6)
     text_data(path).load()
-    overrides = [yaml.safe_load(text) for text in re.findall(r"data.label_map=({.*?})", caplog.text)]
+    overrides = [yaml.safe_load(text) for text in proposed_maps(caplog.text)]
     assert overrides == [{"Pos": "pos"}, {"?": None, "n/a": None}, {"Pos": "pos", "?": None, "n/a": None}]
     caplog.clear()
     assert set(names(path, label_map=overrides[2])) == {"neg", "pos"}
@@ -476,7 +481,7 @@ def test_a_class_with_the_name_of_a_missing_value_warns(name, caplog):
     path = csv_file(["neg", "pos", name] * 6)
     text_data(path).load()
     assert_problem(caplog, "doubtful-labels train.csv")
-    (override,) = re.findall(r"data.label_map=({.*?})", caplog.text)
+    (override,) = proposed_maps(caplog.text)
     assert set(names(path, label_map=yaml.safe_load(override))) == {"neg", "pos"}
 
 
@@ -531,7 +536,7 @@ def test_a_label_of_spaces_is_counted_with_those_that_the_proposed_line_leaves_o
 
 
 def test_rows_without_a_number_or_a_switch_propose_the_same_line():
-    line = "2 of 5 rows have none. To leave out such rows: data.drop=[{column: label, empty: true}]"
+    line = "2 of 5 rows have none. To leave out such rows: 'data.drop=[{column: label, empty: true}]'"
     assert line in refusal(jsonl_file(UNLABELLED["NaN"]), label_type="number")
     table = [{"text": "a", "one": 1, "two": None}, {"text": "b", "one": 0, "two": 1}]
     problem = problem_of(write_lines("t.jsonl", table), label=["one", "two"])

@@ -83,7 +83,10 @@ def load(text: str, where: str, *, in_shell: bool = False) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = _place(where, mark.line, in_shell) if mark else where
         problem = getattr(error, "problem", None) or clause(error)
-        raise RecipeError(f"not valid YAML: {problem}.", code="invalid-yaml", place=place) from None
+        remedy = ""
+        if in_shell and (text.count("[") > text.count("]") or text.count("{") > text.count("}")):
+            remedy = "The shell may have split this argument at a space: put it in quotes."
+        raise RecipeError(f"not valid YAML: {problem}.", code="invalid-yaml", place=place, remedy=remedy) from None
 
 
 def _place(where: str, line: int, in_shell: bool) -> str:

@@ -584,7 +584,7 @@ def test_several_forms_in_a_file_need_a_name_and_each_proposal_works():
     }
     with expect_problem("ambiguous-column", RecipeError) as error:
         memory(row | SHARED["alpaca"][1])
-    proposals = re.findall(r"data\.\S+?(?= or|\.$)", str(error.value))
+    proposals = error.value.problem.proposals
     expected = {
         "data.messages=messages": "b",
         "data.messages=conversations": "d",

@@ -29,6 +29,9 @@ IN_REMEDY = re.compile(rf"{UNQUOTED}|`(--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[
 """A part of a remedy that a user can type. Options and commands are between backquotes, and so may names be."""
 OVERRIDE = re.compile(rf"{UNQUOTED}|(?<=`)([\w.-]+=[^`]*)(?=`)")
 """An override in a message, with or without backquotes, or an option that takes a name."""
+SHELL_WORD = re.compile(r"(?:[\w@%+=:,./-]|\{\w*\})+")
+"""A word that bash leaves as it is: ``train.lr=1e-3``. ``{}`` is one, and so is ``{name}``, which stands for a value in
+the list of messages; ``{a,b}`` is not."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -93,6 +96,8 @@ def typed_clause(error: BaseException) -> str:
 def shell_word(text: str) -> str:
     """An override as a word of a command line, in quotes if the shell would change it: ``train.lr=1e-3``, but
     ``'data.label=[A, B]'``. Double quotes hold single ones: ``"data.label_map={'a b': a}"``."""
+    if SHELL_WORD.fullmatch(text):
+        return text
     if "'" in text and not re.search(r'["$`\\!]', text):
         return f'"{text}"'
     return shlex.quote(text)

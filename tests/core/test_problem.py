@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 
 import pytest
 
 from fastloop import Plugin, Problem, RecipeError, option
 from fastloop.errors import DataError, FastloopError, MetricError, UsageError
 from fastloop.plugins.plugin import listed_at
-from fastloop.problem import agree, counted, counted_of
+from fastloop.problem import agree, counted, counted_of, shell_word
 from fastloop_plugins.guards._numbers import NotFinite, StepStart
 
 
@@ -24,7 +25,10 @@ from fastloop_plugins.guards._numbers import NotFinite, StepStart
         (Problem("The file is cut.", found="1", remedy="Copy it."), "The file is cut. Found 1. Copy it."),
         (Problem("no such key.", remedy=" Did you mean 'lr'?"), "no such key. Did you mean 'lr'?"),
         (Problem(remedy="Give data.label_type=class."), "Give data.label_type=class."),
-        (Problem(remedy="Drop: data.drop=[{column: A, empty: true}]."), "Drop: 'data.drop=[{column: A, empty: true}]'."),
+        (
+            Problem(remedy="Drop: data.drop=[{column: A, empty: true}]."),
+            "Drop: 'data.drop=[{column: A, empty: true}]'.",
+        ),
         (Problem(remedy="Map: `data.label_map={'a b': c}`."), "Map: `\"data.label_map={'a b': c}\"`."),
         (Problem("Quoted: 'data.label=[A, B]'."), "Quoted: 'data.label=[A, B]'."),
         (Problem(remedy="Run `fastloop plan r.yaml 'a=[b, c]'`."), "Run `fastloop plan r.yaml 'a=[b, c]'`."),
@@ -32,6 +36,29 @@ from fastloop_plugins.guards._numbers import NotFinite, StepStart
 )
 def test_one_text_is_made_of_the_fields(problem: Problem, text: str):
     assert str(problem) == text
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_bash_reads_an_override_of_a_message_as_one_word(is_plain: bool):
+    plain = ["train.lr=1e-3", "plugins.ema={}", "data.label=größe", "train.eval_batch_size=1{remedy}", "output=a,b"]
+    changed = [
+        "data.label=[A,B]",
+        "data.drop=[{column: A, empty: true}]",
+        "model.x={a,b}",
+        "data.label_map={'a b': c}",
+        "data.read.delimiter=';'",
+        "data.label_map={'\"$x`!': it's}",
+        "data.label=a&b",
+        "data.label=~",
+        "output=a*",
+    ]
+    overrides = plain if is_plain else changed
+    words = [shell_word(override) for override in overrides]
+    assert [word == override for word, override in zip(words, overrides, strict=True)] == [is_plain] * len(words)
+    command = ["bash", "-c", f"printf '%s\\n' {' '.join(words)}"]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines() == overrides
+    )
 
 
 @pytest.mark.parametrize(

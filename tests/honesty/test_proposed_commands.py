@@ -24,6 +24,8 @@ from image_helpers import write_images, write_vit
 from tag_helpers import write_jsonl
 from text_helpers import TINY, TINY_GPT
 
+from fastloop.problem import shell_word
+
 ROOT = Path(__file__).parents[2]
 ROWS = [(f"{('a dull', 'a fine')[i % 2]} film number {i}", ("neg", "pos")[i % 2]) for i in range(12)]
 NET = """
@@ -650,7 +652,8 @@ def test_a_proposal_works(name: str, cli: Any) -> None:
         if proposal.startswith("fastloop "):
             arguments = shlex.split(proposal)[1:]
         else:
-            added = [proposal] if re.match(r"[\w.-]+=", proposal) else shlex.split(proposal)
+            words = shell_word(proposal) if re.match(r"[\w.-]+=", proposal) else proposal
+            added = shlex.split(words)
             arguments = [argument for argument in arguments if argument not in case.drop] + added
     code, out, err = cli(*arguments)
     assert code == 0, out + err
@@ -664,7 +667,11 @@ def find_proposal(beginning: str, out: str, err: str) -> str:
     proposals = [match[1] or match[2] for match in PRINTED.finditer(out)]
     for line in err.splitlines():
         if line.startswith("{"):
-            proposals += json.loads(line)["proposals"]
+            problem = json.loads(line)
+            proposals += problem["proposals"]
+            overrides = [proposal for proposal in problem["proposals"] if re.match(r"[\w.-]+=", proposal)]
+            for override in overrides:
+                assert shell_word(override) in problem["message"]
     matches = {proposal for proposal in proposals if proposal.startswith(beginning)}
     assert len(matches) == 1, f"{proposals} in:\n{out}{err}"
     return matches.pop()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 from fastloop.cli import app
 from fastloop.cli.commands import own
 from fastloop.cli.recipe_schema import recipe_schema
-from fastloop.problem import Problem
+from fastloop.problem import OVERRIDE, Problem, shell_word
+from fastloop.recipe.overrides import parse_override
 
 ROOT = Path(__file__).parents[2]
 KEY = re.compile(r"\b(data|model|plugins|train)\.([\w{}-]+)(?:\.([\w{}-]+))?(?:\.[\w{}-]+)*=")
@@ -77,6 +79,23 @@ def test_their_keys_are_keys_of_recipes(remedies, keys):
                 assert "{" in key or key.isupper() or "{" in option or option in known, problem.remedy
             else:
                 assert "{" in key or key in keys[section] | OTHER_KEYS, problem.remedy
+
+
+def test_their_overrides_are_words_of_a_command_line(remedies):
+    """A shell divides a message's override as ``shlex`` does, and ``parse_override`` reads what is left."""
+    overrides = 0
+    for problem in remedies:
+        for sentences in (problem.text, problem.expected, problem.remedy):
+            for match in OVERRIDE.finditer(sentences):
+                override = match[1] or match[3]
+                if override is None:  # an option with a name: --with ema
+                    continue
+                overrides += 1
+                word = shell_word(override)
+                assert word in str(problem)
+                assert shlex.split(word) == [override]
+                assert parse_override(override, {}).text == override
+    assert overrides > 30
 
 
 def test_their_options_exist(remedies, commands):

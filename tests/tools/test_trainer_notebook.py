@@ -118,5 +118,8 @@ def test_the_example_notebook_trains_and_predicts(execute: Execute, tmp_path: Pa
     messages = [execute("".join(cell["source"])) for cell in cells]
     assert not [content for cell in messages for kind, content in cell if kind == "error"]
     assert not [content for cell in messages for kind, content in cell if kind == "stream"], "such as a warning"
-    assert eval(result(messages[-2]))["loss"] < 0.5
+    validation = eval(result(messages[2]))
+    assert validation["loss"] < 0.5
+    *_, last = eval(result(messages[3]))
+    assert last == (125, "validation", round(validation["loss"], 3))
     assert re.fullmatch(r"tensor\(\[([012], ){4}[012]\]\)", result(messages[-1]))

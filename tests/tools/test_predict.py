@@ -254,6 +254,22 @@ def test_a_second_job_does_not_write_the_parts_of_a_running_one(trained, cli):
     assert not Path("out.csv.parts").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("rows.csv",), "unknown-column rows.csv 'text' data.read.columns=[text]"),
+        (("rows.csv", "data.text=words", "--keep", "id"), "unknown-column --keep rows.csv 'id'"),
+    ],
+)
+def test_a_refused_job_leaves_no_parts(trained, cli, arguments, problem):
+    Path("rows.csv").write_text("words\na good film\n")
+    before = sorted(Path().iterdir())
+    code, _, err = cli("predict", str(trained / "run"), *arguments, "--out", "out.csv")
+    assert code == 2
+    assert_problem(err, problem)
+    assert sorted(Path().iterdir()) == before
+
+
 def test_a_path_with_spaces_to_no_file_is_no_text(trained, cli):
     Path("my data").mkdir()
     run = str(trained / "run")

@@ -112,10 +112,26 @@ class PredictionOutput:
                 path.unlink()
 
     def close(self) -> None:
-        """Let other processes write the parts."""
-        if self._lock is not None:
+        """Let other processes write the parts. Without a complete part, there is nothing to continue: remove their
+        folder."""
+        if self._lock is None:
+            return
+        if self._complete_parts():
             self._lock.release()
             self._lock = None
+        else:
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        """Remove the folder of the parts, and end the lock on it."""
+        assert self._lock is not None
+        try:
+            self._remove_parts()
+        finally:
+            self._lock.remove()
+            self._lock = None
+        with contextlib.suppress(OSError):  # another process begins its own job there
+            self.folder.rmdir()
 
     def _complete_parts(self) -> list[Path]:
         """The parts from the first on, without a gap: of the files 00000000, 00000001 and 00000003, the first two."""
@@ -173,11 +189,7 @@ class PredictionOutput:
         with files.naming(self.path):
             PREDICTION_FORMATS[self.path.suffix].join(self.parts, joined)
             joined.replace(self.path)
-        self._remove_parts()
-        self._lock.remove()
-        self._lock = None
-        with contextlib.suppress(OSError):  # another process begins its own job there
-            self.folder.rmdir()
+        self._remove_folder()
 
 
 @dataclass(frozen=True)

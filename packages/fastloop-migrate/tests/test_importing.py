@@ -503,6 +503,17 @@ def test_best_model_and_schedules_of_transformers():
     assert recipe.train.optimizer == {"name": "AdamW", "betas": [0.8, 0.999]}
 
 
+@pytest.mark.parametrize(("metric", "has_note"), [("eval_loss", False), ("f1", False), ("eval_f1_macro", True)])
+@pytest.mark.parametrize("key", ["load_best_model_at_end", "early_stopping_patience", None])
+def test_a_metric_of_compute_metrics_has_a_note(metric, has_note, key):
+    """The script computes it, and the task may not: then ``fastloop train`` refuses the recipe."""
+    config = {"output_dir": "out", "learning_rate": 1e-3, "metric_for_best_model": metric}
+    if key is not None:
+        config[key] = 1
+    _, shown = imported(config)
+    assert ("metric_for_best_model: " in shown) == (has_note and key is not None)
+
+
 DPO_OF_TRL = {
     "model_name_or_path": "nano",
     "beta": 0.2,

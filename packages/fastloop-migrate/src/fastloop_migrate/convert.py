@@ -15,6 +15,9 @@ from fastloop import UsageError
 from fastloop_migrate import keys, preference
 from fastloop_migrate.data import convert_data
 
+METRICS_OF_CLASSIFIERS = ("loss", "accuracy", "f1")
+"""The metrics of text-classification, without options. Scripts of classifiers often have one of these names, too."""
+
 
 class Conversion:
     """A recipe under construction.
@@ -421,6 +424,13 @@ def convert_evaluation(result: Conversion) -> None:
         result.plugins["early-stopping"] = {**monitor, "patience": int(patience)}
     if result.left.get("load_best_model_at_end"):
         result.plugins["checkpoint-best"] = monitor
+    is_monitored = patience or result.left.get("load_best_model_at_end")
+    if is_monitored and metric not in METRICS_OF_CLASSIFIERS:
+        result.note(
+            "metric_for_best_model",
+            f"the script's compute_metrics is not imported: the task must compute {metric!r}; text-classification "
+            f"computes {', '.join(METRICS_OF_CLASSIFIERS)}, and its option metrics adds others by name",
+        )
 
 
 def convert_loss(result: Conversion) -> None:

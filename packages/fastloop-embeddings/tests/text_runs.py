@@ -174,3 +174,13 @@ def check_few_steps(monkeypatch, caplog, options, data, task):
     assert (rows < FEW, total) == (True, MANY)
     assert found.losses == expected.losses
     assert len(found.losses) == 2
+
+
+def few_rows():
+    """17 of ``rows``."""
+    return rows(17)
+
+
+def few_lists():
+    """17 of ``lists``."""
+    return lists(17)

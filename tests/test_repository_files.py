@@ -127,24 +127,12 @@ def test_no_file_is_too_long():
     } == {}
 
 
-def plugin_modules() -> set[str]:
-    """The modules that have the name of their plugin, such as ``causal_lm``. A folder need not list them."""
-    modules = set()
-    for file in (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")):
-        groups = tomllib.loads(file.read_text(encoding="utf-8"))["project"].get("entry-points", {})
-        for name, value in groups.get("fastloop.plugins", {}).items():
-            module = value.partition(":")[0].rpartition(".")[2]
-            if module == name.replace("-", "_"):
-                modules.add(module)
-    return modules
-
-
 def unlisted_modules(folder: Path) -> set[str]:
     """The modules of a folder that the docstring of its ``__init__`` does not name."""
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
     listed = set(re.findall(r"\w+", docstring or ""))
     modules = {file.stem for file in folder.glob("*.py")}
-    return modules - listed - {"__init__", "__main__"} - plugin_modules()
+    return modules - listed - {"__init__", "__main__"}
 
 
 @pytest.mark.parametrize("folder", PACKAGE_FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))

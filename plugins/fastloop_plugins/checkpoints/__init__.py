@@ -1,4 +1,6 @@
 """Plugins that select checkpoints to keep, and control how they are written.
 
-_remote_folder, _uploader # of ``remote_output``
+checkpoint_best           # keeps the weights with the best metric; those to resume from: ``train.keep_checkpoints``
+async_save                # writes checkpoints in a thread
+remote_output             # uploads the run folder; its parts: _remote_folder, _uploader
 """

@@ -1,9 +1,11 @@
 """Plugins that load, order and pack samples.
 
-_packing, _packing_trial, _varlen   # of ``packing``
-_watched_loader                     # of ``dataloader_workers``
-_read_ahead                         # of ``device_prefetch``
-_skipping_reader                    # of ``skip_unreadable``
-_audit_files                        # of ``sample_audit``
-_padding_multiples                  # multiples to pad lengths to, so that a run has few shapes
+dataloader_workers        # processes that read batches; _watched_loader sets them up and watches them
+device_prefetch           # copies the next batches to the GPU; _read_ahead reads them
+length_bucketing          # puts samples of similar length into a batch
+packing                   # rows of several sequences; its parts: _packing, _packing_trial, _varlen
+sample_audit              # the ids of trained samples; _audit_files reads and writes them
+skip_unreadable           # skips samples that cannot be read; _skipping_reader is its reader
+token_cache               # the cache of token ids, which ``fastloop_plugins._cache`` reads and writes
+_padding_multiples        # multiples to pad lengths to, so that a run has few shapes
 """

@@ -1,4 +1,6 @@
-"""Plugins for memory: allocator, activations, out-of-memory errors.
+"""Plugins for memory.
 
-_out_of_memory            # of ``auto_micro_batch``
+activation_checkpointing  # computes activations again in backward
+allocator                 # settings of the memory allocator
+auto_micro_batch          # divides micro-batches that do not fit; _out_of_memory recognizes the errors
 """

@@ -1,11 +1,16 @@
 """Strategies for training in several processes.
 
+ddp                       # replicas that average their gradients
+fsdp, deepspeed           # weights, gradients and optimizer state in shards
+tensor_parallel           # layers that processes divide
+context_parallel          # sequences that processes divide
+
 Their helpers, by the beginning of the name::
 
 _fsdp_meshes, _fsdp_gradients, _fsdp_launcher   # of ``fsdp``
 _deepspeed_config, _deepspeed_state, _deepspeed_gradients   # of ``deepspeed``
-_tensor_group, _tensor_plan         # layers that processes divide
-_context_attention                  # sequences that processes divide
+_tensor_group, _tensor_plan         # of ``tensor_parallel``
+_context_attention                  # of ``context_parallel``
 _memory_ddp, _memory_fsdp, _memory_zero, _memory_tensor, _memory_context   # estimates for `fastloop plan`
 _launcher, _timeout                 # settings that several strategies have
 _sharded_parameters                 # checks of parameters and optimizers whose weights processes divide

@@ -13,11 +13,11 @@ targets                             # labels by ``data.label_type``: numbers and
 labels, label_column                # one class a row, and the column that holds it
 class_numbers                       # the order of the classes of train holds for all splits
 label_names, label_warnings         # names of classes, and classes that are probably mistakes
-dropped_rows, repeats               # rows that are left out, or repeat each other
+dropped_rows, repeats               # whole rows that are left out: by a label, by ``data.drop``, as repeated ones
 row_places                          # the file and the line of a row
 tokenizers, special_tokens, positions   # tokenizers, and what they lack
 new_tokens                          # tokenizers with more tokens than the model has rows: refused, or rows added
-tokens, known_tokens                # token ids and their cache, and those of earlier runs
+tokens, known_tokens                # token ids, cut at ``data.max_length``; their cache, and those of earlier runs
 split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads
 batches, padding_check              # padded batches
 streaming                           # training texts that memory cannot hold

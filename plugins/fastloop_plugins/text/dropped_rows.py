@@ -2,6 +2,13 @@
 
 ``label_map`` maps labels such as - and -1 in GLUE to null: rows without one. Its key "" stands for rows whose label is
 missing: null, NaN, or an empty text.
+
+No row is left out here because it is long: tokens after ``data.max_length`` are cut. Where depends on the task:
+
+text classification       # ``text.tokens``: the tokenizer cuts; ``SplitReader`` warns
+causal-lm                 # ``text.chat.tokens``: ``MaskedSequences`` cuts, and drops rows without a token with a loss
+seq2seq                   # ``text.batches``: ``ColumnSequences`` cuts inputs and targets
+token-classification      # ``tasks.tags.batches``: ``cut_words``
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""Plugins that change the training: schedules, weight averaging, adapters, early stopping and others.
+"""Plugins that change the training.
 
-_lora_model, _lora_modules, _lora_options, _lora_tokens, _four_bit   # of ``lora``
-_lora_export                        # of ``lora``: files beside adapters; ``models.adapters`` merges adapters
-_schedules                          # of ``lr_scheduler``
-muon, _batched_muon                 # the plugin ``muon-optimizer``
-_batch_statistics                   # of ``ema``
-_monitor                            # the metric that several plugins watch
-_patterns                           # names of parameters
+early_stopping            # ends training when a metric no longer improves
+ema                       # the moving average of weights; _batch_statistics computes those that fit it
+freeze                    # parameters that keep their values
+lora                      # adapters; its parts: _lora_model, _lora_modules, _lora_options, _lora_tokens, _four_bit
+_lora_export              # files beside adapters; ``models.adapters`` merges adapters
+lr_scheduler              # the learning rate over steps; _schedules loads those of torch, transformers and files
+muon, _batched_muon       # the plugin ``muon-optimizer``
+neftune                   # noise on embeddings
+parameter_groups          # learning rate and weight decay by the name of a parameter
+_monitor                  # the metric that several plugins watch
+_patterns                 # names of parameters
 """

@@ -241,10 +241,19 @@ def test_leaving_out_is_bounded(tiny_run):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def text_run(plugins: tuple[Any, ...] = (), max_length: int = 16, resume: Path | None = None, **files: str) -> Run:
+def text_run(
+    plugins: tuple[Any, ...] = (),
+    max_length: int = 16,
+    resume: Path | None = None,
+    streaming: bool = False,
+    **files: str,
+) -> Run:
+    data: dict[str, Any] = {"files": files, "text": "text", "label": "label", "max_length": max_length}
+    if streaming:
+        data |= {"streaming": True, "validation_fraction": 0}
     tree = {
         "model": {"config": TINY, "tokenizer": {"kind": "word"}},
-        "data": {"files": files, "text": "text", "label": "label", "max_length": max_length},
+        "data": data,
         "train": {"epochs": 1, "batch_size": 8, "device": "cpu"},
         "plugins": ["text-classification", {"progress": False}, *plugins],
         "output": "run",
@@ -513,3 +522,26 @@ def test_file_with_one_changed_word_is_detected(change):
     jsonl("train.jsonl", [*rows[:8], rows[8] | change, *rows[9:]])
     with expect_problem("data-changed", CheckpointError):
         text_run(train="train.jsonl", resume=checkpoint)
+
+
+@pytest.mark.parametrize("change", ["labels", "rows", "one word"])
+def test_streamed_parquet_file_whose_sizes_stay_is_detected(change):
+    """labels, rows or a word of a streamed parquet file that change, and no size does: refused at --resume"""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = good()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "train.parquet")
+    assert execute(text_run(train="train.parquet", streaming=True))["status"] == "completed"
+    checkpoint = next(Path("run/checkpoints").glob("step-*"))
+    text_run(train="train.parquet", streaming=True, resume=checkpoint)  # the same rows: resumed
+    if change == "labels":
+        rows[8]["label"] = 1
+        rows[9]["label"] = 0
+    elif change == "rows":
+        rows[8:10] = rows[9:7:-1]
+    else:
+        rows[8]["text"] = rows[8]["text"].replace("dull", "fine")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "train.parquet")
+    with expect_problem("data-changed", CheckpointError):
+        text_run(train="train.parquet", streaming=True, resume=checkpoint)

@@ -10,6 +10,7 @@ From a file to rows::
     file, formats             # the base class of readers, and the format of each suffix
     csv, json, text, conll    # formats of lines, which ``lines`` opens
     parquet, arrow            # formats of columns
+    features                  # the names of classes that the features of ``datasets`` define
     table, column             # the rows of one source in memory, or in a temporary file
     unreadable                # the rows of a source that cannot be read
     drop                      # rows that are left out

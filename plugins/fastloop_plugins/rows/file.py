@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from fastloop.errors import RecipeError
+from fastloop_plugins.rows.features import class_names_of_schema
 from fastloop_plugins.rows.options import Read
 
 BLOCK = 1024
@@ -202,6 +203,14 @@ class File(ABC):
         """The columns of the first row."""
         next(self.blocks((), size=1), None)
         return list(self.names)
+
+    def class_names(self, columns: Iterable[str]) -> dict[str, list[str]]:
+        """Column -> the names of its numbers, for each column of which ``schema`` has them.
+
+        Raises:
+            ValueError: They are malformed.
+        """
+        return {} if self.schema is None else class_names_of_schema(self.schema, columns)
 
     @abstractmethod
     def close(self) -> None:

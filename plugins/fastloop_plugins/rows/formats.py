@@ -183,7 +183,15 @@ class FileLayout:
             if not names and not any(columns.values()):
                 names = list(self.columns)  # a file without rows shows no names
             columns = {name: column for name, column in columns.items() if name in names}
-            table = Table(path, columns, names, unreadable=file.unreadable, untyped=file.untyped, notes=file.notes)
+            table = Table(
+                path,
+                columns,
+                names,
+                unreadable=file.unreadable,
+                untyped=file.untyped,
+                notes=file.notes,
+                class_names=self.class_names(file),
+            )
             numbers = lines.finish()
             if len(numbers):
                 table.unit = "line"
@@ -240,6 +248,32 @@ class FileLayout:
         """Open a file. Errors of reading it inside the block name the file, and the place if it is known."""
         with explain_reading(path, self.how), self.open(path) as file:
             yield file
+
+    def class_names(self, file: File) -> dict[str, list[str]]:
+        """Column -> the names that a file gives its numbers, for each column of the section of which it has them.
+
+        Raises:
+            ValueError: They are malformed.
+        """
+        names = file.class_names(self.columns)
+        result = dict[str, list[str]]()
+        for column in self.renamed or self.columns:
+            own_name = self.renamed.get(column, column)
+            if own_name in names:
+                result[column] = names[own_name]
+        return result
+
+    def class_names_of_files(self, paths: Sequence[str]) -> Iterator[dict[str, list[str]]]:
+        """Yield ``class_names`` of each file.
+
+        Raises:
+            RecipeError: A file cannot be read.
+        """
+        for number, path in enumerate(paths):
+            layout = self.of_file(number)
+            with layout.reading(path) as file:
+                names = layout.class_names(file)
+            yield names
 
     def check(self, file: File) -> None:
         """Raise an error for a file without a column, after its first block."""

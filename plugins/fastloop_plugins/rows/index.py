@@ -21,6 +21,7 @@ from fastloop.errors import DataError, RecipeError
 from fastloop.problem import clause, counted
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.content_hashes import state_of
+from fastloop_plugins.rows.features import StreamedNames
 from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.formats import ROWS_AT_ONCE, FileLayout, explain_reading
 from fastloop_plugins.rows.paths import URL, find_files
@@ -105,6 +106,7 @@ class Index:
         labels: Label -> its rows and the first of them.
         facts: Facts about each file that change with its rows.
         dropped: Rows that each condition of ``data.drop`` leaves out. The other attributes count the rest.
+        class_names: Column -> the names of its numbers, for each column of which the files have them.
         lines: (row groups,) the line of the first row of each, 0 in a format without lines.
         layout: How the files are read; None: a row of the index is no row of a file.
     """
@@ -118,6 +120,7 @@ class Index:
     dropped: list[int] = field(default_factory=list)
     lines: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     layout: FileLayout | None = None
+    class_names: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.firsts = np.cumsum(self.rows) - self.rows
@@ -186,7 +189,7 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
         RecipeError: A file has no rows or not these columns, cannot be read, or has too many labels.
     """
     about = [*layout.columns, str(label), str(lists), str(layout.how), str(layout.drop), str(layout.names)]
-    entry = kept_entry(["index with lines", *about], paths)
+    entry = kept_entry(["index with names of classes", *about], paths)
     saved = None if entry is None else _read_kept(entry, paths, layout)
     if saved is not None:
         return saved
@@ -197,6 +200,7 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
             "labels": [[value, *counts] for value, counts in index.labels.items()],
             "facts": index.facts,
             "dropped": index.dropped,
+            "class_names": index.class_names,
         }
         with _cache.written(entry) as folder:
             (folder / "index.json").write_text(json.dumps(content), encoding="utf-8")
@@ -211,7 +215,8 @@ def _read_kept(entry: Path, paths: Sequence[str], layout: FileLayout) -> Index |
         content = json.loads((entry / "index.json").read_text(encoding="utf-8"))
         file, key, rows, lines = np.array(content["groups"], np.int64)
         labels = {value: [count, row] for value, count, row in content["labels"]}
-        return Index(list(paths), file, key, rows, labels, content["facts"], content["dropped"], lines, layout)
+        names = content["class_names"]
+        return Index(list(paths), file, key, rows, labels, content["facts"], content["dropped"], lines, layout, names)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _cache.remove_damaged(entry, error, "the rows are counted again", "data")
         return None
@@ -280,6 +285,7 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
     labels = LabelCounts()
     facts = [str(layout.drop)] if layout.drop.conditions else []
     dropped = [0] * len(layout.drop.conditions)
+    names = StreamedNames()
     total = 0
     for number, path in enumerate(paths):
         start = total
@@ -288,6 +294,7 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
         with explain_reading(path, layout.how), part.open(path) as file:
             if file.not_streamed:
                 raise RecipeError(f"cannot be streamed: {file.not_streamed}", code="no-streaming", place=str(path))
+            names.add(path, part.class_names(file))
             for block in part.drop.blocks(file, counted, 0, GROUP, counts=dropped):
                 if total == start:
                     part.check(file)
@@ -326,7 +333,7 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                 "has no rows.", code="empty-file", place=str(path), remedy="Remove it from data.files.train."
             )
     files, keys, rows, lines = np.array(groups, np.int64).T
-    index = Index(list(paths), files, keys, rows, {}, facts, dropped, lines, layout)
+    index = Index(list(paths), files, keys, rows, {}, facts, dropped, lines, layout, names.of_column)
     index.labels = labels.all(index, str(label))
     return index
 

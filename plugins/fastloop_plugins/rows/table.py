@@ -13,6 +13,7 @@ import numpy as np
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop_plugins._mapped import take, zeros
 from fastloop_plugins.rows.column import Column, in_blocks, keep_rows
+from fastloop_plugins.rows.features import class_names_of
 from fastloop_plugins.rows.file import BLOCK, python_values
 
 if TYPE_CHECKING:
@@ -193,17 +194,6 @@ def list_values(values: Any, where: str, key: str, name: str) -> list[Any]:
         ) from None
 
 
-def class_names_of(features: Mapping[str, Any], columns: Iterable[str]) -> dict[str, list[str]]:
-    """Column -> the names of its numbers, for each column of which the features of a dataset define them."""
-    names = {}
-    for column in columns:
-        feature = features.get(column)
-        of_column = getattr(getattr(feature, "feature", feature), "names", None)  # of a class, or of a list of classes
-        if of_column is not None:
-            names[column] = of_column
-    return names
-
-
 def table_of(where: str, rows: Any, columns: Mapping[str, str]) -> Table:
     """Convert a ``datasets.Dataset``, or mappings, to a table.
 
@@ -216,7 +206,7 @@ def table_of(where: str, rows: Any, columns: Mapping[str, str]) -> Table:
             for batch in rows.select_columns(list(read)).with_format("arrow").iter(BLOCK):
                 for name, column in read.items():
                     column.append_block(list_values(batch.column(name), where, columns[name], name))
-        return Table(where, read, rows.column_names, class_names=class_names_of(rows.features, read))
+        return Table(where, read, rows.column_names, class_names=class_names_of(rows.features.to_dict(), read))
     row_names: dict[str, None] = {}  # columns of any row, in order
     read = {name: Column() for name in columns}
     for start, (block,) in in_blocks([rows]):

@@ -1,7 +1,8 @@
 """Numbers the classes of each split as the training split does: those of the labels, and of columns of ``data.drop``.
 
-The features of a dataset name the classes of each split, and two splits may list the same names in another order.
-``data.label_map`` and ``data.drop`` have numbers of the training split, so its order holds for all splits.
+The features of a dataset or of its files name the classes, and two splits, or two files of a split, may list the same
+names in another order. ``data.label_map`` and ``data.drop`` have numbers of the training split, so its order holds for
+all splits.
 """
 
 from __future__ import annotations
@@ -13,25 +14,42 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.table import Table
-from fastloop_plugins.text.label_column import map_key
+from fastloop_plugins.text.label_column import WHOLE, map_key
 from fastloop_plugins.text.label_names import Label, written_label
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
 
 
+def merge_names(names_of_parts: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Column -> the names of the training split, in the order in which its parts list them first.
+
+    For example, ``[neg, pos]`` and ``[pos, neg, mixed]`` give ``[neg, pos, mixed]``.
+    """
+    names = dict[str, list[str]]()
+    for names_of_part in names_of_parts:
+        for column, of_part in names_of_part.items():
+            merged = names.setdefault(column, [])
+            merged += [name for name in of_part if name not in merged]
+    return names
+
+
 def number_as_train(
     parts: Mapping[str, list[Table]], names_of_train: Mapping[str, Sequence[str]], data: TextData
 ) -> dict[str, list[Table]]:
     """The parts with the numbers of the training split in the columns of ``numbered_columns``. A class that training
-    lacks has its name there.
+    lacks has its name there. Numbers without names are those of the training split.
 
     Args:
         parts: Split -> its parts.
-        names_of_train: Column -> the names of the training split, in the order of their numbers.
+        names_of_train: See ``merge_names``.
+
+    Raises:
+        RecipeError: See ``_refuse_unnamed_numbers``.
     """
     result = {split: list(tables) for split, tables in parts.items()}
     for column, key in numbered_columns(data).items():
+        _refuse_unnamed_numbers(parts, column, data.splits.train)
         if column not in names_of_train:
             continue
         names = list(names_of_train[column])
@@ -39,11 +57,55 @@ def number_as_train(
         for tables in result.values():
             for index, part in enumerate(tables):
                 own_names = part.class_names.get(column)
-                if own_names is None or list(own_names) == names:
-                    continue
-                values = {number: number_of_name.get(name, name) for number, name in numbered(own_names, column, data)}
-                tables[index] = _with_values(part, column, key, values, names)
+                if own_names is None:
+                    tables[index] = replace(part, class_names={**part.class_names, column: names})
+                elif list(own_names) != names:
+                    values = {}
+                    for number, name in numbered(own_names, column, data):
+                        values[number] = number_of_name.get(name, name)
+                    tables[index] = _with_values(part, column, key, values, names)
     return result
+
+
+def _refuse_unnamed_numbers(parts: Mapping[str, list[Table]], column: str, train: str) -> None:
+    """Raise an error for numbers without names if the parts of the training split name the same number in two ways. If
+    none of them has names, the parts of the other splits must agree."""
+    named: list[Table] = []
+    unnamed: list[Table] = []
+    for tables in parts.values():
+        named += [part for part in tables if column in part.class_names]
+        unnamed += [part for part in tables if column in part.columns and column not in part.class_names]
+    named_of_train = [part for part in parts.get(train, []) if column in part.class_names]
+    if named_of_train:
+        named = named_of_train
+    if not unnamed:
+        return
+    part_of_number = dict[int, Table]()  # the first part that names it
+    for part in named:
+        for number, name in enumerate(part.class_names[column]):
+            first = part_of_number.setdefault(number, part)
+            first_name = first.class_names[column][number]
+            if name == first_name:
+                continue
+            for other in unnamed:
+                if _has_numbers(other, column):
+                    raise RecipeError(
+                        f"column {column!r} has numbers without names. The number {number} stands for {first_name!r} "
+                        f"in {first.where}, and for {name!r} in {part.where}.",
+                        code="mixed-labels",
+                        place=other.where,
+                        remedy="Write that column with names in place of numbers.",
+                    )
+            return
+
+
+def _has_numbers(part: Table, column: str) -> bool:
+    """Whether a column has a whole number, or a list with one."""
+    for value in part.columns[column]:
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, int) or (part.untyped and WHOLE.fullmatch(str(item))):
+                return True
+    return False
 
 
 def name_classes(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, list[Table]]:
@@ -67,12 +129,12 @@ def name_classes(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, 
 
 
 def numbered_columns(data: TextData) -> dict[str, str]:
-    """The column of labels, if each is a class, and those of ``data.drop`` -> the option that names it."""
+    """The column of labels, if they are classes, and those of ``data.drop`` -> the option that names it."""
     columns = data.drop.columns()
-    for name in data.labels:
+    for name, key in data.label_columns().items():
         columns.pop(name, None)
-    if data.labels and not data.tagged and data.label_type == "class":
-        columns[data.labels[0]] = "label"
+        if data.label_type != "number" and not data.several:
+            columns[name] = key
     return columns
 
 
@@ -91,6 +153,8 @@ def _with_values(
     """
 
     def replaced(value: Any) -> Any:
+        if isinstance(value, list):
+            return [replaced(item) for item in value]
         return value_of_number.get(value, value) if isinstance(value, int) else value
 
     class_names = {name: of_column for name, of_column in part.class_names.items() if name != column}
@@ -126,7 +190,7 @@ def _refuse_numbers(names: Mapping[int, str], part: Table, column: str, data: Te
             remedy = f"Map its name, too: data.label_map={{{written_label(name)}: CLASS}}."
         else:
             continue
-        reason = f"There is no split {data.splits.train!r}, whose features say which class that is"
+        reason = f"The split {data.splits.train!r}, whose features say which class that is, cannot be read"
         if data.inference is not None and not data.inference.is_own_data:
             reason = "The data is not that of the run, whose training split says which class that is"
         raise RecipeError(

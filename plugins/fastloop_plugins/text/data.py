@@ -56,7 +56,7 @@ logger = logging.getLogger("fastloop")
 
 NOTES = 8
 """Lines of the log about how files are read: a pattern may match thousands of them."""
-READER = 3
+READER = 4
 """Increase it when the same files and options give different rows, so that cached token ids are not used."""
 
 

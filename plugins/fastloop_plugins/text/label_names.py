@@ -32,6 +32,12 @@ def refuse_broken_names(names: Iterable[str], where: str) -> None:
             raise RecipeError(f"the name {name!r} {problem}", code="wrong-label", place=where)
 
 
+def has_unnamed_classes(classes: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether the classes of a model are numbers, and those of its data have names: the run that trained it read a file
+    without them."""
+    return all(name.isdecimal() for name in classes) and set(names).isdisjoint(classes)
+
+
 def written_label(label: Label) -> str:
     """A label as YAML, for a proposed ``data.label_map``: with escapes for characters that cannot be seen, or that
     look like others."""

@@ -25,7 +25,7 @@ from fastloop_plugins.text.label_column import (
     read_label_column,
     whole_number,
 )
-from fastloop_plugins.text.label_names import SHOWN, Label, list_labels, written_label
+from fastloop_plugins.text.label_names import SHOWN, Label, has_unnamed_classes, list_labels, written_label
 from fastloop_plugins.text.label_warnings import warn_about_classes
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
         for table in tables:
             values = read_label_column(table, options, notes)
             own_names = table.class_names.get(str(options.label))
-            if own_names is not None and not _has_number(names, own_names, options.label_offset):
+            is_named = own_names is not None and not has_unnamed_classes(classes, own_names)
+            if own_names is not None and is_named and not _has_number(names, own_names, options.label_offset):
                 values = _named_by_dataset(values, own_names, options.label_offset)
             values = values.renamed(names)
             class_ids = {label: model_classes.find(label, table.untyped) for label in values.labels}
@@ -181,8 +182,11 @@ def _named_by_dataset(values: PartLabels, names: Sequence[str], offset: int) -> 
     name_of_number = dict(enumerate(names, offset))
     named: list[Any] = []
     for label in values.labels:
-        if isinstance(label, int):
-            named.append(name_of_number.get(label, label))
+        number = label
+        if isinstance(label, str) and values.part.untyped and label not in names and WHOLE.fullmatch(label):
+            number = whole_number(label)
+        if isinstance(number, int):
+            named.append(name_of_number.get(number, label))
         else:
             named.append(label)
     return replace(values, labels=named)

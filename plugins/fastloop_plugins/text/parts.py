@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop_plugins.models.hub import explain, offline, quiet
+from fastloop_plugins.rows.features import class_names_of, stated_features
 from fastloop_plugins.rows.source import call_source
 from fastloop_plugins.rows.table import Table, table_of
-from fastloop_plugins.text.class_numbers import name_classes, number_as_train
+from fastloop_plugins.text.class_numbers import merge_names, name_classes, number_as_train
 from fastloop_plugins.text.source_files import is_saved
 
 if TYPE_CHECKING:
+    from fastloop_plugins.rows.formats import FileLayout
     from fastloop_plugins.text.data import TextData
     from fastloop_plugins.text.streaming.shards import Shards
 
@@ -31,13 +34,73 @@ def read_parts(data: TextData) -> dict[str, list[Table]]:
     parts = _read_source(data)
     if data.inference is not None and not data.inference.is_own_data:
         return name_classes(parts, data)
-    train = data.splits.train
-    tables = parts.get(train, [])
+    tables = parts.get(data.splits.train, [])
     if tables:
-        return number_as_train(parts, tables[0].class_names, data)
-    if data.shards is not None and train in data.shards.splits:  # `fastloop evaluate` reads no rows of it
-        return number_as_train(parts, data.shards.class_names(data, train), data)
-    return parts if data.inference is None else name_classes(parts, data)
+        return number_as_train(parts, merge_names(table.class_names for table in tables), data)
+    names = _names_in_unread_train(parts, data)
+    return name_classes(parts, data) if names is None else number_as_train(parts, names, data)
+
+
+def _names_in_unread_train(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, list[str]] | None:
+    """``merge_names`` of the training split, of which `fastloop evaluate` reads no rows. None: its files are not there,
+    or cannot be read."""
+    if not any(table.class_names for tables in parts.values() for table in tables):
+        return {}
+    try:
+        train = _find_training_files(data)
+        if train is None:
+            return None
+        names_of_files = []
+        for names in train.layout.class_names_of_files(train.paths):
+            names_of_files.append(names)
+            if names and data.options.streaming:  # the others have the same names
+                break
+    except RecipeError:
+        return None
+    return merge_names([*names_of_files, class_names_of(train.features, train.layout.columns)])
+
+
+@dataclass
+class _TrainingFiles:
+    """The files of a training split whose rows are not read.
+
+    Attributes:
+        features: See ``Shards``.
+    """
+
+    paths: Sequence[str]
+    layout: FileLayout
+    features: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _find_training_files(data: TextData) -> _TrainingFiles | None:
+    """The files of the training split; None: the source has none.
+
+    Raises:
+        RecipeError: A file is not there.
+    """
+    from fastloop_plugins.rows.index import find_shards
+
+    train = data.splits.train
+    layout = data.layout()
+    if data.shards is not None:
+        if train not in data.shards.splits:
+            return None
+        return _TrainingFiles(data.shards.splits[train], layout, data.shards.features)
+    paths: list[str] = []
+    if data.sources:
+        names = []
+        for source in data.sources:
+            of_source = source.find_shards(data)
+            paths += of_source
+            names += [source.names(data)] * len(of_source)
+        return _TrainingFiles(paths, replace(layout, names=names))
+    entries = (data.options.files or {}).get(train)
+    if entries is None:
+        return None
+    for of_entry in find_shards(data.recipe, entries, f"{data.where}.files.{train}", data.formats):
+        paths += of_entry
+    return _TrainingFiles(paths, layout)
 
 
 def _read_source(data: TextData) -> dict[str, list[Table]]:
@@ -83,11 +146,15 @@ def _read_shards(data: TextData, shards: Shards) -> dict[str, list[Table]]:
             parts[split] = data.read_files(paths)
         else:
             parts[split] = []
-    for split, tables in parts.items():
-        names = shards.class_names(data, split) if tables else {}
-        for table in tables:
-            table.class_names = names
+    for tables in parts.values():
+        _add_features(tables, shards.features)
     return parts
+
+
+def _add_features(tables: Sequence[Table], features: Mapping[str, Any]) -> None:
+    """Add the names of classes that the features of a dataset define to those of its files."""
+    for table in tables:
+        table.class_names = {**class_names_of(features, table.columns), **table.class_names}
 
 
 def _call_function(data: TextData) -> dict[str, list[Table]]:
@@ -121,9 +188,12 @@ def _read_dataset(data: TextData, name: str) -> dict[str, list[Table]]:
     folder = data.recipe.find(name)
     try:
         with quiet():
-            csv_files = _csv_files(data, folder)
-            if csv_files is not None:
-                return {split: data.read_files(paths) for split, paths in csv_files.items()}
+            files = _folder_files(data, folder)
+            if files is not None:
+                parts = {split: data.read_files(paths) for split, paths in files.splits.items()}
+                for tables in parts.values():
+                    _add_features(tables, files.features)
+                return parts
             splits = _load_dataset(data, name, folder)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise RecipeError(
@@ -136,17 +206,36 @@ def _read_dataset(data: TextData, name: str) -> dict[str, list[Table]]:
     return parts
 
 
-def _csv_files(data: TextData, folder: Path) -> Mapping[str, Any] | None:
-    """Split -> the CSV files of a folder, which ``datasets`` would read with guessed types and missing values; None: it
-    has others, or is no folder."""
+@dataclass
+class _FolderFiles:
+    """The files of a folder.
+
+    Attributes:
+        splits: Split -> its files.
+        features: See ``Shards``.
+    """
+
+    splits: Mapping[str, Any]
+    features: Mapping[str, Any]
+
+
+def _folder_files(data: TextData, folder: Path) -> _FolderFiles | None:
+    """The CSV or Parquet files of a folder; None: it has others, or is no folder.
+
+    ``datasets`` would read CSV files with guessed types and missing values, and Parquet files with the names of classes
+    of the first one.
+    """
     import datasets
 
     if is_saved(folder) or not folder.is_dir():
         return None
     builder = datasets.load_dataset_builder(str(folder.resolve()), data.options.subset)
-    if builder.name != "csv":
-        return None
-    return {str(split): paths for split, paths in builder.config.data_files.items()}
+    splits = {str(split): paths for split, paths in builder.config.data_files.items()}
+    if builder.name == "csv":
+        return _FolderFiles(splits, {})
+    if builder.name == "parquet":
+        return _FolderFiles(splits, stated_features(builder))
+    return None
 
 
 def _load_dataset(data: TextData, name: str, folder: Path) -> Mapping[str, Any]:

@@ -74,7 +74,12 @@ class Source:
         for path in self.paths:
             part = layout.read(str(path))
             values = {name: part.column(option, column) for name, (column, option) in columns.items()}
-            parts.append(replace(part, where=f"{path} (data.{key})", columns=values, names=None, source=number))
+            names = {}
+            for name, (column, _) in columns.items():
+                if column in part.class_names:
+                    names[name] = part.class_names[column]
+            where = f"{path} (data.{key})"
+            parts.append(replace(part, where=where, columns=values, names=None, source=number, class_names=names))
         return parts
 
 

@@ -21,7 +21,7 @@ from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.suffixes import CONLL, format_of
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.label_names import describe_counts, list_labels, refuse_broken_names
+from fastloop_plugins.text.label_names import describe_counts, has_unnamed_classes, list_labels, refuse_broken_names
 from fastloop_plugins.text.options import DataOptions
 
 if TYPE_CHECKING:
@@ -272,6 +272,8 @@ class TagTextData(TextData):
         if isinstance(tag, str):
             return tag
         names = part.class_names.get(self.labels[0]) or self.options.tag_names
+        if names is not None and self.inference is not None and has_unnamed_classes(self.classes, names):
+            names = None
         if names is None and self.inference is not None and str(int(tag)) not in self.classes:
             names = self.classes
         if names is not None and 0 <= tag < len(names):

@@ -303,6 +303,7 @@ class Streaming:
             places=names,
             sampled=True,
             label_counts={label: count for label, (count, _) in index.labels.items()},
+            class_names=index.class_names,
         )
         return self.head
 

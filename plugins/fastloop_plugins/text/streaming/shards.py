@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop.problem import typed_clause
 from fastloop_plugins.models.hub import explain, offline, quiet
-from fastloop_plugins.rows.formats import explain_reading
+from fastloop_plugins.rows.features import stated_features
 from fastloop_plugins.rows.index import unstreamed
-from fastloop_plugins.rows.table import class_names_of
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
@@ -33,30 +33,15 @@ class Shards:
 
     Attributes:
         splits: Split -> paths, or URLs of fsspec that name a commit.
-        features: The features that the dataset states; None: the schema of its files has them.
+        features: The features that the dataset states for all files. The names of classes in a file go before them.
     """
 
     splits: dict[str, list[str]]
-    features: Any = None
+    features: Mapping[str, Any] = field(default_factory=dict)
 
     def paths(self) -> list[str]:
         """The files of all splits."""
         return list(chain.from_iterable(self.splits.values()))
-
-    def class_names(self, data: TextData, split: str) -> dict[str, list[str]]:
-        """Column of labels or of ``data.drop`` -> the names of its numbers in a split, if the features define them."""
-        import datasets
-
-        label = [data.options.label] if isinstance(data.options.label, str) else []
-        columns = [*label, *data.drop.columns()]
-        if not columns:
-            return {}
-        path = self.splits[split][0]
-        features = self.features
-        if features is None:
-            with explain_reading(path, data.how), data.layout().open(path) as file:
-                features = {} if file.schema is None else datasets.Features.from_arrow_schema(file.schema)
-        return class_names_of(features, columns)
 
 
 def list_shards(data: TextData) -> Shards:
@@ -160,7 +145,8 @@ def _listed(builder: Any) -> Shards:
     files = builder.config.data_files
     if not files:
         raise ValueError("it has no list of files")
-    return Shards({str(split): [str(path) for path in paths] for split, paths in files.items()}, builder.info.features)
+    splits = {str(split): [str(path) for path in paths] for split, paths in files.items()}
+    return Shards(splits, stated_features(builder))
 
 
 def _saved(folder: Path, where: str) -> Shards:

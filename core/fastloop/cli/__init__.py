@@ -104,7 +104,8 @@ def main() -> None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         try:
-            _check_current_folder()
+            if command is None or not command.startswith("-"):  # --version and --help read no file
+                _check_current_folder()
             app(arguments)
         finally:
             sys.stdout.flush()

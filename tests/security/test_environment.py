@@ -204,6 +204,24 @@ def test_a_current_folder_that_was_removed_is_named():
     assert_problem(done.stderr, "no-current-folder current folder")
 
 
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_an_option_of_fastloop_needs_no_current_folder(option):
+    """the current folder was removed before the command: what reads no file works"""
+    Path("gone").mkdir()
+    line = f"cd gone && rmdir ../gone && {sys.executable} -P -m fastloop {option}"
+    done = subprocess.run(["bash", "-c", line], text=True, timeout=WAIT, check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fastloop" in done.stdout
+
+
+@pytest.mark.parametrize("columns", ["0", "-5", "80"])
+def test_a_terminal_without_columns_shows_tables(columns):
+    """COLUMNS=0, as a terminal without a size sets it: tables are as wide as in a pipe"""
+    done = fastloop("plugins", env={"COLUMNS": columns})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "early-stopping" in done.stdout
+
+
 @pytest.mark.parametrize(
     "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )

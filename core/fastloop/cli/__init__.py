@@ -91,6 +91,8 @@ def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 the run failed, 2 usage error, 75 stopped by a signal, 130
     interrupted."""
     arguments = sys.argv[1:]
+    if os.environ.get("COLUMNS") == "0":  # of a terminal without a size: Rich would print tables of empty lines
+        del os.environ["COLUMNS"]
     if wants_json(arguments):
         from fastloop.cli.messages import report_as_json
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chat_helpers import GPT, TRL, UNMARKED, byte_tokenizer
 from strategy_helpers import same
 from strategy_runs import all_of
-from text_helpers import TINY_GPT, make_run
+from text_helpers import make_run
 from torch.nn.functional import cross_entropy
 from training_runs import execute
 
@@ -26,13 +27,10 @@ from fastloop_plugins.text.chat.rows import Chat, read_chat
 from fastloop_plugins.text.chat.template import CHATML, ChatRenderer, answer_end
 from fastloop_plugins.text.chat.tokens import MaskedSequences, encode_rows
 
-GPT = TINY_GPT | {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODEL = {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 DATA = {"files": {"train": "chats.jsonl", "validation": "chats.jsonl"}, "messages": "messages", "max_length": 64}
 CHATS = DATA | {"chat_template": "chatml"}
-TRL = json.loads((Path(__file__).parent / "trl_masks.json").read_text(encoding="utf-8"))["cases"]
 FORMS = [["messages"], ["conversations"], ["instruction", "input", "output"]]
-UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
@@ -52,22 +50,6 @@ def write(*chats: Any) -> None:
 @pytest.fixture(autouse=True)
 def _files():
     write(*[chat(f"{i} + {i}", f"{2 * i}", *(("and then?", "ok" * (i % 4 + 1)) if i % 3 else ())) for i in range(16)])
-
-
-def byte_tokenizer(template: str | None, marks: list[str]) -> Any:
-    """A tokenizer of single bytes, as that of the fixture."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(
-        models.BPE({letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
-    )
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", *marks])
-    end = "<|endoftext|>"
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end, bos_token=end)
-    made.chat_template = template
-    return made
 
 
 def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], train_on: str) -> tuple[list[int], list[int]]:

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_chat import CHATML, byte_tokenizer
-from test_chat_rows import IM, answer, memory, text_of, user
+from chat_helpers import IM, answer, byte_tokenizer, chat_run, text_of, user
 from text_helpers import TINY, make_run, rows
 from tokenizers.processors import TemplateProcessing
 
 from fastloop.testing import assert_problem
 from fastloop_plugins.text.chat.prompts import CutPrompts, PromptCollator, chat_chunks, counted_prompts, cut_tokens
 from fastloop_plugins.text.chat.rows import Chat
-from fastloop_plugins.text.chat.template import ChatRenderer
+from fastloop_plugins.text.chat.template import CHATML, ChatRenderer
 from fastloop_plugins.text.chunks import text_chunks, token_chunks
 from fastloop_plugins.text.special_tokens import special_tokens
 
@@ -71,7 +70,7 @@ def test_tokens_after_the_first_ones_are_cut():
 
 
 def test_cut_and_empty_prompts_are_counted(caplog):
-    run = memory({"messages": [user("Hi"), answer("Hello")]})
+    run = chat_run({"messages": [user("Hi"), answer("Hello")]})
     task = run.plugins.plugins[0]
     asked: list[Any] = [[SYSTEM, *TURNS], "Hi", " ", [SYSTEM, user("")]]
     chunks = list(chat_chunks(task.data, task.text_model.tokenizer, asked, 0, 2, room=50))

@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 import yaml
+from chat_helpers import (
+    CHATS,
+    IM,
+    MODEL,
+    TRL,
+    UNMARKED,
+    answer,
+    byte_tokenizer,
+    chat_run,
+    text_with_loss,
+    trained_text,
+    user,
+)
 from streaming_helpers import data_section, samples_of, write_lines
-from test_chat import CHATML, TRL, UNMARKED, byte_tokenizer
-from test_chat_rows import CHATS, IM, MODEL, answer, encoded, memory, trained, user
 from text_helpers import make_run
 
 from fastloop.errors import DataError, RecipeError
@@ -23,7 +34,7 @@ from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat import traces
 from fastloop_plugins.text.chat.prompts import chat_chunks
 from fastloop_plugins.text.chat.rows import Chat, describe_chat, read_chat
-from fastloop_plugins.text.chat.template import ChatRenderer
+from fastloop_plugins.text.chat.template import CHATML, ChatRenderer
 
 GOOD = [{"messages": [user(f"a{number}"), answer("b")]} for number in range(4)]
 STARTS = {"messages": [answer("Hello"), user("Hi"), answer("Yes")]}
@@ -64,17 +75,17 @@ def test_a_name_means_a_role(name, role):
 def test_a_role_that_means_another_is_refused_with_its_count_and_the_proposed_line_trains_all_rows(name, asker):
     rows = [*GOOD, misnamed(name, asker), misnamed(name, asker)]
     if name == "my bot":  # which no table has
-        assert len(memory(*rows, roles={name: "assistant", asker: "user"}).datasets["train"]) == 6
+        assert len(chat_run(*rows, roles={name: "assistant", asker: "user"}).datasets["train"]) == 6
         return
     with expect_problem("invalid-row rows.jsonl, line 5", RecipeError) as error:
-        memory(*rows)
+        chat_run(*rows)
     message = str(error.value)
     assert (repr(name) in message, "2 of 6 rows" in message) == (True, True)
     roles = proposal(message, "roles")
     assert roles == ({name: "assistant"} if asker == "user" else {name: "assistant", "human": "user"})
-    run = memory(*rows, roles=roles)
+    run = chat_run(*rows, roles=roles)
     assert len(run.datasets["train"]) == 6
-    assert trained(run, 5) == "b<|im_end|>\n"
+    assert trained_text(run, 5) == "b<|im_end|>\n"
     assert samples_of(streamed(*rows, roles=roles).datasets["train"]) == samples_of(run.datasets["train"])
 
 
@@ -82,7 +93,7 @@ def test_a_stream_and_predict_refuse_the_same_roles():
     run = streamed(*GOOD * 1100, misnamed("model"))  # the row is not among the first ones, which are checked at once
     with expect_problem("invalid-row rows.jsonl 4401 'model' 'assistant'", DataError):
         run.datasets["train"][4400]
-    task = memory(*GOOD, roles={"client": "user"}).plugins.plugins[0]
+    task = chat_run(*GOOD, roles={"client": "user"}).plugins.plugins[0]
     with expect_problem("invalid-row 1 'human' 'user'", RecipeError):
         list(chat_chunks(task.data, task.text_model.tokenizer, [[{"role": "human", "content": "a"}]], 0, 8))  # type: ignore[list-item]
     texts: list[Any] = [[{"role": name, "content": "a"}] for name in ("client", "user")]
@@ -99,17 +110,17 @@ def test_skipping_unreadable_rows_counts_rows_of_other_roles():
 def test_a_template_that_marks_answers_of_another_role_is_its_own_master():
     template = CHATML.replace("'assistant'", "'model'")
     messages = [user("a"), {"role": "model", "content": "b"}]
-    assert encoded(template, *messages) == "b<|im_end|>\n"
+    assert text_with_loss(template, *messages) == "b<|im_end|>\n"
     with pytest.raises(RowError, match=r"'model'.*'assistant'"):
-        encoded(UNMARKED, *messages)
+        text_with_loss(UNMARKED, *messages)
 
 
 def test_a_role_of_its_own_is_counted_in_a_warning(caplog):
     rows = [*GOOD, {"messages": [user("a"), {"role": "critic", "content": "no"}, answer("b")]}]
-    assert trained(memory(*rows), 4) == "b<|im_end|>\n"
+    assert trained_text(chat_run(*rows), 4) == "b<|im_end|>\n"
     assert_problem(caplog, "unknown-roles data: train: critic (1)")
     caplog.clear()
-    memory(*rows, train_on="all")
+    chat_run(*rows, train_on="all")
     assert "critic" not in caplog.text
 
 
@@ -120,10 +131,10 @@ def test_a_role_of_its_own_is_counted_in_a_warning(caplog):
 def test_rows_without_messages_are_counted_and_the_proposed_line_leaves_them_out(value):
     rows = [*GOOD, {"messages": value}, {"messages": value}]
     with expect_problem("invalid-row rows.jsonl, line 5", RecipeError) as error:
-        memory(*rows)
+        chat_run(*rows)
     assert_problem(error.value.problem, "invalid-row 2 6")
     drop = proposal(str(error.value), "drop")
-    assert len(memory(*rows, drop=drop).datasets["train"]) == 4
+    assert len(chat_run(*rows, drop=drop).datasets["train"]) == 4
     with pytest.raises(RecipeError) as error:
         streamed(*rows)
     assert proposal(str(error.value), "drop") == drop
@@ -135,10 +146,10 @@ def test_rows_that_start_with_the_assistant_are_counted_and_the_proposed_line_le
     template = str(tmp_path / "unmarked.jinja")
     rows = [*GOOD, STARTS, STARTS]
     with expect_problem("invalid-row rows.jsonl 5", RecipeError) as error:
-        memory(*rows, chat_template=template)
+        chat_run(*rows, chat_template=template)
     assert_problem(error.value.problem, "invalid-row 2 6")
     drop = proposal(str(error.value), "drop")
-    found = memory(*rows, chat_template=template, drop=drop)
+    found = chat_run(*rows, chat_template=template, drop=drop)
     assert len(found.datasets["train"]) == 4
     with pytest.raises(RecipeError) as error:
         streamed(*rows, chat_template=template)
@@ -148,17 +159,17 @@ def test_rows_that_start_with_the_assistant_are_counted_and_the_proposed_line_le
     write_lines("rows.jsonl", rows)
     section = CHATS | {"messages": "messages", "chat_template": template}
     assert len(make_run("causal-lm", MODEL, section, [SkipUnreadable()]).datasets["train"]) == 4
-    assert len(memory(*rows, chat_template=template, train_on="last").datasets["train"]) == 6
+    assert len(chat_run(*rows, chat_template=template, train_on="last").datasets["train"]) == 6
     muted = {"messages": [answer("Hello", weight=0), *STARTS["messages"][1:]]}
-    assert trained(memory(*GOOD, muted, chat_template=template), 4) == "Yes<|im_end|>\n"
+    assert trained_text(chat_run(*GOOD, muted, chat_template=template), 4) == "Yes<|im_end|>\n"
 
 
 def test_a_template_that_rejects_a_first_answer_names_the_condition():
     alternates = "{% if messages[0].role != 'user' %}{{ raise_exception('must alternate') }}{% endif %}" + CHATML
     with pytest.raises(RowError, match=r"must alternate\..*data.drop with first_role: assistant"):
-        encoded(alternates, *STARTS["messages"])
+        text_with_loss(alternates, *STARTS["messages"])
     with pytest.raises(RowError, match=r"must alternate\.$"):
-        encoded(alternates, {"role": "system", "content": "a"}, answer("b"))
+        text_with_loss(alternates, {"role": "system", "content": "a"}, answer("b"))
 
 
 READS_CONTENTS = """{% for m in messages %}{% if m.role == 'tool' and not m.content.startswith('{') %}
@@ -278,9 +289,9 @@ TURNS = [user("a"), answer("one"), user("b"), answer("two"), user("c")]
 
 @pytest.mark.parametrize("template", [CHATML, UNMARKED])
 def test_only_the_last_answer_has_a_loss(template):
-    assert encoded(template, *TURNS, train_on="last") == "two<|im_end|>\n"
-    assert encoded(template, *TURNS[:2], train_on="last") == "one<|im_end|>\n"
-    assert encoded(template, user("a"), answer("one"), user("b"), answer("two", weight=0), train_on="last") == ""
+    assert text_with_loss(template, *TURNS, train_on="last") == "two<|im_end|>\n"
+    assert text_with_loss(template, *TURNS[:2], train_on="last") == "one<|im_end|>\n"
+    assert text_with_loss(template, user("a"), answer("one"), user("b"), answer("two", weight=0), train_on="last") == ""
     renderer = ChatRenderer(byte_tokenizer(template, IM), "assistant")
     last = ChatRenderer(byte_tokenizer(template, IM), "last")
     assert renderer.encode(Chat(TURNS))[0] == last.encode(Chat(TURNS))[0], "the tokens are the same"
@@ -288,9 +299,9 @@ def test_only_the_last_answer_has_a_loss(template):
 
 def test_the_last_answer_in_memory_streams_and_packed_rows():
     rows = [{"messages": TURNS}, *GOOD]
-    run = memory(*rows, train_on="last")
-    assert trained(run) == "two<|im_end|>\n"
-    assert trained(memory(*rows)) == "one<|im_end|>\ntwo<|im_end|>\n"
+    run = chat_run(*rows, train_on="last")
+    assert trained_text(run) == "two<|im_end|>\n"
+    assert trained_text(chat_run(*rows)) == "one<|im_end|>\ntwo<|im_end|>\n"
     assert samples_of(streamed(*rows, train_on="last").datasets["train"]) == samples_of(run.datasets["train"])
     packed = make_run("causal-lm", MODEL, CHATS | {"messages": "messages", "train_on": "last"}, [Packing()])
     samples = [run.datasets["train"][index] for index in range(5)]
@@ -318,7 +329,7 @@ def test_samples_show_the_loss_of_the_last_answer(cli):
 
 
 def test_a_warning_shows_messages_and_not_how_they_are_stored(caplog):
-    memory(GOOD[0], GOOD[0])
+    chat_run(GOOD[0], GOOD[0])
     assert_problem(caplog, "repeated-rows 'user: a0 | assistant: b'.")
 
 

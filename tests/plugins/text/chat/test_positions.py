@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_chat import byte_tokenizer
+from chat_helpers import byte_tokenizer
 from text_helpers import TINY, TINY_GPT, rows
 
 from fastloop.testing import assert_problem, find_problems

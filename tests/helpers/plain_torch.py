@@ -7,7 +7,7 @@ numbers, however micro-batches and processes divide the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import plain_metrics
@@ -95,7 +95,7 @@ def classify(loss: Any, **options: Any) -> Case:
     )
 
 
-CASES: Mapping[str, Case] = {
+READ_WHOLE: Mapping[str, Case] = {
     "class": classify("cross_entropy"),
     "class, smoothing": classify({"label_smoothing": SMOOTHING}, smoothing=SMOOTHING),
     "class, weights": classify({"class_weights": list(WEIGHTS)}, weights=WEIGHTS),
@@ -224,7 +224,25 @@ CASES: Mapping[str, Case] = {
         section={"module": "plain_data:make_pair_model"},
     ),
 }
-"""Name -> case. The samples of one are drawn in the same order as those of another."""
+"""Name -> case. The samples of all cases are drawn in the same order."""
+STREAMED = {
+    "class, weights": {},
+    "number": {},
+    "tags of all tokens, weights and smoothing": {},
+    "blocks of texts": {"blocks": True},
+    "answers": {},
+    "targets of BART, forced BOS": {},
+}
+"""Name of a case whose rows are also read as a stream, in their order -> further keys of ``data``."""
+
+
+def as_stream(case: Case, keys: Mapping[str, Any]) -> Case:
+    """The case with rows that are read while it trains."""
+    return replace(case, data={**case.data, "streaming": True, "shuffle_buffer": 0, **keys})
+
+
+CASES = {**READ_WHOLE, **{f"{name}, streamed": as_stream(READ_WHOLE[name], STREAMED[name]) for name in STREAMED}}
+"""Name -> case."""
 
 
 def train_case(name: str, micro_batch: int, *strategy: str) -> Trained:
@@ -235,7 +253,7 @@ def train_case(name: str, micro_batch: int, *strategy: str) -> Trained:
         "data": case.data,
         "train": TRAIN | {"micro_batch_size": micro_batch},
         "plugins": [case.task, *case.plugins, *strategy, {"log": False}, {"progress": False}],
-        "output": f"runs/{name} {micro_batch} {len(strategy)}",
+        "output": f"runs/{name} {micro_batch} {''.join(strategy)}",
     }
     return train(recipe)
 
@@ -273,9 +291,11 @@ def mean_of(case: Case, model: Any, indices: Iterable[int]) -> Tensor:
     return sum_of[0] / sum_of[1]
 
 
-def steps(samples: int) -> Iterator[list[int]]:
-    """The samples of each step in the order that fastloop documents: one permutation an epoch."""
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(SEED)).tolist()
+def steps(case: Case) -> Iterator[list[int]]:
+    """The samples of each step in the order that fastloop documents: one permutation an epoch, or that of a stream."""
+    order = torch.randperm(case.samples(), generator=torch.Generator().manual_seed(SEED)).tolist()
+    if "streaming" in case.data:
+        order = list(range(case.samples()))
     for number in range(STEPS):
         yield order[number * BATCH : (number + 1) * BATCH]
 
@@ -287,7 +307,7 @@ def train_plainly(case: Case) -> Reference:
     velocity: dict[str, Tensor] = {}
     losses = []
     gradients: dict[str, Tensor] = {}
-    for step in steps(case.samples()):
+    for step in steps(case):
         loss = mean_of(case, model, step)
         losses.append(loss.item())
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)

@@ -450,7 +450,9 @@ def test_the_model_of_an_adapter_is_built_with_the_plugins_of_the_run_alone(adap
 
 @pytest.mark.slow
 def test_the_adapter_without_a_checkpoint_is_that_of_the_exported_model(adapted, cli):
-    export(cli, adapted / "run", "--to", "adapter", "--out", "alone")
+    shown = export(cli, adapted / "run", "--to", "adapter", "--out", "alone")
+    messages = [line for line in shown.splitlines() if not line.startswith("warning: ")]
+    assert messages == ["written to alone"], "none of a training"
     export(cli, adapted / "run", "--to", "adapter", "--checkpoint", "last", "--out", "last")
     assert Path("alone/adapter_model.safetensors").read_bytes() == Path("last/adapter_model.safetensors").read_bytes()
 

@@ -95,6 +95,13 @@ class FirstOfEachText(logging.Filter):
         return True
 
 
+class OfWarnings(logging.Filter):
+    """Lets warnings and errors pass, and drops other messages."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+
 @contextmanager
 def filtered_messages(messages_filter: logging.Filter) -> Iterator[None]:
     """Show only the messages that a filter lets pass."""
@@ -111,6 +118,11 @@ def filtered_messages(messages_filter: logging.Filter) -> Iterator[None]:
 def without_repeated_messages() -> AbstractContextManager[None]:
     """Show each message once, in a command that builds the same run again."""
     return filtered_messages(FirstOfEachText())
+
+
+def only_warnings() -> AbstractContextManager[None]:
+    """Show warnings alone, in a command that builds the run of a training without training it."""
+    return filtered_messages(OfWarnings())
 
 
 def report_as_json() -> None:

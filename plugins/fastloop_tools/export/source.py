@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import Problem
-from fastloop.cli.messages import show_messages
+from fastloop.cli.messages import only_warnings, show_messages
 from fastloop.cli.startup import started_from
 from fastloop.errors import CheckpointError, UsageError
 from fastloop.problem import clause
@@ -164,7 +164,7 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
 
     show_messages()
     folder = scratch / "model"
-    with start_run(resolve(training_recipe(recipe, adapter, scratch))) as run:
+    with only_warnings(), start_run(resolve(training_recipe(recipe, adapter, scratch))) as run:
         if is_checkpoint:
             try:
                 run.strategy.load_model_state(run, checkpoint.read(weights)[0])

@@ -35,6 +35,7 @@ class StepProfile:
         padded: Tokens computed on this process, including padding; 0 if inputs have no ``input_ids``.
         longest: ``padded``, if batches were padded to their longest sample.
         real: Tokens of ``padded`` that are not padding.
+        attention_calls: Calls of attention in forward if each sequence of ``padded`` had one in each layer.
         reading: CPU seconds that this process spent on reading batches; small if it only waits for workers.
         regions: Region of the loop -> seconds without nested regions. They add up to ``seconds``. On an accelerator:
             seconds in which the device ran kernels of the region; ``data`` is time spent waiting for batches,
@@ -72,6 +73,7 @@ class StepProfile:
     padded: float = 0.0
     longest: float = 0.0
     real: float = 0.0
+    attention_calls: float = 0.0
     reading: float = 0.0
     regions: dict[str, float] = field(default_factory=dict)
     hooks: dict[str, float] = field(default_factory=dict)

@@ -55,6 +55,7 @@ class SpeedCheck(Plugin):
         self.steps = 0
         self.padded = 0
         self.real = 0
+        self.rows = 0
         self.longest: list[Any] = []  # tokens if padded to the longest sample; on the device, read after the window
         self.started = 0.0
         self.faults = 0
@@ -109,7 +110,7 @@ class SpeedCheck(Plugin):
             )
 
     def count(self, batches: list[Batch]) -> None:
-        """Count the tokens of a step."""
+        """Count the tokens and sequences of a step."""
         for batch in batches:
             inputs = batch.inputs
             if not (isinstance(inputs, Mapping) and "input_ids" in inputs):
@@ -117,6 +118,7 @@ class SpeedCheck(Plugin):
             mask: Any = inputs.get("attention_mask")
             self.padded += inputs["input_ids"].numel()
             self.real += batch.tokens
+            self.rows += len(inputs["input_ids"])
             self.longest.append(
                 len(mask) * mask.sum(1).max() if getattr(mask, "ndim", 0) == 2 else inputs["input_ids"].numel()
             )
@@ -144,6 +146,7 @@ class SpeedCheck(Plugin):
             padded=self.padded / STEPS,
             longest=sum(map(int, self.longest)) / STEPS,
             real=self.real / STEPS,
+            attention_calls=self.rows / STEPS * depth(run.unwrap_model()),
             regions={"loss": seconds},
             operations={"aten::mm": min(flops / peaks["fp32"], seconds)} if "fp32" in peaks else {},
             peaks=peaks,
@@ -174,6 +177,13 @@ def multiplications(model: nn.Module) -> float:
 
     weights: Iterator[Tensor] = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
     return float(sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in weights))
+
+
+def depth(model: nn.Module) -> int:
+    """Length of the longest list of modules: a transformer's layers."""
+    from torch import nn
+
+    return max((len(module) for module in model.modules() if isinstance(module, nn.ModuleList)), default=0)
 
 
 def estimates(profile: StepProfile, recipe: Recipe) -> Iterator[tuple[str, SpeedupEstimate]]:

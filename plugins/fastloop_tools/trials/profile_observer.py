@@ -11,7 +11,7 @@ from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._autograd import DeviceType
 
 from fastloop.errors import UsageError
@@ -23,6 +23,7 @@ from fastloop.speedup_estimates import StepProfile
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
 from fastloop_plugins.observe._trace_files import write_trace
+from fastloop_plugins.observe.speed_check import depth
 from fastloop_tools.trials.measuring_process import Spec, StepMeter, WarningCollector
 from fastloop_tools.trials.timeline import LAUNCH, OPERATION, DeviceTimeline, build_host_timeline, read_timeline
 
@@ -151,6 +152,8 @@ class ProfileObserver(StepMeter):
             operations = dict(timeline.operations)
             between = {name: regions[name] for name in ("data", LAUNCH) if name in regions}
             work = regions
+        layers = depth(run.unwrap_model())
+        samples = self.timed["samples"] / self.timed["steps"]
         self.profile = StepProfile(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
@@ -158,7 +161,7 @@ class ProfileObserver(StepMeter):
             threads=torch.get_num_threads(),
             world_size=run.world_size,
             seconds=self.timed["seconds_a_step"],
-            samples=self.timed["samples"] / self.timed["steps"],
+            samples=samples,
             tokens=self.timed["tokens"] / self.timed["steps"],
             **{key: self.timed[key] for key in ("steps", "padded", "longest", "real", "reading", "page_faults")},
             regions=a_step(regions, steps),
@@ -172,7 +175,8 @@ class ProfileObserver(StepMeter):
             fault_seconds=fault_seconds(),
             reserved=self.reserved,
             retries=torch.cuda.memory_stats()["num_alloc_retries"] if run.device.type == "cuda" else 0,
-            layers=depth(run.unwrap_model()),
+            layers=layers,
+            attention_calls=samples / run.world_size * layers,
             graph_breaks=graph_breaks(),
             recompiles=recompiles(),
             ranks=run.processes.all_gather_object(a_step(work, steps)),
@@ -182,11 +186,6 @@ class ProfileObserver(StepMeter):
 def a_step(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
     """Seconds of a window of steps as those of one step, without zeros."""
     return {name: value / steps for name, value in seconds.items() if value}
-
-
-def depth(model: nn.Module) -> int:
-    """Length of the longest list of modules."""
-    return max((len(module) for module in model.modules() if isinstance(module, nn.ModuleList)), default=0)
 
 
 def graph_breaks() -> list[dict[str, Any]]:

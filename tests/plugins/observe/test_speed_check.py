@@ -19,7 +19,7 @@ from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.speedup_estimates import StepProfile
 from fastloop_plugins.observe import _machine_speed, speed_check
-from fastloop_plugins.observe.speed_check import SpeedCheck, estimates, multiplications
+from fastloop_plugins.observe.speed_check import SpeedCheck, depth, estimates, multiplications
 
 
 @pytest.fixture
@@ -33,9 +33,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         rows.writerow(["text", "label"])
         rows.writerows((" ".join(["word"] * draw.choice([3, 4, 5, 120])), ("bad", "good")[i % 2]) for i in range(240))
 
-    def make(*plugins: object, **train: object):
+    def make(*plugins: object, units: int = 16, layers: int = 1, **train: object):
         train = {"epochs": 1, "batch_size": 8, "device": "cpu", "evaluate_every": None, "save_every": None} | train
-        model = {"config": TINY | {"max_position_embeddings": 128}, "tokenizer": {"kind": "word"}}
+        sizes = {"dim": units, "hidden_dim": 2 * units, "n_layers": layers, "max_position_embeddings": 128}
+        model = {"config": TINY | sizes, "tokenizer": {"kind": "word"}}
         data = {
             "files": {"train": "train.csv"},
             "text": "text",
@@ -60,7 +61,7 @@ def fit(recipe) -> Run:
 
 @pytest.mark.slow
 def test_padding_is_named_once_with_the_plugin_that_removes_it(recipe, caplog):
-    fit(recipe(max_steps=28))
+    fit(recipe(units=192, layers=4, max_steps=28))
     (line,) = lines(caplog)
     assert "% of the computed tokens are padding" in line
     assert "`--with packing`, estimated " in line
@@ -96,12 +97,18 @@ def test_its_hook_is_not_called_after_the_window(recipe):
     execute(run)
     check = next(plugin for plugin in run.plugins if isinstance(plugin, SpeedCheck))
     assert check.steps == speed_check.WARM_UP + speed_check.STEPS + 1
+    assert check.rows == 8 * speed_check.STEPS
+    assert depth(run.model) == 1
 
 
 @pytest.mark.parametrize(
     ("figures", "expected"),
     [
         ({"padded": 1000.0, "real": 400.0, "longest": 1000.0, "regions": {"loss": 1.0}}, {"packing": 0.6}),
+        (  # attention is called 500 times, for 0.4 ms each
+            {"padded": 1000.0, "real": 400.0, "regions": {"loss": 1.0}, "attention_calls": 500.0},
+            {"packing": 0.4},
+        ),
         ({"page_faults": 300_000.0, "fault_seconds": 1e-6}, {"allocator": 0.3}),
         ({"operations": {"aten::mm": 0.8}, "peaks": {"fp32": 1e11, "bf16": 4e11}}, {"amp": 0.6}),
     ],
@@ -124,7 +131,7 @@ def test_weights_of_linear_layers_are_multiplied_three_times():
 
 @pytest.mark.slow
 def test_the_line_is_a_warning_of_the_fastloop_log(recipe, caplog):
-    fit(recipe(max_steps=28))
+    fit(recipe(units=192, layers=4, max_steps=28))
     assert [record.levelno for record in caplog.records if record.getMessage().startswith("speed-check")] == [
         logging.WARNING
     ]

@@ -47,7 +47,7 @@ api-snapshot: $(VENV)/ready
 docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Every subset of seven plugins on two processes, into docs/matrix.md; `make matrix ARGS=--sample` does eight of them.
+# Every subset of seven plugins on two processes, into docs/matrix.md; `make matrix ARGS=--sample` does five of them.
 matrix: $(VENV)/ready
 	$(BIN)/python benchmarks/matrix.py $(ARGS)
 

@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, nargs="+", default=[], help="reports of pytest's, instead of a run")
     options = parser.parse_args()
     os.environ["FASTLOOP_TEST_STRATEGIES"] = ",".join(STRATEGIES)
+    os.environ["FASTLOOP_RELIABILITY"] = "1"  # every check on processes
     with tempfile.TemporaryDirectory() as folder:
         install(Path(folder, "examples"))
         suites = {Path(folder, f"{tests.stem}.xml"): tests for tests in (SUITE, *EXAMPLES)}

@@ -2,15 +2,21 @@
 
 The quick tests train with a plugin of each kind, and two processes with plugins whose work involves other processes,
 under ddp only. The checks of one plugin take two to nine seconds, and those of a strategy over ten.
+
+``strategies/test_worlds.py`` compares two processes with one, for nearly every plugin. The check ``processes`` of such
+a plugin runs in the long form and in ``make conformance`` alone, unless its work involves the other processes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastloop.plugins.installed import installed, is_own
+from long_form import long_form_only
+from world_rows import NOT_COMPARED
+
+from fastloop.plugins.installed import installed, is_own, load
 from fastloop.testing import IMAGES, LANGUAGE, TEXTS, Conformance
-from fastloop.testing.studies import strategies_for
+from fastloop.testing.studies import StudyResults, strategies_for
 
 OURS = [name for name, point in installed().items() if is_own(point)]
 
@@ -129,6 +135,19 @@ TRAINING = ("declared", "numerics", "batch_norm", "saved_and_loaded", "killed", 
 """The checks that train, on one process."""
 
 
+class OnProcessesInLongForm(Conformance):
+    """The suite of a plugin that ``test_worlds.py`` compares."""
+
+    @long_form_only
+    def test_processes(self, study_results: StudyResults, strategy: str) -> None:
+        super().test_processes(study_results, strategy)
+
+
+def is_checked_on_processes(name: str) -> bool:
+    """Whether the check ``processes`` of a plugin runs in the short form, too."""
+    return name in ON_PROCESSES or name in NOT_COMPARED or load(name).slot == "strategy"
+
+
 def suite(name: str) -> type[Conformance]:
     """The suite of one plugin."""
     quick = set()
@@ -140,7 +159,8 @@ def suite(name: str) -> type[Conformance]:
     if name not in QUICK:
         slow += TRAINING
     attributes = {"plugin": name, "__module__": __name__, "slow": slow, **TRIED_ON.get(name, {})}
-    return type(f"Test_{name.replace('-', '_')}", (Conformance,), attributes)
+    base = Conformance if is_checked_on_processes(name) else OnProcessesInLongForm
+    return type(f"Test_{name.replace('-', '_')}", (base,), attributes)
 
 
 globals().update({cls.__name__: cls for cls in map(suite, OURS)})

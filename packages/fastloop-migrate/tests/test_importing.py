@@ -781,6 +781,7 @@ def test_what_a_file_does_not_name_is_written_as_a_value_to_fill_in():
         load_recipe("recipe.yaml")
 
 
+@pytest.mark.slow
 def test_the_command_prints_nothing_of_the_libraries_that_it_imports():
     """Transformers' arguments import bitsandbytes, which logs advice for inference."""
     pytest.importorskip("bitsandbytes")

@@ -35,6 +35,7 @@ from fastloop_plugins.text.chat import traces
 from fastloop_plugins.text.chat.prompts import chat_chunks
 from fastloop_plugins.text.chat.rows import Chat, describe_chat, read_chat
 from fastloop_plugins.text.chat.template import CHATML, ChatRenderer
+from fastloop_plugins.text.streaming import dataset
 
 GOOD = [{"messages": [user(f"a{number}"), answer("b")]} for number in range(4)]
 STARTS = {"messages": [answer("Hello"), user("Hi"), answer("Yes")]}
@@ -89,10 +90,11 @@ def test_a_role_that_means_another_is_refused_with_its_count_and_the_proposed_li
     assert samples_of(streamed(*rows, roles=roles).datasets["train"]) == samples_of(run.datasets["train"])
 
 
-def test_a_stream_and_predict_refuse_the_same_roles():
-    run = streamed(*GOOD * 1100, misnamed("model"))  # the row is not among the first ones, which are checked at once
-    with expect_problem("invalid-row rows.jsonl 4401 'model' 'assistant'", DataError):
-        run.datasets["train"][4400]
+def test_a_stream_and_predict_refuse_the_same_roles(monkeypatch):
+    monkeypatch.setattr(dataset, "HEAD", 16)  # number of rows that are checked at once: the misnamed one is the 21st
+    run = streamed(*GOOD * 5, misnamed("model"))
+    with expect_problem("invalid-row rows.jsonl 21 'model' 'assistant'", DataError):
+        run.datasets["train"][20]
     task = chat_run(*GOOD, roles={"client": "user"}).plugins.plugins[0]
     with expect_problem("invalid-row 1 'human' 'user'", RecipeError):
         list(chat_chunks(task.data, task.text_model.tokenizer, [[{"role": "human", "content": "a"}]], 0, 8))  # type: ignore[list-item]

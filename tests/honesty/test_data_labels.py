@@ -318,18 +318,26 @@ OTHER_DATA = {
     "data.name=own": True,
     "data.max_length=8": True,
     "train.seed=2": True,
+    "recipes/other.yaml": False,
+    "recipes/other.yaml data.name=own": True,
+    "recipes/own.yaml": True,
+    "recipes/own.yaml data.name=other": False,
+    "recipes/own.yaml train.seed=2": True,
 }
-"""Override -> whether the data stays that of the run."""
+"""Recipe and overrides -> whether the data is that of the run."""
 
 
-@pytest.mark.parametrize("override", OTHER_DATA)
-def test_an_override_of_the_source_makes_it_other_data(override):
+@pytest.mark.parametrize("arguments", OTHER_DATA)
+def test_another_source_makes_it_other_data(arguments):
     (Path("run") / "model").mkdir(parents=True)
     (Path("run") / "model" / "model.safetensors").touch()
     write("run/recipe.yaml", json.dumps({"data": {"name": "own"}, "output": "run"}))
-    recipe = load("run", [override], Inference(Path(), "test"))
+    Path("recipes").mkdir()
+    for name in ("own", "other"):
+        write(f"recipes/{name}.yaml", json.dumps({"data": {"name": name}}))
+    recipe = load("run", arguments.split(), Inference(Path(), "test"))
     assert recipe.inference is not None
-    assert recipe.inference.is_own_data == OTHER_DATA[override]
+    assert recipe.inference.is_own_data == OTHER_DATA[arguments]
 
 
 def test_an_evaluated_split_may_be_renamed_by_names():

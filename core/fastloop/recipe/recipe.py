@@ -128,7 +128,7 @@ class Inference:
         source: A file or texts to predict; None: the split.
         start: Index of the first sample to predict.
         chunk: Samples to predict at once; 0: the run evaluates the split.
-        is_own_data: Whether the data is that of the run; False: an override names another source.
+        is_own_data: Whether the data is that of the run; False: another recipe or an override names another source.
     """
 
     model: Path | None

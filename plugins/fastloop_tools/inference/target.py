@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Problem
 from fastloop.cli import startup
 from fastloop.cli.startup import reduced_gc, start_run, started_from
-from fastloop.errors import UsageError
+from fastloop.errors import RecipeError, UsageError
 from fastloop.plugins.declarations import warn_once
 from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.recipe.paths import nothing_at
@@ -82,24 +82,39 @@ def load(
     if recipe.source:
         recipe.source = started_from(recipe.source)
     is_own_data = True
-    if any(override.startswith("data") for override in overrides):
-        own_data = load_recipe(recipe_file).data
-        is_own_data = all(_resolved(recipe.data.get(key)) == _resolved(own_data.get(key)) for key in SOURCE)
+    if named or any(override.startswith("data") for override in overrides):
+        is_own_data = _has_source_of(recipe, recipe_file if place.run is None else str(place.run_recipe))
     recipe.inference = dataclasses.replace(inference, model=place.model.resolve(), is_own_data=is_own_data)
     if not is_short(inference.source):
         recipe.plugins.setdefault("auto", dict(SELECTION))
     return recipe
 
 
-def _resolved(value: Any) -> Any:
+def _has_source_of(recipe: Recipe, file: str) -> bool:
+    """Whether a recipe names the same data as the recipe in a file. One that cannot be read names other data."""
+    try:
+        own = load_recipe(file)
+    except RecipeError:
+        return False
+    if own.source:
+        own.source = started_from(own.source)
+    return all(_resolved(recipe.data.get(key), recipe) == _resolved(own.data.get(key), own) for key in SOURCE)
+
+
+def _resolved(value: Any, recipe: Recipe) -> Any:
     """A setting with the absolute paths of files and folders that exist: ``saved`` and ``./saved`` name the same
     data."""
     if isinstance(value, Mapping):
-        return {key: _resolved(item) for key, item in value.items()}
+        return {key: _resolved(item, recipe) for key, item in value.items()}
     if isinstance(value, list):
-        return [_resolved(item) for item in value]
-    if isinstance(value, str) and Path(value).exists():
-        return str(Path(value).resolve())
+        return [_resolved(item, recipe) for item in value]
+    if isinstance(value, str):
+        try:
+            path = recipe.find(value)
+        except RecipeError:
+            return value
+        if path.exists():
+            return str(path.resolve())
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import random
 import shutil
@@ -315,6 +316,36 @@ def test_best_weights_that_were_never_saved_are_no_missing_metric(tmp_path, tiny
     checkpoints = tmp_path / "run" / "checkpoints"
     with mounted(checkpoints, "--bind", str(checkpoints)):
         run = tiny_run(["checkpoint-best", Locks(checkpoints, 9, 99)], model=tiny_model(), output="run", resume=True)
+    assert run.summary["best"] is None
+    assert "the best weights were not saved: the last weights stay" in caplog.text
+
+
+class LosesLoss(Plugin):
+    """Replaces the loss of evaluations after one step with NaN."""
+
+    name = "loses-loss"
+    runs_after = ("checkpoint-best",)
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    @hookimpl(wrapper=True)
+    def evaluate(self, run: Any) -> Any:
+        metrics = yield
+        return metrics if run.state.step <= self.last else {"loss": math.nan}
+
+
+def test_a_resumed_run_knows_that_best_weights_were_not_saved(tmp_path, tiny_run, caplog):
+    """a folder that is read-only at the only evaluation with a loss, and a resumed run: the warning names the saves"""
+    tiny_run(epochs=1, output="run", save_every=9)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    arguments: dict[str, Any] = {"epochs": 3, "output": "run", "resume": True, "save_every": 20}
+    with mounted(checkpoints, "--bind", str(checkpoints)):
+        plugins = ["checkpoint-best", Locks(checkpoints, 10, 18), LosesLoss(18)]
+        tiny_run(plugins, model=tiny_model(), max_steps=20, **arguments)
+    caplog.clear()
+    run = tiny_run(["checkpoint-best", LosesLoss(18)], model=tiny_model(), **arguments)
     assert run.summary["best"] is None
     assert "the best weights were not saved: the last weights stay" in caplog.text
 

@@ -121,9 +121,9 @@ class CheckpointBest(Plugin):
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
         kept = [asdict(one) for one in self.kept]
-        metric = self.monitored.definition
+        state = {"kept": kept, "saved": {}, "metric": self.monitored.definition, "has_unsaved": self.has_unsaved}
         if not run.is_main:
-            return {"kept": kept, "saved": {}, "metric": metric}
+            return state
         # Step 2 is the best at the save of step 4, and step 5 at that of step 6: best_at_saves is {4: [2], 6: [5]}. A
         # run that resumes from step 4 needs the weights of step 2, which stay as long as the checkpoint of step 4.
         save_step = run.state.step
@@ -135,16 +135,18 @@ class CheckpointBest(Plugin):
         # with saves at steps 2, 4 and 6 and train.keep_checkpoints: 2, those at 4 and 6 remain after this one
         save_steps = sorted(self.best_at_saves.keys() & {save_step, *self.steps_to_resume_from(run)})
         remaining = save_steps[-run.recipe.train.keep_checkpoints :]
-        return {"kept": kept, "saved": {step: self.best_at_saves[step] for step in remaining}, "metric": metric}
+        state["saved"] = {step: self.best_at_saves[step] for step in remaining}
+        return state
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
         from fastloop.checkpoint.form import check_form
 
         kept = asdict(Kept(step=0, value=0.0, metrics={}, weights=""))
-        check_form(state, {"kept": [kept], "saved": {0: [0]}})
+        check_form(state, {"kept": [kept], "saved": {0: [0]}, "has_unsaved": False})
         self.kept = [Kept(**fields) for fields in state["kept"]]
         self.best_at_saves = dict(state["saved"])
+        self.has_unsaved = state.get("has_unsaved", False)  # older releases did not save it
         self.monitored.compare_definition(state.get("metric"))
 
     @staticmethod

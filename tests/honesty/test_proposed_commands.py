@@ -14,7 +14,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,8 @@ class Second(First):
 Make = Callable[[Any], list[str]]
 PRINTED = re.compile(r"`(fastloop [^`]+)`|(?<=: )(fastloop .+)$", re.MULTILINE)
 """A command in the output of another one: between backquotes, or at the end of a line."""
-AFTER_COMMAND = re.compile(r"fastloop (train|plan|bench|evaluate|export|predict|prepare|profile|report|sweep) $")
-"""The text of an f-string before the first argument of a command."""
+COMMAND_START = re.compile(r"fastloop (train|plan|bench|evaluate|export|predict|prepare|profile|report|sweep) ")
+"""The text of an f-string before the arguments of a command."""
 
 
 @dataclass
@@ -678,20 +677,24 @@ def find_proposal(beginning: str, out: str, err: str) -> str:
 
 
 def unquoted_words(text: ast.JoinedStr) -> list[str]:
-    """The values of an f-string that follow ``fastloop COMMAND`` without ``quote``, as source text."""
+    """The values of an f-string in a command without ``quote``, as source text. A command ends at a backquote."""
     unquoted = []
-    for before, value in pairwise(text.values):
-        if not isinstance(before, ast.Constant) or not isinstance(value, ast.FormattedValue):
-            continue
-        if not AFTER_COMMAND.search(str(before.value)):
-            continue
-        source = ast.unparse(value.value)
-        if not source.startswith(("quote(", "shlex.quote(")):
-            unquoted.append(source)
+    is_command = False
+    for value in text.values:
+        if isinstance(value, ast.Constant):
+            *earlier, last = str(value.value).split("`")
+            if earlier:
+                is_command = False
+            if COMMAND_START.search(last):
+                is_command = True
+        elif is_command and isinstance(value, ast.FormattedValue):
+            source = ast.unparse(value.value)
+            if not source.startswith(("quote(", "shlex.quote(")):
+                unquoted.append(source)
     return unquoted
 
 
-def test_paths_in_proposed_commands_are_quoted():
+def test_values_in_proposed_commands_are_quoted():
     """`fastloop report {folder}` needs quotes for a folder with a space."""
     texts = 0
     for folder in ("core", "plugins", "packages"):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem
@@ -254,7 +255,7 @@ def split_file(run: Run, split: str, first: Any) -> Path:
             f"the split {split!r} has {counted(samples, 'sample')}, and its file {path} has {counted(rows, 'row')}.",
             code="exclusive-options",
             place="--keep",
-            remedy=f"Predict the file: `fastloop predict RUN {path} --keep ...`.",
+            remedy=f"Predict the file: `fastloop predict RUN {quote(str(path))} --keep ...`.",
         )
     return path
 

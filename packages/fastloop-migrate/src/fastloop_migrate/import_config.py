@@ -65,7 +65,9 @@ def import_config(
     write_file(output, text)
     for key, reason in notes.items():
         typer.echo(f"{key}: {reason}")
-    processes = f" --nproc {nproc}" if nproc > 1 else ""
+    command = f"fastloop train {quote(str(output))}"
+    if nproc > 1:
+        command += f" --nproc {nproc}"
     typer.echo(f"written to {output}\nNext steps:")
     typer.echo(f"  fastloop plan {quote(str(output))}")
-    typer.echo(f"  fastloop train {quote(str(output))}{processes}")
+    typer.echo(f"  {command}")

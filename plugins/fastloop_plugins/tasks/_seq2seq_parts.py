@@ -166,8 +166,9 @@ def pair_samples(model: Seq2SeqModel, split: Split, dataset: ColumnSequences) ->
 class Seq2SeqModel(AutoClassModel):
     """The ``model`` section, for encoder-decoder models.
 
-    A model from scratch starts each target with the padding token, as T5 does, and ends it with the tokenizer's end
-    token. A tokenizer that is trained here adds the end token to inputs and targets.
+    A model from scratch starts each target with the padding token, as T5 does, or with its last token, as mBART does,
+    and ends it with the tokenizer's end token. A tokenizer that is trained here adds the end token to inputs and
+    targets.
 
     Args:
         max_target_length: ``data.max_target_length``.
@@ -216,17 +217,67 @@ class Seq2SeqModel(AutoClassModel):
         from_scratch = self.options.config
         config = self.config
         pad = self.tokenizer.pad_token_id
+        is_given = getattr(config, "decoder_start_token_id", None) is not None
         if from_scratch is not None:
             config.pad_token_id = pad
             if "forced_eos_token_id" not in from_scratch and hasattr(config, "forced_eos_token_id"):
                 config.forced_eos_token_id = self.end()
-            if "decoder_start_token_id" not in from_scratch:
-                config.decoder_start_token_id = pad
-        if getattr(config, "decoder_start_token_id", None) is None:
+            is_given = "decoder_start_token_id" in from_scratch
+        if not is_given:
             config.decoder_start_token_id = pad
         model = super()._build(auto, labels)
+        start = self._start_of_targets(model)
+        if start is not None and start != config.decoder_start_token_id:
+            if not is_given:
+                config.decoder_start_token_id = start
+                model.config.decoder_start_token_id = start
+                model.generation_config.decoder_start_token_id = start
+            elif self.recipe.inference is None:
+                self._warn_of_other_start(start)
         model.generation_config = generation_config(model, self.generation)
         return model
+
+    def _start_of_targets(self, model: Any) -> int | None:
+        """The token before each target in training; None: the model has no method that says it.
+
+        For the labels ``[a, end]``, T5 gets ``[start, a]``, and mBART, which has no start token, ``[end, a]``.
+
+        Raises:
+            RecipeError: It differs between targets, so that generated texts have no token to start with.
+        """
+        import torch
+
+        prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if prepare is None:
+            return None
+        starts = []
+        for text in ("a", "b"):
+            ids = self.tokenizer(text_target=text)["input_ids"]
+            ids += [token for token in end_of(self.tokenizer) if token not in ids]
+            inputs = prepare(torch.tensor([ids], device="cpu"))
+            starts.append(int(inputs[0, 0]))
+        if starts[0] != starts[1]:
+            raise RecipeError(
+                f"{self.config.model_type} starts each target with its last token that is not padding, and the "
+                "tokenizer pads with its end token. The start would be another token for each target.",
+                code="invalid-value",
+                place=self.where,
+                remedy="Use t5 or bart, or a tokenizer that has a padding token: model.tokenizer.",
+            )
+        return starts[0]
+
+    def _warn_of_other_start(self, start: int) -> None:
+        """Log that targets start with another token in training than generated texts."""
+        names = self.tokenizer.convert_ids_to_tokens([self.config.decoder_start_token_id, start])
+        logger.warning(
+            Problem(
+                f"decoder_start_token_id is that of {names[0]!r}, and {self.config.model_type} starts each target with "
+                f"{names[1]!r} in training. Generated texts start with a token that it has not trained.",
+                code="other-start-token",
+                place=f"{self.where}: decoder_start_token_id",
+                remedy=f"Set it to {start} in the model's configuration, or in plugins.seq2seq.generation.",
+            )
+        )
 
 
 def reference_texts(batch: Mapping[str, Tensor], tokenizer: Any) -> list[str]:

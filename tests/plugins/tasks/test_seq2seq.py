@@ -39,6 +39,15 @@ BART = {
     "dropout": 0.0,
 }
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+MIXTURES = {"model_type": "switch_transformers", "num_experts": 2}
+MIXTURES |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+ENCODER_DECODERS = {
+    "t5": T5,
+    "switch_transformers": T5 | MIXTURES,
+    "bart": BART,
+    "mbart": BART | {"model_type": "mbart"},
+    "plbart": BART | {"model_type": "plbart"},
+}
 TOKENIZER = {"kind": "bpe", "vocab_size": 300}
 MODEL = {"config": T5, "tokenizer": TOKENIZER}
 DATA = {
@@ -221,6 +230,40 @@ def test_a_sample_has_the_prefixed_input_and_the_target_with_their_end_tokens():
     assert run.datasets["train"].lengths[5] == len(sample["input_ids"]) + len(sample["labels"])
     config = run.unwrap_model().config
     assert config.decoder_start_token_id == config.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("config", ENCODER_DECODERS.values(), ids=ENCODER_DECODERS)
+def test_generated_texts_start_with_the_token_before_targets_in_training(config):
+    run = make_run("seq2seq", {"config": config, "tokenizer": padding_tokenizer()}, DATA)
+    model = run.unwrap_model()
+    starts = set[int]()
+
+    def record(module: Any, arguments: Any, named: dict[str, Any]) -> None:
+        starts.update(named["input_ids"][:, 0].tolist())
+
+    model.get_decoder().register_forward_pre_hook(record, with_kwargs=True)
+    batch = run.loaders.collators["train"]([run.datasets["train"][index] for index in range(4)])
+    run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
+    assert starts == {model.generation_config.decoder_start_token_id} == {model.config.decoder_start_token_id}
+
+
+def padding_tokenizer() -> str:
+    """Save a tokenizer whose padding token is not its end token."""
+    tokenizer = task_of(make_run("seq2seq", MODEL, DATA)).text_model.tokenizer
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained("padding")
+    return "padding"
+
+
+def test_a_start_that_differs_from_that_of_training_is_refused_or_named(caplog):
+    mbart = ENCODER_DECODERS["mbart"]
+    with pytest.raises(RecipeError) as caught:
+        make_run("seq2seq", MODEL | {"config": mbart}, DATA)
+    assert_problem(caught.value.problem, "invalid-value model mbart padding bart")
+    caplog.clear()
+    model = {"config": mbart | {"decoder_start_token_id": 3}, "tokenizer": padding_tokenizer()}
+    make_run("seq2seq", model, DATA)
+    assert_problem(caplog, "other-start-token decoder_start_token_id mbart '<|endoftext|>'")
 
 
 def test_weights_are_target_tokens_and_each_side_is_padded_to_its_longest():

@@ -103,7 +103,7 @@ LOSSES = [
     Mutant(
         "the log has the loss of one process",
         f"{CORE}/loop.py",
-        "return step_loss if run.processes.world_size == 1 else run.processes.all_reduce_mean(step_loss)",
+        "return step_loss if world_size == 1 else run.processes.all_reduce_mean(step_loss)",
         "return step_loss",
     ),
     Mutant(
@@ -166,8 +166,8 @@ STEPS = [
     Mutant(
         "each process reduces gradients at every micro-batch",
         f"{CORE}/loop.py",
-        "is_last = index == len(batches) - 1 or run.world_size == 1",
-        "is_last = True",
+        "reduces_gradients = index == len(batches) - 1",
+        "reduces_gradients = True",
     ),
     Mutant(
         "every epoch has the same order",

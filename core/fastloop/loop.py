@@ -201,18 +201,21 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     totals = run._totals_of(batches)
     run._shared_buffers.before_pass()
     step_loss: Tensor | None = None
+    world_size = run.processes.world_size
+    # a part of them, if processes that divide a model train on the same samples
+    sharing_samples = run.loaders.processes.world_size
     for index, batch in enumerate(batches):
-        is_last = index == len(batches) - 1 or run.world_size == 1
-        with NO_CONTEXT if is_last else run.accelerator.no_sync(run.model):  # reduce gradients once
+        reduces_gradients = index == len(batches) - 1  # once a step
+        with NO_CONTEXT if reduces_gradients or world_size == 1 else run.accelerator.no_sync(run.model):
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-                total = totals.get().weight / run.loaders.processes.world_size
+                total = totals.get().weight / sharing_samples
                 loss = share_of_loss(output.loss, batch.loss_weight, total)
             with region("backward"):
                 run.strategy.backward(run, loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
     assert step_loss is not None
-    return step_loss if run.processes.world_size == 1 else run.processes.all_reduce_mean(step_loss)
+    return step_loss if world_size == 1 else run.processes.all_reduce_mean(step_loss)
 
 
 def share_of_loss(loss: Tensor, weight: float, total: float) -> Tensor:
@@ -223,7 +226,8 @@ def share_of_loss(loss: Tensor, weight: float, total: float) -> Tensor:
 
     Args:
         weight: The ``loss_weight`` of the micro-batch.
-        total: That of the step, divided by the number of processes, which average their gradients.
+        total: That of the step, divided by the number of processes that share its samples: they average their
+            gradients.
     """
     if not total:
         return loss * weight

@@ -118,7 +118,7 @@ class TrainingNumbers:
 
     def difference(self, after: TrainingNumbers) -> str:
         """The first thing that differs in ``after``, such as ``the weight 'head.bias'``; empty if nothing does."""
-        for before, now in zip(self.samples, after.samples, strict=False):
+        for before, now in zip(self.samples, after.samples, strict=False):  # their numbers are compared below
             if before.names != now.names or before.sizes != now.sizes:
                 return _first_other_name(before, now)
             if not torch.equal(before.data, now.data):

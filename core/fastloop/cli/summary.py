@@ -54,17 +54,22 @@ def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
     epochs = counted(summary["epochs"], "whole epoch")
     samples = counted(summary["samples"], "sample")
     rows["steps"] = f"{summary['steps']} ({epochs}, {samples})"
-    seconds = [(phase, summary[f"{phase}_seconds"]) for phase in PHASES]
-    rows["seconds"] = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds if spent)
+    times = []
+    for phase in PHASES:
+        seconds = summary[f"{phase}_seconds"]
+        if seconds:
+            times.append(f"{phase} {seconds:.1f}")
+    rows["seconds"] = ", ".join(times)
     rows["speed"] = f"{summary['samples_per_second']:.1f} samples/s"
     if summary["tokens_per_second"]:
         rows["speed"] += f", {summary['tokens_per_second']:.0f} tokens/s"
     processes = counted(summary["world_size"], "process")
     memory = f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB at the peak"
     rows["memory"] = f"{memory}, {summary['device']}, {processes}"
-    rows["plugins"] = ", ".join(
-        f"{name} (disabled)" if name in summary["disabled"] else name for name in summary["plugins"]
-    )
+    plugins = []
+    for name in summary["plugins"]:
+        plugins.append(f"{name} (disabled)" if name in summary["disabled"] else name)
+    rows["plugins"] = ", ".join(plugins)
     rows["run folder"] = str(folder)
     return rows
 
@@ -77,11 +82,13 @@ def describe_model(summary: Mapping[str, Any]) -> str:
     parts = [f"weights of step {step}"]
     if summary["model_weights"] != "trained":
         parts.append(summary["model_weights"])
-    metrics = summary["model_metrics"] or {}
     is_best = best is not None and best["step"] == step
-    shown = {} if metrics == summary["validation"] else metrics
-    if is_best:  # first the metric that chose them
-        shown = {best["metric"]: best["value"], **shown}
+    shown: dict[str, float] = {}
+    if is_best:
+        shown[best["metric"]] = best["value"]  # first the metric that chose them
+    metrics = summary["model_metrics"] or {}
+    if metrics != summary["validation"]:
+        shown |= metrics
     parts += [f"{name} {value:.4f}" for name, value in shown.items()]
     if is_best:
         parts.append("the best")

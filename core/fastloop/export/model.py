@@ -31,22 +31,31 @@ def finish_export(run: Run, folder: Path) -> Generator[None, Path, Path]:
     exported model, unless a user has written one. It replaces the empty form of PEFT."""
     readme = folder / "README.md"
     has_readme = readme.exists()
-    has_export = has_readme and is_own(readme)  # otherwise the files may be a user's
-    stays = has_readme and not has_export
-    before = find_exported(folder) if run.is_main and has_export else {}
+    is_own_export = has_readme and is_own(readme)
+    earlier_files = {}
+    if run.is_main and is_own_export:  # other files may be a user's
+        earlier_files = find_exported(folder)
     path = yield
     if not run.is_main or not folder.is_dir():
         return path
-    remove_unwritten(folder, before)
-    if stays:
-        return path
+    remove_unwritten(folder, earlier_files)
+    is_written_by_user = has_readme and not is_own_export
+    if not is_written_by_user:
+        files.write(readme, make_card(run, folder).render(folder))
+    return path
+
+
+def make_card(run: Run, folder: Path) -> ModelCard:
+    """The README of the exported model."""
     model: Any = run.unwrap_model()
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter that is not merged
+    if hasattr(model, "get_base_model"):  # an adapter that is not merged
+        model = model.get_base_model()
     config = getattr(model, "config", None)
-    classifies = type(model).__name__.endswith("Classification")
-    labels = (getattr(config, "id2label", None) or {}) if classifies else {}
+    labels: dict[Any, Any] = {}
+    if type(model).__name__.endswith("Classification"):
+        labels = getattr(config, "id2label", None) or {}
     name = run.recipe.model.get("name")
-    card = ModelCard(
+    return ModelCard(
         title=run.folder.name,
         name=str(folder),
         base=None if name is None else str(name),
@@ -55,8 +64,6 @@ def finish_export(run: Run, folder: Path) -> Generator[None, Path, Path]:
         labels={int(index): str(label) for index, label in labels.items()},
         tokenized=tokenized_columns(run.recipe.data, folder),
     )
-    files.write(readme, card.render(folder))
-    return path
 
 
 def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None) -> Path:
@@ -73,10 +80,11 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
     model = run.unwrap_model()
     if not run.is_main:
         return folder
-    first: dict[int, str] = {}  # parameter -> its first name
+    first_names: dict[int, str] = {}  # id of a parameter -> its first name
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights:  # strategies gather each name of a tied weight apart
-            weights[name] = weights[first.setdefault(id(parameter), name)]
+        if name in weights:  # strategies gather each name of a tied weight apart: give all of them one tensor
+            first_name = first_names.setdefault(id(parameter), name)
+            weights[name] = weights[first_name]
     folder.mkdir(parents=True, exist_ok=True)
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
@@ -84,5 +92,8 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
     else:
         parameters = inspect.signature(save).parameters.values()
         takes_weights = any(one.name == "state_dict" or one.kind is one.VAR_KEYWORD for one in parameters)
-        save(folder, **({"state_dict": weights} if takes_weights else {}))
+        if takes_weights:
+            save(folder, state_dict=weights)
+        else:
+            save(folder)
     return folder

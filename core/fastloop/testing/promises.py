@@ -144,6 +144,7 @@ def check_bits(ours: Trained, plain: Trained) -> BrokenPromise | None:
     """Compare everything that a bitwise plugin leaves alone beside the losses. It may add metrics."""
     differences = []
     common = []
+    # a run with fewer evaluations gives a shorter list, which differs
     for (split, metrics), (_, expected) in zip(ours.metrics, plain.metrics, strict=False):
         common.append((split, {name: metrics.get(name) for name in expected}))
     if common != plain.metrics:

@@ -183,7 +183,7 @@ def attention(
     if packed is None:
         plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
         return plain
-    # ``cls-last-layer`` needs one query of each sequence, and none of the padding
+    # ``cls-last-layer`` needs one query of each sequence, and none of the padding, whose keys and values zip leaves out
     query_sizes: Any = packed.lengths if query.shape[2] == key.shape[2] else 1
     queries = torch.split(query, query_sizes, dim=2)
     keys = torch.split(key, packed.lengths, dim=2)

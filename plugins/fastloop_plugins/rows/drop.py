@@ -10,7 +10,7 @@ from typing import Any
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
 from fastloop_plugins.rows.roles import first_roles
-from fastloop_plugins.rows.table import Bad, is_missing, show
+from fastloop_plugins.rows.table import Bad, RowError, is_missing, show
 
 Scalar = str | int | float | bool
 
@@ -78,8 +78,10 @@ class Drop:
 
     def columns(self) -> dict[str, str]:
         """Column -> the option that names it."""
-        numbered = reversed(list(enumerate(self.conditions)))  # so that the first entry names a column
-        return {condition.column: f"drop[{number}].column" for number, condition in numbered}
+        options: dict[str, str] = {}
+        for number, condition in enumerate(self.conditions):
+            options.setdefault(condition.column, f"drop[{number}].column")  # the first entry names a column
+        return options
 
     def renamed(self, names: Mapping[str, tuple[str, str]]) -> Drop:
         """The same conditions, for a file whose columns have other names: column -> its name, and an option."""
@@ -106,24 +108,38 @@ class Drop:
         """
         tested = [columns[condition.column] for condition in self.conditions]
         for row, values in enumerate(zip(*tested, strict=True)):
-            for number, (condition, value) in enumerate(zip(self.conditions, values, strict=True)):
-                try:
-                    holds = condition.holds(value)
-                except TypeError:
-                    needed = "a list of messages" if condition.key == "first_role" else "text or a list"
-                    problem = (
-                        f"column {condition.column!r} holds {show(value)}, and data.drop[{number}].{condition.key} "
-                        f"needs {needed}."
-                    )
-                    if bad is None:
-                        raise RecipeError(problem, code="wrong-type", place=where) from None
-                    bad(row, problem)
-                    break
-                if holds:
-                    counts[number] += 1
-                    break
-            else:
+            try:
+                met = self._first_met(values)
+            except RowError as error:
+                if bad is None:
+                    raise RecipeError(str(error), code="wrong-type", place=where) from None
+                bad(row, str(error))
+                continue
+            if met is None:
                 yield row
+            else:
+                counts[met] += 1
+
+    def _first_met(self, values: Sequence[Any]) -> int | None:
+        """The number of the first condition that a row meets; None: it meets none.
+
+        Args:
+            values: The value that each condition tests.
+
+        Raises:
+            RowError: A value has no length, or is no list of messages.
+        """
+        for number, (condition, value) in enumerate(zip(self.conditions, values, strict=True)):
+            try:
+                if condition.holds(value):
+                    return number
+            except TypeError:
+                needed = "a list of messages" if condition.key == "first_role" else "text or a list"
+                raise RowError(
+                    f"column {condition.column!r} holds {show(value)}, and data.drop[{number}].{condition.key} needs "
+                    f"{needed}."
+                ) from None
+        return None
 
     def blocks(
         self, file: File, names: Sequence[str], start: int, size: int, skip: int = 0, counts: list[int] | None = None

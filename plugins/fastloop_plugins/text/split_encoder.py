@@ -73,7 +73,7 @@ class SplitEncoder:
         self.folder = folder
         self.is_narrow = is_narrow
         self.facts: dict[str, int] = {}
-        self._is_cut = zeros(len(rows), np.bool_)
+        self._cut_rows = zeros(len(rows), np.bool_)  # whether truncation shortened each, as far as they are encoded
         self._content = ""
         self._encoded: Flat | None = None
 
@@ -148,7 +148,7 @@ class SplitEncoder:
         for row, (ids, is_cut) in enumerate(encoded, start):
             if is_cut:
                 self.facts["cut"] += 1
-                self._is_cut[row] = True
+                self._cut_rows[row] = True
             yield ids
 
     def _encode_from(self, start: int) -> Iterator[tuple[Sequence[int], bool]]:
@@ -181,7 +181,7 @@ class SplitEncoder:
 
     def write_hashes(self, entry: Path) -> None:
         """Write the files by which other splits find these rows."""
-        write_hashes(entry, self.rows.hashes, flatnonzero(self._is_cut))
+        write_hashes(entry, self.rows.hashes, flatnonzero(self._cut_rows))
 
 
 def with_progress(rows: Iterable[R], name: str, start: int, total: int) -> Iterator[R]:

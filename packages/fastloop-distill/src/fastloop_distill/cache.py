@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastloop_distill.rows import TeacherRows
+
+if TYPE_CHECKING:
+    from fastloop.distributed.processes import Processes
 
 ENTRY = 300
 """Bytes of an entry beside its logits: the key and two Python objects."""
@@ -19,10 +22,11 @@ class Cache:
     """The logits of texts by the hash of their token ids, on the CPU.
 
     Args:
-        room: Bytes; full, it keeps what it has.
+        room: Bytes of all entries; 0: no cache. A full cache keeps its entries.
 
     Attributes:
-        active: Trials before training would fill it in other batches, whose logits have other bits.
+        active: Whether it is used. Trials before training would fill it in other batches, whose logits have other bits.
+        known: Hash of a text -> its logits.
     """
 
     def __init__(self, room: int) -> None:
@@ -36,28 +40,32 @@ class Cache:
             computed: Tensor = compute(rows.inputs).logits[:count]
             return computed
         keys = rows.keys()[:count]
-        new = dict[int, Tensor]()
-        missing = [place for place, key in enumerate(keys) if key not in self.known]
+        texts = {key: self.known[key] for key in keys if key in self.known}
+        missing = [row for row, key in enumerate(keys) if key not in self.known]
         if missing:
-            logits = compute({name: value[missing] for name, value in rows.inputs.items()}).logits.cpu()
-            for place, logits_of_text in zip(missing, logits, strict=True):
-                new[keys[place]] = logits_of_text.clone()
-            fitting = self.room // (ENTRY + logits[0].nbytes) - len(self.known)
-            self.known.update(islice(new.items(), max(fitting, 0)))
-        every_logit = [self.known[key] if key in self.known else new[key] for key in keys]
-        return torch.stack(every_logit).to(rows.real.device)
+            inputs = {name: value[missing] for name, value in rows.inputs.items()}
+            logits = compute(inputs).logits.cpu()
+            new = dict[int, Tensor]()
+            for row, row_logits in zip(missing, logits, strict=True):
+                new[keys[row]] = row_logits.clone()  # a view would keep the logits of all rows
+            most = self.room // (ENTRY + logits[0].nbytes)
+            free = max(most - len(self.known), 0)
+            self.known.update(islice(new.items(), free))
+            texts |= new
+        return torch.stack([texts[key] for key in keys]).to(rows.real.device)
 
-    def save(self, processes: Any) -> dict[str, Any]:
+    def save(self, processes: Processes) -> dict[str, Any]:
         """The entries of each process. With them, a resumed run computes no text again in a batch that gives other
         bits. Every process must call it."""
-        values = torch.stack([*self.known.values()]) if self.known else torch.empty(0, 0)
-        return {"known": processes.all_gather_object((torch.tensor([*self.known]), values))}
+        keys = torch.tensor(list(self.known))
+        logits = torch.stack(list(self.known.values())) if self.known else torch.empty(0, 0)
+        return {"known": processes.all_gather_object((keys, logits))}
 
-    def load(self, state: dict[str, Any], processes: Any) -> None:
+    def load(self, state: dict[str, Any], processes: Processes) -> None:
         """Take the result of ``save``; on another number of processes, the entries of all."""
-        entries = state["known"]
-        rank = processes.rank
-        own = entries if len(entries) != processes.world_size else entries[rank : rank + 1]
+        by_process = state["known"]
+        if len(by_process) == processes.world_size:
+            by_process = [by_process[processes.rank]]
         self.known = {}
-        for keys, values in own:
-            self.known.update(zip(keys.tolist(), values.clone(), strict=True))
+        for keys, logits in by_process:
+            self.known.update(zip(keys.tolist(), logits.clone(), strict=True))

@@ -160,6 +160,7 @@ def _find_difference(samples: Sequence[Any]) -> str | None:
     if isinstance(first, Mapping):
         fields = [(repr(name), [sample.get(name) for sample in samples]) for name in first]
     elif isinstance(first, tuple):
+        # the elements that all samples have
         fields = [(f"element {place}", list(values)) for place, values in enumerate(zip(*samples, strict=False))]
     else:
         fields = [("tensors", list(samples))]

@@ -64,6 +64,7 @@ def chat_chunks(
         prompts = []
         for index, values in enumerate(rows):
             try:
+                # texts by themselves have no optional columns
                 chat = _to_answer(dict(zip(names, values, strict=False)), data)
                 keys.update(other_keys(chat))
                 left_out.add([chat], f"row {start + left_out.total + 1}")
@@ -156,7 +157,7 @@ class CutPrompts:
         except RowError:
             return 0
         size = 0
-        for token, empty_token in zip(ids, empty_ids, strict=False):
+        for token, empty_token in zip(ids, empty_ids, strict=False):  # the shorter prompt ends the comparison
             if token != empty_token:
                 break
             size += 1

@@ -19,6 +19,7 @@ from fastloop.distributed import ranks
 from fastloop.errors import RecipeError
 from fastloop.problem import clause
 from fastloop.recipe import anchored, secrets
+from fastloop.recipe.paths import broken_link
 from fastloop.runtime import files, platform_support
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ def check(run: Run) -> None:
         RecipeError: The folder cannot be created, is in use by another process, or holds files that are not a run's.
         SaveError: The disk is full.
     """
+    broken = broken_link(run.folder)
+    if broken is not None:
+        raise RecipeError(
+            f"{run.folder} cannot be created: {broken}.",
+            code="folder-not-writable",
+            place=f"{run.recipe.where}: output",
+            remedy="Remove the link, or create the folder that it points to.",
+        )
     existing = _nearest_existing(run.folder)
     if not existing.is_dir() or not _writable(existing):
         raise RecipeError(

@@ -53,10 +53,22 @@ def nothing_at(path: Path, kind: str = "file") -> str:
     Args:
         kind: ``file``, ``folder`` or both, for the sentence.
     """
+    broken = broken_link(path)
+    return f"no such {kind}" if broken is None else f"no such {kind}: {broken}"
+
+
+def broken_link(path: Path) -> str | None:
+    """The symbolic link in a path that leads nowhere, and where it points, as a clause; None: there is none."""
     for place in (path, *path.parents):
-        if place.is_symlink() and not place.exists():
-            return f"no such {kind}: the symbolic link {place} points to {place.readlink()}, which does not exist"
-    return f"no such {kind}"
+        if not place.is_symlink() or place.exists():
+            continue
+        try:
+            place.resolve(strict=True)
+        except FileNotFoundError:
+            return f"the symbolic link {place} points to {place.readlink()}, which does not exist"
+        except (OSError, RuntimeError):
+            return f"the symbolic link {place} points to {place.readlink()}, which leads back to it"
+    return None
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, Recommendation, hookimpl, option
+from fastloop.recipe.paths import broken_link
 from fastloop.runtime.files import refuse_full_disk
 from fastloop_plugins._task_traits import recipe_traits
 
@@ -82,10 +83,11 @@ def open_token_folder(option: str, where: str) -> Path:
         return own_part(folder)
     except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user who has no home folder
         refuse_full_disk(error, Path(option))
-        place = f"{where}: plugins.token-cache.folder: {getattr(error, 'filename', None) or option}"
+        name = getattr(error, "filename", None) or option
+        reason = broken_link(Path(name)) or getattr(error, "strerror", None) or error
         raise PluginError(
-            f"{getattr(error, 'strerror', None) or error}.",
+            f"{reason}.",
             code="folder-not-writable",
-            place=place,
+            place=f"{where}: plugins.token-cache.folder: {name}",
             remedy="Give another folder.",
         ) from None

@@ -57,6 +57,18 @@ def test_a_command_that_names_a_broken_link(command, cli):
     assert "moved-away" in err
 
 
+@pytest.mark.parametrize(("target", "reason"), [("moved-away", "does not exist"), ("runs", "leads back to it")])
+def test_an_output_that_is_a_broken_link_is_refused_before_data_is_read(target, reason, cli):
+    recipe = {"model": MODEL, "data": {**FILES, "files": {"train": "train.csv"}}, "output": "runs/mine"}
+    Path("recipe.yaml").write_text(json.dumps(recipe))
+    Path("runs").symlink_to(target)
+    code, _, err = cli("train", "recipe.yaml")
+    (line,) = err.splitlines()
+    assert (code, Path("moved-away").exists()) == (2, False)
+    assert f"the symbolic link runs points to {target}, which {reason}" in line
+    assert line.endswith("[folder-not-writable]")
+
+
 def test_a_link_beside_the_recipe_is_the_one_that_is_named(tmp_path):
     beside = tmp_path / "elsewhere"
     beside.mkdir()

@@ -403,6 +403,9 @@ def test_invalid_cache_folder_is_rejected():
     Path("file").write_text("")
     with expect_problem("folder-not-writable plugins.token-cache.folder file/cache", PluginError):
         run("text-classification", cache="file/cache")
+    Path("link").symlink_to("gone")
+    with expect_problem("folder-not-writable plugins.token-cache.folder the symbolic link link points to", PluginError):
+        run("text-classification", cache="link/cache")
 
 
 def test_the_users_cache_is_the_default(monkeypatch, tmp_path):

@@ -465,6 +465,17 @@ def test_what_needs_trials_is_refused_without_them(cli, arguments, expected):
     assert_problem(err, expected)
 
 
+@pytest.mark.parametrize("kind", ["sweep", "search"])
+def test_a_folder_that_cannot_be_created_is_named(cli, kind):
+    options = ("--trials", "2", "--mode", "min") if kind == "search" else ()
+    if kind == "search":
+        pytest.importorskip("optuna")
+    Path("file").touch()
+    code, _, err = cli("sweep", "digits_module", "train.lr=1e-3,1e-4", "output=file/runs", *options)
+    assert code == 2
+    assert_problem(err, "folder-not-writable output file/runs")
+
+
 @pytest.mark.parametrize(
     ("kind", "files", "shown"),
     [

@@ -1,4 +1,4 @@
-"""The folder that ``--output`` names."""
+"""The folder that a command writes to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from fastloop.runtime.files import refuse_full_disk
 
 
 @contextmanager
-def explain_output_errors(folder: Path) -> Iterator[None]:
+def explain_output_errors(folder: Path, option: str = "--output") -> Iterator[None]:
     """Explain an error of the block, which creates the folder.
+
+    Args:
+        option: The option, or the key of the recipe, that names the folder.
 
     Raises:
         UsageError: The folder cannot be created.
@@ -24,5 +27,5 @@ def explain_output_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         refuse_full_disk(error, folder)
         raise UsageError(
-            f"cannot be created: {clause(error)}.", code="folder-not-writable", place=f"--output {folder}"
+            f"cannot be created: {clause(error)}.", code="folder-not-writable", place=f"{option} {folder}"
         ) from None

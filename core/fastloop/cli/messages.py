@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.metadata
 import json
 import logging
@@ -191,8 +192,28 @@ def unreadable_package() -> Problem | None:
     return None
 
 
+def too_many_files(error: BaseException) -> Problem | None:
+    """The problem of a process that reached its limit of open files; None: ``error`` has another reason."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
+            return Problem(
+                "a process has reached its limit of open files, which workers and connections between processes take, "
+                "too.",
+                code="too-many-files",
+                remedy="Raise the limit with `ulimit -n 4096`, or use fewer workers, then repeat the command.",
+            )
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = cause.__cause__ or context
+    return None
+
+
 def exit_with(error: BaseException) -> NoReturn:
     """Report an error that ended a command, and exit with its code. Raises an error that is a bug."""
+    limited = too_many_files(error)
+    if limited is not None:
+        print_error(limited)
+        sys.exit(1)
     if isinstance(error, FastloopError):
         if isinstance(error, ProcessLost) or (ranks.rank() and isinstance(error, UsageError)):
             # another process failed first or reports the same error, and its exit ends this process

@@ -15,17 +15,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.queues import Queue
 from time import monotonic
+from traceback import walk_tb
 from typing import Any
 
 from torch import _C
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastloop import Batch
 from fastloop.data.loader import explain_error
@@ -42,7 +44,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     worker: ("_worker_info", "ExceptionWrapper"),
 }
 """Module of torch, or class of Python -> its private names that this file uses."""
-PRIVATE_OF_ITERATOR = ("_workers", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
+PRIVATE_OF_ITERATOR = ("_workers", "_workers_status", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
 """Private attributes of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` keeps that iterator as
 ``_iterator``."""
 POLL_SECONDS = 5.0
@@ -101,7 +103,7 @@ class WatchedLoader(DataLoader[Any]):
         """
         try:
             self.waiting_since = monotonic()
-            with without_stdin():
+            with without_stdin(), completing_workers():
                 batches = super().__iter__()
             self.processes = unregister_workers(batches)
             if self.limit:
@@ -168,6 +170,21 @@ class WatchedLoader(DataLoader[Any]):
         for process in self.processes:
             if process.exitcode is None:
                 process.kill()  # a hanging worker would block the exit of the interpreter
+
+
+@contextmanager
+def completing_workers() -> Iterator[None]:
+    """If a worker cannot be started, let torch's iterator end the workers before it. Torch notes their states after the
+    last one, and without them, its destructor prints a traceback."""
+    try:
+        yield
+    except OSError as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            iterator = frame.f_locals.get("self")
+            if isinstance(iterator, _BaseDataLoaderIter) and not hasattr(iterator, "_workers_status"):
+                workers = getattr(iterator, "_workers", [])
+                iterator._workers_status = [True] * len(workers)  # type: ignore[attr-defined]
+        raise
 
 
 def shared_memory_advice() -> str:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from fault_runs import write_recipe
 
@@ -212,6 +213,32 @@ def test_an_option_of_fastloop_needs_no_current_folder(option):
     done = subprocess.run(["bash", "-c", line], text=True, timeout=WAIT, check=False, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "fastloop" in done.stdout
+
+
+def test_python_without_docstrings_is_refused():
+    """`python -OO`: one line of error, and not one of transformers"""
+    done = fastloop("recipes", env={"PYTHONOPTIMIZE": "2"})
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert_problem(done.stderr, "no-docstrings -OO PYTHONOPTIMIZE=2")
+
+
+FEW_FILES = """
+import os, resource, sys
+opened = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 24, opened + 24))
+sys.argv[0] = "fastloop"
+from fastloop.cli import main
+main()
+"""
+
+
+def test_a_low_limit_of_open_files_is_named():
+    """ulimit -n 40 with eight workers: one line of error"""
+    Path("few.py").write_text(FEW_FILES)
+    write_recipe(plugins={"dataloader-workers": {"num_workers": 8}})
+    done = forked.run("few.py", "train", "recipe.yaml", timeout=WAIT)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert_problem(done.stderr, "too-many-files ulimit")
 
 
 @pytest.mark.parametrize("columns", ["0", "-5", "80"])

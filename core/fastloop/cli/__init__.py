@@ -108,6 +108,7 @@ def main() -> None:
         try:
             if command is None or not command.startswith("-"):  # --version and --help read no file
                 _check_current_folder()
+                _check_docstrings()
             app(arguments)
         finally:
             sys.stdout.flush()
@@ -133,6 +134,22 @@ def _check_current_folder() -> None:
         raise UsageError(
             "the current folder was removed.", code="no-current-folder", remedy="Go to another folder with `cd`."
         ) from None
+
+
+def _check_docstrings() -> None:
+    """Refuse ``python -OO``: plugins have their descriptions in docstrings, and transformers its arguments.
+
+    Raises:
+        UsageError: Python has removed the docstrings.
+    """
+    if sys.flags.optimize > 1:
+        from fastloop.errors import UsageError
+
+        raise UsageError(
+            "Python has removed all docstrings, which transformers and descriptions of plugins need.",
+            code="no-docstrings",
+            remedy="Start Python without -OO and without PYTHONOPTIMIZE=2.",
+        )
 
 
 def process() -> None:

@@ -63,7 +63,8 @@ def bench(
         str,
         typer.Option(
             metavar="TIME",
-            help=f"How long it may take, such as 90s, 10m, 1h [default: no limit; with --select: {SELECTION_BUDGET}].",
+            help="How long speeds and numerics may take, such as 90s, 10m, 1h "
+            f"[default: no limit; with --select, which the whole search must fit: {SELECTION_BUDGET}].",
         ),
     ] = "",
     variants: Annotated[

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastloop.distributed.tensors import as_bytes
 from fastloop.errors import ProcessesDisagree
+from fastloop.unstepped import by_module
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
@@ -155,6 +156,16 @@ def check_weights(run: Run, before: Mapping[str, Tensor]) -> None:
             before=before[name].to("cpu", dtype), now=now.to("cpu", dtype), eps=torch.finfo(now.dtype).eps
         )
     first, *others = run.processes.all_gather_object(samples)
+    remedy = (
+        "Average gradients as docs/write-a-strategy.md shows, and let hooks do the same on each process. If weights "
+        f"are meant to differ, declare keeps_weights_equal = False in {type(run.strategy).__name__}."
+    )
+    unchanged = [name for name, sample in first.items() if torch.equal(sample.before, sample.now)]
+    if unchanged:  # DDP does not average gradients that share a bucket with one that is missing
+        remedy = (
+            f"Training did not change {by_module(unchanged)}. If the loss does not depend on them, freeze them, or set "
+            f"plugins.ddp.find_unused_parameters: true. Otherwise: {remedy}"
+        )
     for rank, other in enumerate(others, start=1):
         for name, sample in other.items():
             if sample.differs_from(first[name]):
@@ -164,9 +175,7 @@ def check_weights(run: Run, before: Mapping[str, Tensor]) -> None:
                     "changes gradients or weights in another way on each process.",
                     code="processes-disagree",
                     place=f"{run.recipe.where}: step {run.state.step}",
-                    remedy="Average gradients as docs/write-a-strategy.md shows, and let hooks do the same on each "
-                    "process. If weights are meant to differ, declare keeps_weights_equal = False in "
-                    f"{type(run.strategy).__name__}.",
+                    remedy=remedy,
                 )
 
 

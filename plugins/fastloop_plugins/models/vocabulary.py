@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastloop import Problem, RecipeError
 from fastloop.problem import typed_clause
@@ -12,11 +12,12 @@ from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("fastloop")
 
 
-def rows_needed(tokenizer: Any) -> int:
+def rows_needed(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows of an embedding that has one for each token: the largest id, plus one. Ids may have gaps."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     return max(vocabulary.values()) + 1
@@ -28,7 +29,7 @@ def rows_of(config: Any) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def fit_vocabulary(config: Any, tokenizer: Any, given: Mapping[str, Any], where: str) -> None:
+def fit_vocabulary(config: Any, tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any], where: str) -> None:
     """Give a configuration from scratch the size and the special tokens of the tokenizer.
 
     Args:
@@ -51,13 +52,13 @@ def fit_vocabulary(config: Any, tokenizer: Any, given: Mapping[str, Any], where:
         setattr(config, token, getattr(tokenizer, token))
 
 
-def tokens_after(tokenizer: Any, rows: int) -> list[str]:
+def tokens_after(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
     """The tokens whose ids an embedding with this number of rows does not have, in the order of their ids."""
     beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= rows}
     return sorted(beyond, key=beyond.__getitem__)
 
 
-def add_tokens(tokenizer: Any, tokens: Sequence[str], special: bool) -> list[int]:
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], special: bool) -> list[int]:
     """Add those tokens that a tokenizer does not have, and return their ids. A text has an added token as a whole, in
     this spelling.
 
@@ -71,7 +72,7 @@ def add_tokens(tokenizer: Any, tokens: Sequence[str], special: bool) -> list[int
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False, special=special) for token in new], special_tokens=special
     )
-    return [tokenizer.convert_tokens_to_ids(token) for token in new]
+    return cast("list[int]", tokenizer.convert_tokens_to_ids(new))
 
 
 def resize(model: Any, rows: int, seed: int, where: str, remedy: str, mean: bool = True) -> None:
@@ -135,7 +136,9 @@ def set_pad_id(config: Any, pad_token_id: int) -> None:
         part.pad_token_id = pad_token_id
 
 
-def fit_padding(model: Any, tokenizer: Any, before: int | None, name: str | None, key: str, where: str) -> None:
+def fit_padding(
+    model: Any, tokenizer: PreTrainedTokenizerBase, before: int | None, name: str | None, key: str, where: str
+) -> None:
     """Let generation and training use the tokenizer's id of padding, which the model's configuration has already.
 
     Args:
@@ -169,7 +172,7 @@ def fit_padding(model: Any, tokenizer: Any, before: int | None, name: str | None
     _train_row_of_padding(model, tokenizer, is_new=name is None)
 
 
-def _train_row_of_padding(model: Any, tokenizer: Any, is_new: bool) -> None:
+def _train_row_of_padding(model: Any, tokenizer: PreTrainedTokenizerBase, is_new: bool) -> None:
     """Give the embedding's row of the padding token a gradient, if that is another token, too, such as the end of a
     text. Torch gives the row that ``padding_idx`` names none, and transformers begins it with zeros.
 

@@ -27,6 +27,7 @@ from fastloop_plugins.text.written_targets import DIFFERENCES, Finding, TargetWr
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from fastloop import Run
     from fastloop.recipe import Recipe
@@ -65,7 +66,9 @@ class Seq2SeqTextData(ColumnData):
         return [f"{self.options.prefix}{text}" for text in texts]
 
 
-def encode_rows(tokenizer: Any, rows: Sequence[tuple[str, str]], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+def encode_rows(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[str, str]], arguments: Mapping[str, Any]
+) -> Iterator[list[int]]:
     """Yield the numbers of each row: the ids of input and target, see ``join_ids``, and the text of a target that its
     tokens do not decode to, see ``pack_text``. Every target ends with the tokenizer's end token.
 
@@ -116,7 +119,7 @@ class PairSequences(ColumnSequences):
         reference = self.ids[self.borders[index, -1] : self.ends[index]]
         return {**super().__getitem__(index), "reference": reference}
 
-    def find_unwritten(self, tokenizer: Any) -> list[Finding]:
+    def find_unwritten(self, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
         """The targets that their tokens do not decode to, by reason."""
         rows = np.flatnonzero(self.borders[:, -1] < self.ends)
         reasons = self.ids[self.borders[rows, -1]] % DIFFERENCES
@@ -125,12 +128,14 @@ class PairSequences(ColumnSequences):
             sample = self[int(rows[first])]
             text = unpack_text(sample["reference"])
             assert text is not None
-            written = tokenizer.decode(sample["labels"], skip_special_tokens=True)
+            written = str(tokenizer.decode(sample["labels"], skip_special_tokens=True))
             findings.append(Finding(TextDifference(int(reason)), int(count), text, written))
         return findings
 
 
-def warn_about_targets(datasets: Mapping[str, PairSequences], tokenizer: Any, max_length: int) -> None:
+def warn_about_targets(
+    datasets: Mapping[str, PairSequences], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> None:
     """Log one warning for the targets of all splits that the tokenizer does not write.
 
     Args:
@@ -280,7 +285,7 @@ class Seq2SeqModel(AutoClassModel):
         )
 
 
-def reference_texts(batch: Mapping[str, Tensor], tokenizer: Any) -> list[str]:
+def reference_texts(batch: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The target texts of a batch, as the data has them."""
     labels = batch["labels"]
     decoded = tokenizer.batch_decode(
@@ -294,7 +299,7 @@ def reference_texts(batch: Mapping[str, Tensor], tokenizer: Any) -> list[str]:
 
 
 def generated_metrics(
-    run: Run, split: str, tokenizer: Any, generate: Callable[[dict[str, Tensor]], list[str]]
+    run: Run, split: str, tokenizer: PreTrainedTokenizerBase, generate: Callable[[dict[str, Tensor]], list[str]]
 ) -> dict[str, float]:
     """Compare generated texts with the target texts of a split. Every process must call it, and gets the metrics of
     all samples.

@@ -55,7 +55,7 @@ from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from fastloop import MetricMode, Run, Trait
     from fastloop.recipe import Recipe
@@ -137,7 +137,9 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         return self.data.encoding_arguments()
 
     @staticmethod
-    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+    def encode(
+        tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Iterator[list[int]]:
         from fastloop_plugins.text.chat.tokens import encode_rows
 
         return encode_rows(tokenizer, rows, arguments)

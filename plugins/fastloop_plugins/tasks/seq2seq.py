@@ -57,7 +57,7 @@ from fastloop_plugins.text.task import TextTask
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
     from fastloop import Batch, MetricMode, Run, Trait
     from fastloop.recipe import Recipe
@@ -143,7 +143,9 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         return {key: getattr(self.data.options, key) for key in ("max_length", "max_target_length")}
 
     @staticmethod
-    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+    def encode(
+        tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Iterator[list[int]]:
         return encode_rows(tokenizer, rows, arguments)
 
     @staticmethod

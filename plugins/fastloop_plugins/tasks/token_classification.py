@@ -50,6 +50,7 @@ from fastloop_plugins.text.task import TextTask
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import Metric, MetricCollection
+    from transformers import PreTrainedTokenizerBase
 
     from fastloop import Run
     from fastloop.recipe import Recipe
@@ -110,7 +111,9 @@ class TokenClassification(ClassifierOptions, TextTask):
         return {}
 
     @staticmethod
-    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+    def encode(
+        tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Iterator[list[int]]:
         return encode_rows(tokenizer, rows)
 
     def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:

@@ -13,6 +13,8 @@ from fastloop_plugins.rows.split_rows import BlankTexts
 from fastloop_plugins.rows.table import Table
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fastloop_plugins.text.model import TextModel
 
 Text = str | tuple[str, ...]
@@ -117,7 +119,7 @@ def token_types(names: Sequence[str], model: TextModel) -> dict[str, bool]:
     return {}
 
 
-def return_token_types(tokenizer: Any) -> None:
+def return_token_types(tokenizer: PreTrainedTokenizerBase) -> None:
     """Let a tokenizer return token types by default, also when it is saved and loaded again.
 
     A model that was trained with them computes something else without them, and a tokenizer of the general class
@@ -171,7 +173,11 @@ def kept_part(text: str, size: int, side: str) -> str:
 
 
 def encode_pairs(
-    tokenizer: Any, pairs: Iterable[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Iterable[tuple[str, str]],
+    most: int,
+    size: int,
+    arguments: dict[str, Any],
 ) -> Iterator[tuple[list[int], bool]]:
     """Yield the ids of each pair, and whether truncation shortened it. With token types, the type of each token follows
     the ids.

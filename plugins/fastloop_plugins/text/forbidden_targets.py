@@ -15,7 +15,7 @@ from fastloop import Problem
 from fastloop.problem import counted_of
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger("fastloop")
 
@@ -179,7 +179,7 @@ def forbidden(config: GenerationConfig, targets: Sequence[Target]) -> dict[str, 
 def warn_about_forbidden(
     config: GenerationConfig,
     targets: Mapping[str, Sequence[Target]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     task: str,
     own: Mapping[str, str],
 ) -> None:
@@ -201,7 +201,7 @@ def warn_about_forbidden(
             share = len(impossible) / len(checked)
             shares.append(f"{counted_of(len(impossible), len(checked), 'targets')} of {split} ({share:.1%})")
             if not example:
-                example = tokenizer.decode(list(impossible[0].tokens), skip_special_tokens=True)
+                example = str(tokenizer.decode(list(impossible[0].tokens), skip_special_tokens=True))
         if not shares:
             continue
         if len(example) > SHOWN:

@@ -6,12 +6,14 @@ The tokenizer gets them when it is loaded, and the model's embedding and head ge
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastloop import RecipeError
 from fastloop_plugins.models.vocabulary import add_tokens, resize, rows_needed, rows_of, tokens_after
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fastloop_plugins.text.model_options import ModelOptions
 
 logger = logging.getLogger("fastloop")
@@ -69,7 +71,7 @@ class NewTokens:
                 remedy="Leave it out.",
             )
 
-    def add(self, tokenizer: Any, config: Any) -> None:
+    def add(self, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
         """Add the tokens of the options to a tokenizer.
 
         Args:
@@ -85,7 +87,7 @@ class NewTokens:
             without_row = tokens_after(tokenizer, rows)
             if without_row and not self.options.resize_embeddings:
                 raise self._tokenizer_is_larger(tokenizer, rows, without_row)
-            self.ids += [tokenizer.convert_tokens_to_ids(token) for token in without_row]
+            self.ids += cast("list[int]", tokenizer.convert_tokens_to_ids(without_row))
         self.ids += add_tokens(tokenizer, self.options.tokens or [], special=False)
         self.ids += add_tokens(tokenizer, self.options.special_tokens or [], special=True)
         self.rows = None
@@ -93,7 +95,9 @@ class NewTokens:
             needed = rows_needed(tokenizer)
             self.rows = needed if needed > rows else None
 
-    def _tokenizer_is_larger(self, tokenizer: Any, rows: int, without_row: list[str]) -> RecipeError:
+    def _tokenizer_is_larger(
+        self, tokenizer: PreTrainedTokenizerBase, rows: int, without_row: list[str]
+    ) -> RecipeError:
         """The error of a tokenizer with tokens that the model's embedding has no row for.
 
         Args:
@@ -114,7 +118,7 @@ class NewTokens:
             ),
         )
 
-    def fit(self, model: Any, tokenizer: Any, seed: int) -> None:
+    def fit(self, model: Any, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         """Give embedding and head of a model their new rows, drawn by the seed, and log what is new.
 
         Raises:

@@ -20,6 +20,7 @@ from fastloop_plugins.text.next_token_loss import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
 
     from fastloop import Run
     from fastloop_plugins.text.batches import Width
@@ -117,7 +118,7 @@ def check_padding(
         report_padding(run, model, side.change)
 
 
-def set_padding_side(tokenizer: Any, side: Literal["left", "right"]) -> None:
+def set_padding_side(tokenizer: PreTrainedTokenizerBase, side: Literal["left", "right"]) -> None:
     """Let a tokenizer pad on a side, for users of the exported model."""
     tokenizer.padding_side = side
     tokenizer.init_kwargs["padding_side"] = side  # all that save_pretrained writes

@@ -38,7 +38,11 @@ def check_length(recipe: Recipe, max_length: int, config: Any, tokenizer_length:
 
 
 def check_known_length(
-    recipe: Recipe, config: Mapping[str, Any] | None, name: str | None, tokenizer: Any, where: str
+    recipe: Recipe,
+    config: Mapping[str, Any] | None,
+    name: str | None,
+    tokenizer: str | Mapping[str, Any] | None,
+    where: str,
 ) -> None:
     """``check_length`` of a model from scratch or in a local folder. ``TextModel.load_tokenizer`` checks a model of the
     hub, and reports files that cannot be read.

@@ -12,6 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
 
     from fastloop_plugins.text.columns import Text
     from fastloop_plugins.text.data import TextData
@@ -62,13 +63,15 @@ def _text_parts(row: Text, columns: Sequence[str]) -> Sample:
     return [*zip(columns, texts, strict=True)]
 
 
-def show_tokens(tokenizer: Any, ids: Iterable[int], targets: Iterable[str | None] | None = None) -> list[Token]:
+def show_tokens(
+    tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], targets: Iterable[str | None] | None = None
+) -> list[Token]:
     """The text of each token and its target; None: no token has one. A token that is no text of its own, such as a part
     of a character or of a word, has its name in the vocabulary."""
     ids = [int(token) for token in ids]
     shown = []
     for token, name in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
-        text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if name.startswith("\u2581") and not text.startswith(" "):  # the decoder strips the first space of a text
             text = f" {text}"
         has_own_text = bool(text) and "\ufffd" not in text and not name.startswith("##")

@@ -14,6 +14,7 @@ from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,12 @@ class SpecialTokens:
         return self.finish(self.begin(ids))
 
 
-def special_tokens(tokenizer: Any) -> SpecialTokens:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
     """The special tokens of texts."""
     return SpecialTokens(beginning_of(tokenizer), end_of(tokenizer))
 
 
-def beginning_of(tokenizer: Any) -> list[int]:
+def beginning_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts before each text: those of its post-processor or of ``add_bos_token``.
 
     For ``[1, 306]`` of "a" with special tokens and ``[306]`` without, it is ``[1]``.
@@ -61,13 +62,13 @@ def beginning_of(tokenizer: Any) -> list[int]:
     return []
 
 
-def end_of(tokenizer: Any) -> list[int]:
+def end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The end token of a text: the tokenizer's, or its separator token. Empty if it has neither."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     return [] if end is None else [end]
 
 
-def end_tokens(tokenizer: Any) -> list[int]:
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids after which generation stops: the end token of a text, and the tokens that end an answer in the chat
     template, if there is one."""
     from fastloop_plugins.text.chat.template import answer_end
@@ -78,7 +79,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
     return sorted(ends)
 
 
-def stop_at_end_tokens(model: nn.Module, tokenizer: Any) -> None:
+def stop_at_end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let ``generate`` stop at ``end_tokens`` by default, here and after an export, which saves
     ``generation_config``.
 
@@ -107,6 +108,6 @@ def save_generation_config(model: nn.Module, folder: Path) -> None:
             config.save_pretrained(folder)
 
 
-def name_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
+def name_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Tokens for a message: ``'<|user|>' or '<|observation|>'``."""
     return " or ".join(repr(token) for token in tokenizer.convert_ids_to_tokens(list(ids)))

@@ -6,7 +6,7 @@ A task adds its columns and its loss. The order of samples is not here: plugins 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -24,12 +24,12 @@ from fastloop_plugins.text.parts import read_parts
 from fastloop_plugins.text.streaming.rows import name_row_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
 
     from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
@@ -194,7 +194,9 @@ class TextTask(Plugin):
         return {"max_length": self.data.options.max_length, "columns": list(self.columns)}
 
     @staticmethod
-    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+    def encode(
+        tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Iterator[list[int]]:
         """Yield the numbers of each row, which ``build_dataset`` reads. The result must depend only on the arguments.
 
         Args:
@@ -372,7 +374,7 @@ class TextTask(Plugin):
         """``read_splits`` with the labels as the data numbers them."""
         from fastloop_plugins.text import tokens
 
-        def encode(tokenizer: Any, rows: Any, arguments: dict[str, Any]) -> Iterator[list[int]]:
+        def encode(tokenizer: PreTrainedTokenizerBase, rows: Any, arguments: dict[str, Any]) -> Iterator[list[int]]:
             encoded = self.encode(tokenizer, rows, arguments["encoding"])
             return name_row_errors(encoded, lambda index, problem: refuse_row(self.data, rows[index], problem))
 

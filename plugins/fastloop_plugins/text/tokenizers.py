@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop.runtime.files import refuse_full_disk
 from fastloop_plugins._mapped import OTHER_TEMPORARY_FOLDER
 from fastloop_plugins.models.hub import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHECKED = 20
 """Training texts that the check of a saved tokenizer encodes. The first word decides in the known case."""
@@ -36,12 +39,12 @@ class BackendState:
     """How the backend of a tokenizer cuts and pads texts. Each call of the tokenizer changes it, and
     ``save_pretrained`` writes it: a program that reads ``tokenizer.json`` would cut all texts there."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.truncation = None if backend is None else backend.truncation
         self.padding = None if backend is None else backend.padding
 
-    def restore(self, tokenizer: Any) -> None:
+    def restore(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Give the backend the settings from before."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:  # a tokenizer in Python
@@ -104,7 +107,7 @@ def train_tokenizer(options: TrainedTokenizer, texts: Sequence[str], classify: b
     )
 
 
-def check_saved_tokenizer(tokenizer: Any, config: Any, texts: Sequence[str], where: str) -> None:
+def check_saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: Any, texts: Sequence[str], where: str) -> None:
     """Check that AutoTokenizer reads a saved tokenizer as it is. For models such as Qwen2, transformers ignores the
     saved class.
 

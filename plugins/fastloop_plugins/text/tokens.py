@@ -40,6 +40,7 @@ from fastloop_plugins.text.split_encoder import SplitEncoder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
 
     from fastloop_plugins._cache import Flat
     from fastloop_plugins.rows.split_rows import Rows
@@ -287,7 +288,9 @@ class SplitReader:
             _warn_about_unknown(encoder.name, ids, self.model.tokenizer.unk_token_id, data)
 
 
-def _encode_rows(tokenizer: Any, encoding: Encoding, rows: Sequence[Any]) -> Iterator[tuple[list[int], bool]]:
+def _encode_rows(
+    tokenizer: PreTrainedTokenizerBase, encoding: Encoding, rows: Sequence[Any]
+) -> Iterator[tuple[list[int], bool]]:
     """Yield the ids of some rows, and whether truncation shortened each."""
     if encoding.encoder is not None:
         for ids in encoding.encoder(tokenizer, rows, encoding.arguments):
@@ -313,7 +316,7 @@ def _warn_about_unknown(split: str, ids: NDArray[np.int32], unknown: int, data: 
 
 
 def encode(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Text],
     arguments: dict[str, Any],
     facts: dict[str, int] | None = None,
@@ -333,7 +336,9 @@ def encode(
         yield ids
 
 
-def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, Any]) -> Iterator[tuple[list[int], bool]]:
+def encode_marked(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], arguments: dict[str, Any]
+) -> Iterator[tuple[list[int], bool]]:
     """Yield the ids of each text, and whether truncation shortened it. See ``encode``."""
     most: int = arguments["max_length"] if arguments.get("truncation") else 0
     rows: Any = texts
@@ -361,7 +366,9 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
                 yield ids, True
 
 
-def encode_batch(tokenizer: Any, texts: list[str], arguments: dict[str, Any]) -> tuple[list[list[int]], Any]:
+def encode_batch(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], arguments: dict[str, Any]
+) -> tuple[list[list[int]], Any]:
     """The ids of texts, and their encodings in the tokenizer's backend; None: it has none.
 
     A call makes a dictionary for each text in one thread, which takes longer than the backend takes in all threads. So
@@ -382,7 +389,7 @@ def encode_batch(tokenizer: Any, texts: list[str], arguments: dict[str, Any]) ->
 
 
 def shortened(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     columns: list[list[str]],
     ids: list[list[int]],
     encodings: Any,

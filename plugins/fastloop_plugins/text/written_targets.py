@@ -17,6 +17,7 @@ from fastloop.problem import counted_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
 
 SHOWN = 60
 """Characters of a text in a message."""
@@ -60,7 +61,7 @@ def unpack_text(packed: NDArray[Any]) -> str | None:
 class TargetWriter:
     """Compares targets with the texts that their tokens decode to."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._unknown = tokenizer.unk_token_id
         if self._unknown in (tokenizer.eos_token_id, tokenizer.sep_token_id):  # as GPT-2's, which ends each target
@@ -68,7 +69,7 @@ class TargetWriter:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._normalizer = None if backend is None else backend.normalizer
 
-    def pack(self, texts: Sequence[str], rows: Sequence[Sequence[int]], cuts: Sequence[bool]) -> list[list[int]]:
+    def pack(self, texts: Sequence[str], rows: list[list[int]], cuts: Sequence[bool]) -> list[list[int]]:
         """``pack_text`` of each target that its tokens do not decode to; an empty list for the others.
 
         Args:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from fastloop.errors import UsageError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fastloop.recipe import Recipe
     from fastloop.run import Run
 
@@ -167,7 +169,7 @@ def _synthetic(model: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
         raise UsageError(
             f"{type(model).__name__} needs batches of the recipe's data.", code="wrong-batch", place=str(folder)
         )
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
     for count, length in SHAPES:
         ids = [torch.randint(len(tokenizer), (max(1, length - row),), generator=generator) for row in range(count)]

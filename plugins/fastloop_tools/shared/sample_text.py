@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FEW_NUMBERS = 16
 """Inputs of at most this many numbers are shown in full, others by their shape."""
 
 
-def describe_sample(sample: Any, tokenizer: Any) -> str | None:
+def describe_sample(sample: Any, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     """A sample's input as text: decoded token ids, a text, or few numbers. The shape of a larger tensor; None for
     anything else."""
     if isinstance(sample, Mapping):

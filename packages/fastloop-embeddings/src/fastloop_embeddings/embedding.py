@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from fastloop import Batch, Run
     from torch import nn
+    from transformers import PreTrainedTokenizerBase
 
     from fastloop_embeddings.head import Head
 
@@ -133,7 +134,9 @@ class Embedding(PairTask):
         return arguments | {"lowercase": True} if self.sentence_modules().lowercase else arguments
 
     @staticmethod
-    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+    def encode(
+        tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], arguments: Mapping[str, Any]
+    ) -> Iterator[list[int]]:
         prompts = [arguments["prompts"][name] for name in arguments["columns"]]
         texts = ((row,) if isinstance(row, str) else row for row in rows)
         prompted: Any = (tuple(map(str.__add__, prompts, row)) for row in texts)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fastloop import RecipeError
 from numpy.typing import NDArray
 
 from fastloop_embeddings.task import key_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROBES = (("one two", "three"), ("x " * 9, "y"), ("x", "y " * 9), ("x " * 9, "y " * 8), ("", "y"))
 """Pairs for which joined ids are compared with those of the tokenizer."""
@@ -27,7 +30,7 @@ class Joiner:
         RecipeError: The tokenizer does not only put special tokens around the texts, so their ids do not suffice.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int, where: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str) -> None:
         alone = tokenizer("x", return_special_tokens_mask=True)
         pair = tokenizer("x", "x", return_special_tokens_mask=True)
         text = np.flatnonzero(np.equal(alone["special_tokens_mask"], 0))  # positions of the tokens of "x"
@@ -54,7 +57,7 @@ class Joiner:
         self.max_length = max_length
 
     @staticmethod
-    def _tokenize(tokenizer: Any, text: str) -> NDArray[np.int32]:
+    def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.int32]:
         return np.array(tokenizer(text)["input_ids"], np.int32)
 
     def __call__(self, first: Any, second: Any) -> dict[str, Any]:

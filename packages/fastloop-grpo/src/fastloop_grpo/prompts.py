@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fastloop_plugins.text import Chat, ChatRenderer, RowError, Sequences, Split, TextTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MARK = "\0"
 """The first character of a prompt that is a conversation and no text."""
@@ -26,7 +29,9 @@ def read_prompt(value: Any, name: str, key: str) -> str:
     return MARK + TextTask.read_conversation(value, name, key)
 
 
-def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], arguments: Mapping[str, Any]
+) -> Iterator[list[int]]:
     """Yield a list for each row: the number of tokens of its prompt, these tokens, and the bytes of the JSON of the
     prompt and of its further values.
 
@@ -70,7 +75,11 @@ def check_length(ids: Sequence[int], max_length: int) -> None:
 
 
 def encode_prompt(
-    tokenizer: Any, renderer: ChatRenderer, prompt: Any, render: bool, tools: list[Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: ChatRenderer,
+    prompt: Any,
+    render: bool,
+    tools: list[Any] | None = None,
 ) -> list[int]:
     """The tokens of a text or of messages, after which the completion follows.
 

@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from os.path import commonprefix
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fastloop_plugins.text import Chat, ChatRenderer, RowError, Sequences, Split, TextTask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 COMPLETIONS = ("chosen", "rejected", "completion")
 """Options of ``data`` that name columns of completions."""
@@ -23,7 +26,9 @@ def read_value(value: Any, name: str, key: str) -> str:
     return MARK + TextTask.read_conversation([value] if isinstance(value, Mapping) else value, name, key)
 
 
-def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any], arguments: Mapping[str, Any]
+) -> Iterator[list[int]]:
     """Yield a list for each row: the numbers of tokens of its prompt and of each completion, then these tokens.
 
     A completion begins where its tokens and those of the prompt alone differ. ``arguments`` has the ``columns``, the
@@ -56,7 +61,9 @@ def read_row(row: Any, arguments: Mapping[str, Any]) -> tuple[str, str | None, l
     return system, prompt, list(values.values())
 
 
-def encode_texts(tokenizer: Any, prompt: str | None, completions: list[str]) -> tuple[list[int], list[list[int]]]:
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | None, completions: list[str]
+) -> tuple[list[int], list[list[int]]]:
     """The ids of a prompt, and of the prompt with each completion and the end token."""
     if prompt is None:
         prompt = ""

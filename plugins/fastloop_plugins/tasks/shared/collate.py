@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from torch.utils.data import default_collate
 from fastloop import Batch, UsageError
 from fastloop.errors import DataError
 from fastloop_plugins.tasks.shared.losses import ClassLoss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 """Label of a padded token, as in transformers."""
@@ -44,7 +47,7 @@ class DefaultCollator:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
         remedy: str,
         multiple: int | None = None,
         *,
@@ -65,7 +68,7 @@ class DefaultCollator:
         if has_ids:
             rows = [_as_tensors(sample) for sample in samples]
             if self.tokenizer is not None and _find_difference(rows):
-                rows = self._pad(rows)
+                rows = self._pad(rows, self.tokenizer)
         try:
             batch = default_collate(rows)
         except RuntimeError:
@@ -82,29 +85,30 @@ class DefaultCollator:
                     break
         return batch
 
-    def _pad(self, rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _pad(self, rows: list[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[Mapping[str, Any]]:
         """Rows of equal length: the tokenizer pads its own inputs, and labels get -100."""
         from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-        if self.tokenizer.pad_token is None:
+        if tokenizer.pad_token is None:
             raise DataError(
                 "the tokenizer has no padding token.",
                 code="no-padding-token",
                 place="processing_class",
                 remedy="Set one: tokenizer.pad_token = tokenizer.eos_token.",
             )
-        inputs_of_tokenizer = {"input_ids", "special_tokens_mask", *self.tokenizer.model_input_names}
+        inputs_of_tokenizer = {"input_ids", "special_tokens_mask", *tokenizer.model_input_names}
         names = [name for name in rows[0] if name in inputs_of_tokenizer]
         inputs = [{name: row[name].tolist() for name in names} for row in rows]
+        padding_side = "right" if self.pads_right else tokenizer.padding_side
         padded: Any = pad_without_fast_tokenizer_warning(  # type: ignore[no-untyped-call]
-            self.tokenizer,
+            tokenizer,
             inputs,
-            padding_side=self._padding_side(),
+            padding_side=padding_side,
             pad_to_multiple_of=self.multiple,
             return_tensors="pt",
         )
         padded_rows: list[Mapping[str, Any]] = []
-        labels = self._pad_labels(rows, padded["input_ids"].shape[1])
+        labels = self._pad_labels(rows, padded["input_ids"].shape[1], padding_side)
         for index, row in enumerate(rows):
             padded_row = dict(row)
             for name, values in padded.items():
@@ -114,15 +118,14 @@ class DefaultCollator:
             padded_rows.append(padded_row)
         return padded_rows
 
-    def _padding_side(self) -> str:
-        return "right" if self.pads_right else str(self.tokenizer.padding_side)
-
-    def _pad_labels(self, rows: list[Mapping[str, Any]], width: int) -> list[Tensor] | None:
+    @staticmethod
+    def _pad_labels(rows: list[Mapping[str, Any]], width: int, padding_side: str) -> list[Tensor] | None:
         """The labels of rows in equal length. Labels of tokens get the width of the inputs, on the same side; others,
         such as those of a decoder, that of the longest one. None: not every row has a sequence of labels.
 
         Args:
             width: Tokens of the padded inputs.
+            padding_side: That of the inputs.
         """
         labels = []
         for row in rows:
@@ -133,7 +136,7 @@ class DefaultCollator:
         is_per_token = all(len(label) == len(row["input_ids"]) for label, row in zip(labels, rows, strict=True))
         if not is_per_token:
             width = max(len(label) for label in labels)
-        pads_left = is_per_token and self._padding_side() == "left"
+        pads_left = is_per_token and padding_side == "left"
         padded = []
         for label in labels:
             missing = width - len(label)

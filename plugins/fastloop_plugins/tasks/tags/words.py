@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.encoding_processes import portions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MARKS = ("▁", "Ġ")
 """Tokens of a space alone."""
 
 
-def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
+def encode_rows(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the ids and targets of each row, in turn: ``[id, target, id, target, ...]``. No special tokens, no
     truncation.
 
@@ -63,7 +66,7 @@ def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
             yield pairs(encoding.ids, word_ids, tags, stand_in)
 
 
-def puts_spaces_into_words(tokenizer: Any) -> bool:
+def puts_spaces_into_words(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a space is always a part of the word after it: true for most tokenizers with a mark of spaces, such as
     those of XLM-R ("▁5") and GPT-2 ("Ġ5"). Others read the space before a number alone ("Ġ", "5" of Qwen), or divide
     no text at spaces (Gemma)."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROBE = "31415926535"
 """A text that templates leave as it is."""
@@ -49,7 +52,9 @@ class AnswerEnd:
     is_known: bool = True
 
 
-def find_answer_end(tokenizer: Any, render: Callable[[list[dict[str, Any]]], str | None]) -> AnswerEnd:
+def find_answer_end(
+    tokenizer: PreTrainedTokenizerBase, render: Callable[[list[dict[str, Any]]], str | None]
+) -> AnswerEnd:
     """The end of an answer.
 
     Args:
@@ -88,17 +93,17 @@ def with_end(template: Any, variable: str) -> Any:
     return END_ANSWERS.replace("END", variable) + template
 
 
-def _special_tokens(tokenizer: Any) -> set[int]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     special = set(tokenizer.all_special_ids)
     special.update(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
     return special
 
 
-def _first_special(tokenizer: Any, text: str, special: set[int]) -> list[int]:
+def _first_special(tokenizer: PreTrainedTokenizerBase, text: str, special: set[int]) -> list[int]:
     """The ids at the beginning of a text up to its first special token; empty if more than white space is before it."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     for place, token in enumerate(ids):
         if token in special:
-            before = tokenizer.decode(ids[:place])
+            before = str(tokenizer.decode(ids[:place]))
             return [] if before.strip() else ids[: place + 1]
     return []

@@ -13,13 +13,15 @@ from fastloop_plugins.text.columns import Text, each_text
 from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fastloop_plugins.text.task import TextTask
 
 GIVE_TEMPLATE = "Give a template that writes it: data.chat_template=FILE."
 """The remedy in a run that trains. A trained model keeps its template."""
 
 
-def counting_renderer(tokenizer: Any, template: str | None, train_on: str) -> ChatRenderer | None:
+def counting_renderer(tokenizer: PreTrainedTokenizerBase, template: str | None, train_on: str) -> ChatRenderer | None:
     """A renderer for ``LeftOutContents``, also before a tokenizer is trained. None: there is no chat template.
 
     Args:

@@ -23,6 +23,8 @@ from fastloop_plugins.text.chunks import EmptyTexts, read_chunks
 from fastloop_plugins.text.special_tokens import end_of, special_tokens
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fastloop_plugins.text.chat.data import LanguageTextData
 
 logger = logging.getLogger("fastloop")
@@ -30,7 +32,7 @@ logger = logging.getLogger("fastloop")
 
 def chat_chunks(
     data: LanguageTextData,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     source: Path | Iterable[str],
     start: int,
     size: int,
@@ -213,7 +215,7 @@ class PromptCollator:
     generates = True
     deterministic = True
 
-    def __init__(self, tokenizer: Any, room: int | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, room: int | None) -> None:
         self.pad_token_id = tokenizer.pad_token_id
         self.room = room
         self.beginning = len(special_tokens(tokenizer).beginning)

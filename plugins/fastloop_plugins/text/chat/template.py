@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastloop import RecipeError
 from fastloop.problem import clause
@@ -22,6 +22,8 @@ from fastloop_plugins.text.chat.time_limit import FAILURES, limited_rendering
 from fastloop_plugins.text.chat.traces import Traces, parts_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fastloop.recipe import Recipe
 
 CHATML = (
@@ -85,10 +87,7 @@ def template_text(recipe: Recipe, name: str) -> str:
 @lru_cache
 def names_in(template: str) -> frozenset[str]:
     """All names in the statements of a template: variables, attributes, and texts such as the ``x`` of
-    ``message['x']``.
-
-    All its words, if it cannot be parsed.
-    """
+    ``message['x']``. All its words, if it cannot be parsed."""
     import jinja2
     from jinja2 import nodes
 
@@ -167,7 +166,9 @@ class ChatRenderer:
             ``contents_left_out`` and ``TextTask.chats_of``. Otherwise, each of them is an error.
     """
 
-    def __init__(self, tokenizer: Any, train_on: str = "assistant", counts_contents: bool = False) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant", counts_contents: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.train_on = train_on
         self.counts_contents = counts_contents
@@ -400,8 +401,8 @@ class ChatRenderer:
     # -- rendering -----------------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, **arguments: Any) -> str:
-        text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **arguments)
-        return text
+        conversation = cast("list[dict[str, str]]", messages)  # transformers also renders other values than text
+        return str(self.tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False, **arguments))
 
     def _apply(self, messages: list[dict[str, Any]], tools: Any, **arguments: Any) -> Any:
         return self.tokenizer.apply_chat_template(
@@ -487,7 +488,7 @@ class ChatRenderer:
         return text, blocks
 
 
-def answer_end(tokenizer: Any) -> AnswerEnd:
+def answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd:
     """How the chat template of a tokenizer ends an answer."""
     return ChatRenderer(tokenizer)._answer_end
 

@@ -29,6 +29,7 @@ from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from transformers import PreTrainedTokenizerBase
 
     from fastloop_plugins.rows.index import Row, RowName
     from fastloop_plugins.text.chat.data import LanguageTextData
@@ -48,7 +49,10 @@ PROBED = 256
 
 
 def encode_rows(
-    tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any], renderer: ChatRenderer | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Any],
+    arguments: Mapping[str, Any],
+    renderer: ChatRenderer | None = None,
 ) -> Iterator[list[int]]:
     """Yield the ids of each row; signed unless it is a text. Texts, prompts and completions get the special tokens of
     ``text.special_tokens``, and conversations those of the chat template.
@@ -87,7 +91,7 @@ def encode_rows(
 
 
 def _encode_completion(
-    tokenizer: Any, special: SpecialTokens, prompt: str, completion: str
+    tokenizer: PreTrainedTokenizerBase, special: SpecialTokens, prompt: str, completion: str
 ) -> tuple[list[int], list[int], bool]:
     """The ids of a prompt and of its completion, and whether they are those of one text, as in TRL.
 
@@ -124,7 +128,7 @@ def _warn_about_merged(count: int, total: int, prompt: str, completion: str) -> 
     )
 
 
-def describe_special_tokens(tokenizer: Any, form: str) -> str:
+def describe_special_tokens(tokenizer: PreTrainedTokenizerBase, form: str) -> str:
     """The special tokens of rows, for the log.
 
     Args:
@@ -281,7 +285,7 @@ def first_half(sample: Mapping[str, Any]) -> Target:
     return Target(prompt=ids[:size], tokens=ids[size : 2 * size])
 
 
-def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer: Any) -> None:
+def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer: PreTrainedTokenizerBase) -> None:
     """Log one warning for the answers of all splits that have unknown tokens."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in end_of(tokenizer):  # as GPT-2's, which ends each text
@@ -295,7 +299,7 @@ def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer
             parts.append(f"{split}: {counted_of(len(rows), total, 'rows')} ({len(rows) / total:.1%})")
             if not example:
                 targets = dataset[int(rows[0])]["targets"]
-                example = tokenizer.decode(targets[targets >= 0])
+                example = str(tokenizer.decode(targets[targets >= 0]))
     if parts:
         logger.warning(
             Problem(
@@ -342,7 +346,7 @@ class LanguageRows(StreamedRows):
     the mean over no token is not defined.
     """
 
-    def __init__(self, data: LanguageTextData, tokenizer: Any, spare: Mapping[str, Any]) -> None:
+    def __init__(self, data: LanguageTextData, tokenizer: PreTrainedTokenizerBase, spare: Mapping[str, Any]) -> None:
         arguments = data.encoding_arguments() | {"max_length": data.options.max_length}
         renderer = ChatRenderer(tokenizer, data.options.train_on, counts_contents=True)
         encode = partial(encode_rows, renderer=renderer)
@@ -361,7 +365,7 @@ def row_sequences(split: Split, arguments: Mapping[str, Any]) -> MaskedSequences
     return MaskedSequences(split.ids, split.lengths, arguments["max_length"], drop=False)
 
 
-def warn_about_long_rows(data: LanguageTextData, tokenizer: Any, texts: Sequence[Any]) -> None:
+def warn_about_long_rows(data: LanguageTextData, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any]) -> None:
     """Log the share of streamed texts that are cut."""
     size = data.options.max_length
     probed = ["" if text is None else text for text in texts[:PROBED]]
@@ -382,7 +386,7 @@ def warn_about_long_rows(data: LanguageTextData, tokenizer: Any, texts: Sequence
 class DocumentEncoder:
     """Encodes some streamed rows: their tokens, end to end. Empty texts are skipped."""
 
-    def __init__(self, data: LanguageTextData, tokenizer: Any) -> None:
+    def __init__(self, data: LanguageTextData, tokenizer: PreTrainedTokenizerBase) -> None:
         self.data = data
         self.tokenizer = tokenizer
 
@@ -399,7 +403,7 @@ def block_samples(rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]
 # -- for `fastloop plan --samples` -------------------------------------------------------------------------------------
 
 
-def language_samples(data: LanguageTextData, tokenizer: Any, split: Split) -> Iterator[Sample]:
+def language_samples(data: LanguageTextData, tokenizer: PreTrainedTokenizerBase, split: Split) -> Iterator[Sample]:
     """Rows with their tokens. A block's first token has no loss, nor has a conversation's."""
     size = data.options.max_length
     before = 0  # tokens of the texts before, which are end to end

@@ -9,6 +9,8 @@ from fastloop.errors import DataError
 from fastloop_plugins.rows.table import Bad, RowError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from fastloop_plugins.rows.index import Row, RowName
     from fastloop_plugins.text.data import TextData
     from fastloop_plugins.text.tokens import Split
@@ -38,7 +40,7 @@ class StreamedRows:
     def __init__(
         self,
         data: TextData,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         encode: Callable[[Any, Sequence[Any], Mapping[str, Any]], Iterator[list[int]]],
         build: Callable[[Split, Mapping[str, Any]], Any],
         arguments: Mapping[str, Any],

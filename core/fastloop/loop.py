@@ -9,7 +9,8 @@ for each epoch:
         log, evaluate and save when due
     evaluate and save when due
 
-A stop signal takes effect at the end of a step or within an evaluation; the resumed run repeats that evaluation.
+A stop signal takes effect before the first step, at the end of a step or within an evaluation. The resumed run repeats
+that evaluation.
 If training or an evaluation raises and a plugin recovers, training continues from the run's counters, or the evaluation
 starts again.
 """
@@ -56,12 +57,13 @@ def fit(run: Run) -> None:
     weights."""
     with preserve_random_states():  # a resumed run calls it again, and imports may draw random numbers
         run.hooks.before_fit(run=run)
+    run._sync_requests()  # those of before_fit
     log_points.start(run)
     if run.world_size > 1:
         run.steps_to_compare = compared_facts.STEPS
         run._weights_before = compared_facts.sample_weights(run)
     with run.clock("train"):
-        if run.schedule.evaluation_due():  # the run resumes from an interrupted evaluation
+        if run.schedule.evaluation_due():  # before_fit requested it, or the run resumes from an interrupted one
             evaluate(run, "validation")
         retry_after_recovery(run, lambda: train(run))
     if run.steps_to_compare > 0:  # training ended before that many steps

@@ -64,11 +64,12 @@ class State:
         self.save_requested = False
 
     def request_stop(self, reason: str) -> None:
-        """Stop training after this step. ``summary.json`` contains the first reason given."""
+        """Stop training after this step; in ``before_fit``, before the first one. ``summary.json`` contains the first
+        reason given."""
         self.stop_reason = self.stop_reason or reason
 
     def request_evaluate(self) -> None:
-        """Evaluate after this step."""
+        """Evaluate after this step; in ``before_fit``, before the first one."""
         self.evaluate_requested = True
 
     def request_save(self) -> None:

@@ -341,6 +341,10 @@ class Interrupts(Plugin):
                 os.kill(os.getpid(), signal.SIGINT)
 
     @hookimpl
+    def before_fit(self, run) -> None:
+        self.here("before training", run)
+
+    @hookimpl
     def after_backward(self, run) -> None:
         self.here("in a step", run)
 
@@ -385,6 +389,13 @@ def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(tra
     assert not Path("run/model").exists()
     train("run", ["checkpoint-best"], resume=True, **arguments)
     assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
+
+
+def test_ctrl_c_before_training_saves_before_the_first_step(train):
+    whole = train("whole", [])
+    stopped = train("run", [Interrupts("before training", 0)])
+    assert (stopped.summary["status"], stopped.summary["steps"]) == ("stopped", 0)
+    assert train("run", [], resume=True).losses == whole.losses
 
 
 @pytest.mark.parametrize("moment", ["after training", "in the test", "in the export"])

@@ -1,4 +1,4 @@
-"""A request of one process: every process acts on it at the end of the step in which it was made."""
+"""A request of one process: every process acts on it at the end of its step, or before training begins."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ class Requests(Plugin):
         super().__init__()
         self.what = what
         self.steps: dict[str, list[int]] = {"trained": [], "evaluated": [], "saved": []}
+
+    @hookimpl
+    def before_fit(self, run: Any) -> None:
+        if run.rank != 1:
+            return
+        if self.what == "stop before the first step":
+            run.state.request_stop("enough")
+        if self.what == "evaluate before the first step":
+            run.state.request_evaluate()
 
     @hookimpl
     def after_step(self, run: Any) -> None:
@@ -59,7 +68,7 @@ def requested(what: str, resume: Path | None = None) -> tuple[dict[str, list[int
 def requested_in_turn() -> tuple[dict[str, dict[str, list[int]]], list[float], list[float]]:
     """The steps of a run with each request, the losses of a whole run, and those after its requested save."""
     steps = {}
-    for what in ("stop", "save", "evaluate"):
+    for what in ("stop", "save", "evaluate", "stop before the first step", "evaluate before the first step"):
         steps[what], whole = requested(what)
     _, rest = requested("save", resume=Path("save"))
     return steps, whole, rest
@@ -71,6 +80,8 @@ def test_a_request_of_one_process_takes_effect_at_the_end_of_its_step_on_all(pro
     assert first["stop"]["trained"] == [1, 2, 3]
     assert first["save"]["saved"] == [MADE_AT]
     assert first["evaluate"]["evaluated"] == [MADE_AT, 6]
-    for what in ("save", "evaluate"):
+    assert first["stop before the first step"]["trained"] == []
+    assert first["evaluate before the first step"]["evaluated"] == [0, 6]
+    for what in ("save", "evaluate", "evaluate before the first step"):
         assert first[what]["trained"] == [1, 2, 3, 4, 5, 6]
     assert rest == whole[MADE_AT:], "the run resumes from the save as if it had not ended"

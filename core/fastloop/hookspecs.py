@@ -26,7 +26,7 @@
                     for each micro-step: compute_loss, (backward)
                 run.apply_gradients:
                     after_backward                  # gradients complete, unclipped
-                    (clip)                          # with train.max_grad_norm
+                    (clip)                          # with train.max_grad_norm: run.strategy.clip_gradients
                     before_optimizer_step           # run.gradient_norm() works here
                     (optimizer, zero_grad)
             (scheduler, counters)

@@ -294,7 +294,7 @@ def test_values_of_lora():
     assert recipe.output == "runs/lora"
     noted = [line.partition(": ")[0] for line in shown.splitlines() if ": " in line]
     assert noted == ["evals_per_epoch", "datasets", "micro_batch_size", "wandb_name", "special_tokens"]
-    assert "  fastloop plan recipe.yaml\n  fastloop train recipe.yaml\n" in shown
+    assert "Next steps:\n  fastloop plan recipe.yaml\n  fastloop train recipe.yaml\n" in shown
     comments = Path("recipe.yaml").read_text()
     assert "#   wandb_name: set W&B's environment variable, such as WANDB_ENTITY or WANDB_NAME\n" in comments
 
@@ -459,6 +459,7 @@ def test_every_default_of_training_arguments_needs_no_note():
     recipe, shown = imported(json.loads(args.to_json_string()), name="args.json")
     noted = [line.partition(": ")[0] for line in shown.splitlines() if ": " in line]
     assert noted == ["data", "model", "neftune_noise_alpha"]
+    assert "Next steps:\n  fill in model.name and data.files\n  fastloop plan recipe.yaml\n" in shown
     assert (recipe.train.optimizer, recipe.train.evaluate_every, recipe.train.device) == ("SGD", "epoch", "cpu")
     assert (recipe.train.lr, recipe.train.batch_size, recipe.train.max_grad_norm) == (5e-5, 8, 1.0)
     assert recipe.plugins == {"lr-scheduler": {"schedule": "linear"}}

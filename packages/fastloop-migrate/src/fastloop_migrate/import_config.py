@@ -51,11 +51,12 @@ def import_config(
     head = [f"Made by `fastloop import` from {' '.join(file.name.split())} ({kind})."]
     if notes:
         head += ["Keys without an equal counterpart:", *(f"  {key}: {reason}" for key, reason in notes.items())]
-    remarks = {}
+    missing = []
     for section in ("model", "data"):
         for key, value in (recipe.get(section) or {}).items():
             if value == MISSING:
-                remarks[f"{section}.{key}"] = "fill this in"
+                missing.append(f"{section}.{key}")
+    remarks = dict.fromkeys(missing, "fill this in")
     if config.get("output_dir"):
         remarks["output"] = f"instead of {' '.join(str(config['output_dir']).split())}, the old trainer's folder"
     text = recipe_text(recipe, head, remarks)
@@ -69,5 +70,7 @@ def import_config(
     if nproc > 1:
         command += f" --nproc {nproc}"
     typer.echo(f"written to {output}\nNext steps:")
+    if missing:
+        typer.echo(f"  fill in {' and '.join(missing)}")
     typer.echo(f"  fastloop plan {quote(str(output))}")
     typer.echo(f"  {command}")

@@ -27,7 +27,7 @@ from fastloop.runtime.host_copies import HostCopy
 from fastloop.scalars import Scalars
 from fastloop.testing import LANGUAGE, TEXTS, assert_problem, expect_problem, write_texts
 from fastloop_plugins.data._read_ahead import ReadAheadLoader
-from fastloop_plugins.guards._numbers import loss_and_norm, read
+from fastloop_plugins.guards._numbers import loss_and_norm, read_numbers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found"),
@@ -368,7 +368,7 @@ def test_finite_makes_no_number_on_the_host_under_loss_scaling():
     with emulation(waits):
         numbers = [loss_and_norm(run, DeviceTensor(torch.tensor(loss))) for loss in (2.0, 3.0)]
         assert not waits
-        assert read(numbers) == [[2.0, 0.0], [3.0, 0.0]]
+        assert read_numbers(numbers) == [[2.0, 0.0], [3.0, 0.0]]
     assert len(waits) == 1
 
 

@@ -50,10 +50,9 @@ def private_imports(code: str) -> Iterator[str]:
 
 
 def test_private_imports_are_found():
-    code = (
-        "import fastloop_plugins.text.data\nfrom fastloop_plugins.text.masks import forward\nfrom fastloop import Run"
-    )
-    assert [*private_imports(code)] == ["fastloop_plugins.text.data:", "fastloop_plugins.text.masks:forward"]
+    lines = ["import fastloop_plugins.text.data", "from fastloop_plugins.text.masks import call_with_mask"]
+    code = "\n".join([*lines, "from fastloop import Run"])
+    assert [*private_imports(code)] == ["fastloop_plugins.text.data:", "fastloop_plugins.text.masks:call_with_mask"]
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)

@@ -14,8 +14,7 @@ from fastloop import Batch, PluginError
 from fastloop.probing import probing
 from fastloop.problem import typed_clause
 from fastloop_plugins.data.packing import FLASH
-from fastloop_plugins.text.masks import compute as forward
-from fastloop_plugins.text.masks import split
+from fastloop_plugins.text.masks import compute, split
 from fastloop_plugins.text.padding_check import results
 
 if TYPE_CHECKING:
@@ -101,14 +100,14 @@ def find_first_position(
     long_sample, short_sample = samples
     if network.config._attn_implementation == FLASH:
         network.set_attn_implementation("sdpa")  # FlashAttention needs CUDA, and the model is on the CPU
-    of_long = compute(run, model, network, collator, [long_sample], collator.collate)
-    of_short = compute(run, model, network, collator, [short_sample], collator.collate)
+    of_long = compute_outputs(run, model, network, collator, [long_sample], collator.collate)
+    of_short = compute_outputs(run, model, network, collator, [short_sample], collator.collate)
     expected = join(in_turns(of_long, of_short))
     pack()
     after_pad = (getattr(network.config, "pad_token_id", None) or 0) + 1  # where RoBERTa's positions begin
     for first_position in (0, after_pad):
         collator.first_position = first_position
-        packed = compute(run, model, network, collator, [long_sample, short_sample], collator)
+        packed = compute_outputs(run, model, network, collator, [long_sample, short_sample], collator)
         if same(join(packed), expected):
             return first_position
     return None
@@ -123,7 +122,7 @@ def in_turns(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
     return parts
 
 
-def compute(
+def compute_outputs(
     run: Run, model: nn.Module, network: Any, collator: PackedCollator, samples: list[Any], collate: Any
 ) -> list[Tensor]:
     """Compute predictions of samples, (samples, ...), or the logits of each token, (tokens, ...), or the sum
@@ -141,7 +140,7 @@ def compute(
     if ragged is not None and ragged(samples).reads_all:
         # with targets, the output of a language model is a loss
         inputs = {name: value for name, value in batch.inputs.items() if name != "targets"}
-        return split(results(forward(model, inputs)), inputs)
+        return split(results(compute(model, inputs)), inputs)
     outputs: list[Any] = []
     handle = network.register_forward_hook(lambda module, args, output: outputs.append(output))
     output = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
@@ -155,7 +154,7 @@ def compute(
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """Results of ``compute`` as one tensor: rows end to end, or the sum of losses."""
+    """Results of ``compute_outputs`` as one tensor: rows end to end, or the sum of losses."""
     return torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum()
 
 

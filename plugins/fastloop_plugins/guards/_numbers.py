@@ -105,7 +105,7 @@ def loss_and_norm(run: Run, loss: Tensor) -> Tensor:
     return torch.stack([loss.float(), norm.float()])
 
 
-def read(numbers: list[Tensor]) -> list[list[float]]:
+def read_numbers(numbers: list[Tensor]) -> list[list[float]]:
     """The tensors of several steps as numbers. Waits for the device once."""
     import torch
 
@@ -126,7 +126,7 @@ def restore_buffers(buffers: list[SavedBuffer]) -> None:
         saved.buffer.copy_(saved.before)
 
 
-def write(run: Run, start: StepStart, **facts: Any) -> None:
+def write_record(run: Run, start: StepStart, **facts: Any) -> None:
     """Append a line about a step to ``bad_batches.jsonl``, on the main process.
 
     The line has the step's sample ids, or its positions in an iterable dataset.

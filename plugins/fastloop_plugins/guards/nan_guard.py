@@ -32,9 +32,9 @@ from fastloop_plugins.guards._numbers import (
     UncheckedStep,
     copy_buffers,
     loss_and_norm,
-    read,
+    read_numbers,
     restore_buffers,
-    write,
+    write_record,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class NanGuard(Plugin):
         """
         steps = self.unchecked
         self.unchecked = []
-        values = read([step.loss_and_norm for step in steps])
+        values = read_numbers([step.loss_and_norm for step in steps])
         for step, (loss, norm) in zip(steps, values, strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
                 self.record_spike(run, step.start, loss)
@@ -167,7 +167,7 @@ class NanGuard(Plugin):
         usual = self.spikes.add(loss)
         if usual is not None:
             self.counts["spikes"] += 1
-            write(run, start, what="spike", loss=loss, usual=usual)
+            write_record(run, start, what="spike", loss=loss, usual=usual)
 
     def act_on(self, run: Run, start: StepStart, loss: float, norm: float) -> None:
         """Record a step that is not finite, and count it as skipped or end it.
@@ -176,7 +176,7 @@ class NanGuard(Plugin):
             NotFinite: The step is not skipped. ``recover`` may roll back then.
         """
         self.counts["not_finite"] += 1
-        write(run, start, what="not finite", loss=str(loss), grad_norm=str(norm))
+        write_record(run, start, what="not finite", loss=str(loss), grad_norm=str(norm))
         message = (
             f"step {start.number}: the loss is {loss}, the gradients' norm {norm}; bad_batches.jsonl in "
             f"{run.folder} names its samples."

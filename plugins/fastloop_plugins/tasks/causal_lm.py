@@ -301,11 +301,11 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.text.masks import forward
+        from fastloop_plugins.text.masks import call_with_mask
 
         # No mask for attention: padding is on the right, so no real token attends to it, and attention uses its causal
         # fast path.
-        output = forward(model, batch | {"use_cache": False}, never=True)
+        output = call_with_mask(model, batch | {"use_cache": False}, never=True)
         if self.router_weight and torch.is_grad_enabled():  # perplexity is of cross entropy alone
             return Output(output.loss + self.router_weight * output.aux_loss)
         return Output(output.loss)

@@ -239,9 +239,9 @@ class Module(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
-        from fastloop_plugins.tasks.shared.forward import forward, warn_of_unused_loss
+        from fastloop_plugins.tasks.shared.forward import compute_output, warn_of_unused_loss
 
-        output = forward(model, batch, self.criterion, self.broadcasts)
+        output = compute_output(model, batch, self.criterion, self.broadcasts)
         if self.criterion is not None and not self.has_warned:
             place = f"{self.file}: plugins.module.loss"
             self.has_warned = warn_of_unused_loss(batch, output, model, place)

@@ -276,11 +276,11 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.text.masks import forward
+        from fastloop_plugins.text.masks import call_with_mask
 
         inputs = {name: value for name, value in batch.items() if name != "references"}
         # the model shifts the labels and computes their mean cross entropy
-        output = forward(model, inputs | {"use_cache": False})
+        output = call_with_mask(model, inputs | {"use_cache": False})
         if torch.is_grad_enabled():
             return Output(output.loss)
         return Output(output.loss, output.logits.argmax(-1).flatten(), batch["labels"].flatten())

@@ -65,7 +65,7 @@ class KnownMask:
 _known = cache(KnownMask)
 
 
-def forward(model: nn.Module, inputs: Mapping[str, Any], never: bool = False) -> Any:
+def call_with_mask(model: nn.Module, inputs: Mapping[str, Any], never: bool = False) -> Any:
     """Compute ``model(**inputs)``, with the same output.
 
     FlashAttention 2 and flex attention still read the mask of a padded batch, to skip its padding.
@@ -108,7 +108,7 @@ def compute(model: nn.Module, batch: Mapping[str, Any], **inputs: Any) -> Any:
     """
     own = {name: value for name, value in batch.items() if name not in ("labels", LENGTHS)}
     # inputs with positions are packed rows, which need no mask
-    return forward(model, own | inputs, never="position_ids" in batch)
+    return call_with_mask(model, own | inputs, never="position_ids" in batch)
 
 
 def compute_all(

@@ -56,7 +56,7 @@ class AutoClassModel(TextModel):
 
     Args:
         auto_class: The Auto class of transformers that builds the model.
-        what: The kind of that model, for messages.
+        description: The kind of that model, for messages.
         examples: Architectures, for messages.
     """
 

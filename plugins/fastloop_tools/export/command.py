@@ -99,7 +99,7 @@ def export(
     ):
         model_folder = source.make_model(recipe, weights, to == "adapter", Path(scratch))
         name = out.name if push else str(out)  # an uploaded README shows no path of this machine
-        comparison = write(recipe, model_folder, unfinished, to, name, Path(target).resolve().name)
+        comparison = write_export(recipe, model_folder, unfinished, to, name, Path(target).resolve().name)
         if comparison:
             typer.echo(comparison)
         if quantize:
@@ -148,7 +148,7 @@ def default_folder(target: Path, checkpoint: str | None, to: str) -> Path:
     return target.with_name(f"{target.name}-{to}")
 
 
-def write(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: str, source_name: str) -> str:
+def write_export(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: str, source_name: str) -> str:
     """Write the files of an export. Returns the comparison of an ONNX model with the torch model; empty for another
     one.
 
@@ -171,7 +171,7 @@ def write(recipe: Recipe, model_folder: Path, destination: Path, to: str, name: 
         with calls.open_exported(recipe) as (run, has_data):
             recorded = calls.record(run, has_data)
             task = run.plugins.in_slot("task")
-            exported = onnx_model.export(run.unwrap_model(), recorded, destination, source_name)
+            exported = onnx_model.export_onnx(run.unwrap_model(), recorded, destination, source_name)
     shutil.copytree(model_folder, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
     config = model_folder / (BASE_CONFIG if to == "adapter" else "config.json")
     base = recipe.model.get("name")

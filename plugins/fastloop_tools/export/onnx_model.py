@@ -111,7 +111,7 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported:
+def export_onnx(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported:
     """Write ``model.onnx``, and compare it with the model.
 
     Args:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, default_collate
 from fastloop import Batch, Output, Plugin, Run, UsageError, hookimpl
 from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
 from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter, target_rule
-from fastloop_plugins.tasks.shared.forward import forward, outputs, warn_of_unused_loss
+from fastloop_plugins.tasks.shared.forward import compute_output, outputs, warn_of_unused_loss
 from fastloop_plugins.tasks.shared.losses import check_mean, warn_of_untrained
 from fastloop_plugins.tasks.shared.micro_batches import warn_of_other_means
 from fastloop_plugins.tasks.shared.token_losses import loss_for_model
@@ -170,7 +170,7 @@ class TrainerTask(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
-        output = forward(model, batch, self.criterion, self.broadcasts)
+        output = compute_output(model, batch, self.criterion, self.broadcasts)
         if self.loss is not None and not self.has_warned:
             self.has_warned = warn_of_unused_loss(batch, output, self.model, "loss")
         return output

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastloop_plugins.kernels._compiling import mark_dynamic
-from fastloop_plugins.text.masks import forward
+from fastloop_plugins.text.masks import call_with_mask
 
 SMALL = {
     "hidden_size": 16,
@@ -73,7 +73,7 @@ def test_the_output_is_that_of_transformers_to_the_bit(name, lengths, attention)
     net = model(name, attention)
     expected = net(input_ids=ids, attention_mask=mask).logits
     inputs = {"input_ids": ids} | ({"attention_mask": mask} if lengths == "padded" else {})
-    assert torch.equal(forward(net, inputs).logits, expected)
+    assert torch.equal(call_with_mask(net, inputs).logits, expected)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -93,7 +93,7 @@ def test_attention_gets_the_mask_that_transformers_gives_it(name, lengths, masks
     net(input_ids=ids, attention_mask=mask)
     expected = masks.copy()
     masks.clear()
-    forward(net, {"input_ids": ids} | ({"attention_mask": mask} if lengths == "padded" else {}))
+    call_with_mask(net, {"input_ids": ids} | ({"attention_mask": mask} if lengths == "padded" else {}))
     assert len(masks) == len(expected) > 0
     for ours, theirs in zip(masks, expected, strict=True):
         assert (ours is None) == (theirs is None)
@@ -108,7 +108,7 @@ def test_a_language_model_gets_no_padding_mask(name, attention):
     ids, _ = batch(LENGTHS["not padded"])
     net = model(name, attention, causal=True)
     assert torch.equal(
-        forward(net, {"input_ids": ids, "use_cache": False}, never=True).logits,
+        call_with_mask(net, {"input_ids": ids, "use_cache": False}, never=True).logits,
         net(input_ids=ids, use_cache=False).logits,
     )
 
@@ -126,7 +126,7 @@ def test_padding_detection_reads_no_tensor(name, lengths, attention):
         # whose cache makes constants from host numbers
         inputs = {"input_ids": ids} | ({"use_cache": False} if "mistral" in name else {})
         waits.clear()
-        forward(net, inputs | ({"attention_mask": mask} if lengths == "padded" else {}))
+        call_with_mask(net, inputs | ({"attention_mask": mask} if lengths == "padded" else {}))
         # transformers 5.17 copies a constant to the device for eager attention, which waits for nothing
         assert not [wait for wait in waits if "torch.tensor(0.0, device=mask.device" not in wait]
         if attention == "sdpa" and "mistral" not in name:  # whose window always needs a mask
@@ -143,7 +143,7 @@ def test_row_detection_reads_no_tensor(name):
         net.to(DEVICE)
         inputs = {"input_ids": ids.to(DEVICE), "use_cache": False}
         waits.clear()
-        forward(net, inputs, never=True)
+        call_with_mask(net, inputs, never=True)
         assert not waits
         if name == "llama":  # GPT-2 looks for padding with a list as the index, which the emulation refuses
             net(**inputs)
@@ -153,11 +153,11 @@ def test_row_detection_reads_no_tensor(name):
 def test_transformers_is_left_as_it_was():
     ids, mask = batch(LENGTHS["padded"])
     net = model("bert", "sdpa")
-    forward(net, {"input_ids": ids, "attention_mask": mask})
+    call_with_mask(net, {"input_ids": ids, "attention_mask": mask})
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
     assert "sdpa" not in ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
     with pytest.raises(IndexError):
-        forward(net, {"input_ids": ids + 50, "attention_mask": mask})
+        call_with_mask(net, {"input_ids": ids + 50, "attention_mask": mask})
     assert "sdpa" not in ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
 
 
@@ -170,7 +170,7 @@ def test_a_function_that_someone_put_in_its_place_is_called_and_stays(monkeypatc
         return sdpa_mask(**kwargs)
 
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", own)
-    forward(model("bert", "sdpa"), {"input_ids": ids, "attention_mask": mask})
+    call_with_mask(model("bert", "sdpa"), {"input_ids": ids, "attention_mask": mask})
     assert len(calls) == 1
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is own
 
@@ -181,7 +181,7 @@ def test_a_model_with_an_attention_of_its_own_is_called_as_it_is():
             return input_ids + 1
 
     ids, _ = batch(LENGTHS["not padded"])
-    assert torch.equal(forward(Own(), {"input_ids": ids}), ids + 1)
+    assert torch.equal(call_with_mask(Own(), {"input_ids": ids}), ids + 1)
     assert "none" not in AttentionMaskInterface._global_mapping
 
 
@@ -198,7 +198,7 @@ def test_a_compiled_model_has_one_graph_for_batches_with_and_without_padding():
             ids, mask = batch(LENGTHS[lengths])
             expected = net(input_ids=ids, attention_mask=mask).logits
             inputs = {"input_ids": ids} | ({"attention_mask": mask} if lengths == "padded" else {})
-            torch.testing.assert_close(forward(compiled, inputs).logits, expected)
+            torch.testing.assert_close(call_with_mask(compiled, inputs).logits, expected)
     assert counter.frame_count == 1
     torch._dynamo.reset()
 
@@ -220,7 +220,7 @@ def test_a_compiled_model_has_one_graph_for_batches_of_all_widths(name):
                 inputs["use_cache"] = False
             expected = net(**inputs).logits
             mark_dynamic(inputs.values())
-            torch.testing.assert_close(forward(compiled, inputs).logits, expected)
+            torch.testing.assert_close(call_with_mask(compiled, inputs).logits, expected)
     assert counter.frame_count == 1
     torch._dynamo.reset()
 

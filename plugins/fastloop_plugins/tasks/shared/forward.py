@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 
 
-def forward(
+def compute_output(
     model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None, broadcasts: BroadcastCheck
 ) -> Output:
     """Compute the loss of a batch in one of two common forms.

@@ -1,6 +1,7 @@
 """Log points: every ``train.log_every`` steps, the core adds its values to the plugins' and calls ``log_scalars``.
 
-Plugins add theirs by ``Run.log``; ``scalars`` keeps and reduces them.
+``after_step`` makes the values of the core, whose names are ``scalars.CORE_NAMES``. Plugins add theirs by ``Run.log``;
+``scalars`` keeps and reduces them. Metrics of an evaluation are not among them: ``loop.evaluate`` logs these.
 
 On the CPU a log point is logged in its own step. On an accelerator, the host would have to wait until the device has
 computed the losses. So the log point copies them to the host, and they are logged at the next log point, when they have

@@ -1,4 +1,7 @@
-"""Checkpoints: the format, the run folder, saving and resuming. ``fastloop.schedule`` decides when a run saves.
+"""Checkpoints: the format, the run folder, saving and resuming.
+
+``fastloop.schedule`` decides when a run saves a checkpoint to resume from. The plugin ``checkpoint-best`` decides after
+an evaluation whether to write the weights to ``best-*`` beside these, and puts the best ones back at the end.
 
 store                     # the files of a checkpoint: written, verified, and removed when newer ones follow
 form                      # the form of a state that was read

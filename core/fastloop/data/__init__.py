@@ -6,12 +6,15 @@ consecutive shares, or the parts that a plugin splits it into. The number of sam
 position, so a run can resume with another number of processes. Loading does not use the global random state: dropout
 draws the same numbers with and without workers.
 
-loaders, loader           # the datasets and loaders of a run by split, and the batches of one split
+loaders, loader           # the datasets, loaders and micro-batch sizes of a run, and the batches of one split
 sampler                   # the sample ids of each micro-batch
 sampler_order             # the order of a sampler of a user or a plugin, which must be able to repeat its epochs
 block_order               # an order that reads samples in blocks
 datasets, iterables       # reads map-style and iterable datasets
 digests                   # compares the data that processes read
+
+A plugin orders the samples of an epoch by the setting ``arrange``, as ``examples/curriculum`` does, or gives a sampler
+of torch by the hook ``build_sampler``. During a run, ``Loaders.set_micro_batch_size`` divides the steps otherwise.
 
 The order of ``data.streaming`` is not here: text tasks draw it, in ``rows/order.py`` beside the plugins.
 

@@ -9,7 +9,7 @@ From rows to samples::
     traces                    # finds parts of a conversation that a template leaves out
     left_out_contents         # counts contents that it leaves out beside tool calls
     time_limit                # ends a template that takes too long
-    tokens                    # token ids -> samples, in memory and streamed
+    tokens                    # token ids -> samples, in memory and streamed: cut, and without rows that have no loss
     model                     # the ``model`` section of ``causal-lm``
     prompts                   # conversations that the model continues
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastloop_distill.rows import TeacherRows
 
 if TYPE_CHECKING:
-    from fastloop.distributed.processes import Processes
+    from fastloop import Run
 
 ENTRY = 300
 """Bytes of an entry beside its logits: the key and two Python objects."""
@@ -54,18 +54,18 @@ class Cache:
             texts |= new
         return torch.stack([texts[key] for key in keys]).to(rows.real.device)
 
-    def save(self, processes: Processes) -> dict[str, Any]:
+    def save(self, run: Run) -> dict[str, Any]:
         """The entries of each process. With them, a resumed run computes no text again in a batch that gives other
         bits. Every process must call it."""
         keys = torch.tensor(list(self.known))
         logits = torch.stack(list(self.known.values())) if self.known else torch.empty(0, 0)
-        return {"known": processes.all_gather_object((keys, logits))}
+        return {"known": run.processes.all_gather_object((keys, logits))}
 
-    def load(self, state: dict[str, Any], processes: Processes) -> None:
+    def load(self, state: dict[str, Any], run: Run) -> None:
         """Take the result of ``save``; on another number of processes, the entries of all."""
         by_process = state["known"]
-        if len(by_process) == processes.world_size:
-            by_process = [by_process[processes.rank]]
+        if len(by_process) == run.world_size:
+            by_process = [by_process[run.processes.rank]]
         self.known = {}
         for keys, logits in by_process:
             self.known.update(zip(keys.tolist(), logits.clone(), strict=True))

@@ -188,7 +188,7 @@ class Distill(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        return {"teacher": self.teacher_model.digest} | self.cache.save(run.processes)
+        return {"teacher": self.teacher_model.digest} | self.cache.save(run)
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
@@ -198,7 +198,7 @@ class Distill(Plugin):
                 code="weights-differ",
                 place=f"{self.where}.teacher",
             )
-        self.cache.load(state, run.processes)
+        self.cache.load(state, run)
 
     @hookimpl(wrapper=True)
     def export_model(self, run: Run) -> Generator[None, Any, Any]:

@@ -17,7 +17,7 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.testing import expect_problem, tiny_data
 from fastloop.testing.tasks import TEXTS, write_texts
-from fastloop_tools.sweep.folds import SampleSubset, classes_of, divide
+from fastloop_tools.sweep.folds import SampleSubset, changes_when_read, classes_of, divide
 
 
 @pytest.mark.parametrize(("size", "of"), [(5, 5), (67, 5), (100, 3), (9, 2)])
@@ -205,6 +205,21 @@ class Declared(Noisy):
 def test_samples_that_change_when_they_are_read_are_a_warning(data, warnings, tiny_run, caplog):
     tiny_run([{"folds": {"of": 3}}], data=data, epochs=1)
     assert caplog.text.count("as_split") == warnings
+
+
+class Longer(Noisy):
+    """Each read gives a sample one element more, which are all 0."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return [torch.zeros(8)] * self.reads
+
+
+def test_a_sample_that_is_read_with_more_elements_changes():
+    assert changes_when_read(Longer())
+    assert not changes_when_read(tiny_data(12))
 
 
 @pytest.mark.parametrize("task", ["text-classification", "module"])

@@ -143,7 +143,9 @@ def changes_when_read(dataset: Any) -> bool:
             second = tree_leaves(dataset[0])
         except Exception:  # an unreadable sample fails where it is trained on
             return False
-    for before, after in zip(first, second, strict=False):
+    if len(first) != len(second):
+        return True
+    for before, after in zip(first, second, strict=True):
         are_tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
         if are_tensors and not torch.equal(before, after):
             return True

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, Literal
@@ -194,7 +195,7 @@ class RunRecorder(Plugin):
 
     def result(self, run: Run, summary: dict[str, Any]) -> Trained:
         """The recorded results. Every process must call it."""
-        seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        seconds = [after - before for before, after in pairwise(self.ends)]
         weights = {name: tensor.clone() for name, tensor in run.full_state_dict().items()}
         return Trained(
             losses=self.losses,

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -153,7 +154,7 @@ class StepMeter(Plugin):
             )
         seconds = self.times[-1] - self.times[step]
         usual = seconds / steps
-        spent = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        spent = [after - before for before, after in pairwise(self.times)]
         return {
             "steps": steps,
             "seconds": seconds,

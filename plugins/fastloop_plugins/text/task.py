@@ -137,7 +137,7 @@ class TextTask(Plugin):
             class.
         inputs: Those of ``columns`` that a file to predict has; empty: the first one.
         conversations: Those of ``columns`` that hold conversations. ``encode`` gets the JSON of a ``Chat`` for each.
-        template: The text of the chat template to use; None: that of the tokenizer.
+        chat_template: The text of the chat template to use; None: that of the tokenizer.
         values: Those of ``columns`` that hold values of any JSON type. Such an option names one, several, or
             null. ``encode`` gets the JSON of each value, and ``data.names_of(option)`` are the columns.
         labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
@@ -162,7 +162,7 @@ class TextTask(Plugin):
     columns: tuple[str, ...] = ("text",)
     inputs: ClassVar[tuple[str, ...]] = ()
     conversations: tuple[str, ...] = ()
-    template: str | None = None
+    chat_template: str | None = None
     values: ClassVar[tuple[str, ...]] = ()
     labels: str = "none"
     auto_class: ClassVar[str] = "AutoModel"
@@ -332,8 +332,8 @@ class TextTask(Plugin):
         """Read and encode the splits. ``show_samples`` needs only the ``first`` rows of train, with their texts."""
         self.data.skip_unreadable = run.settings.skip_unreadable
         splits = self._encode_splits(run, first)
-        if self.template is not None:  # cached tokens did not need it
-            self.text_model.tokenizer.chat_template = self.template
+        if self.chat_template is not None:  # cached tokens did not need it
+            self.text_model.tokenizer.chat_template = self.chat_template
         self._order_classes(splits)
         return splits
 

@@ -452,6 +452,7 @@ class Grades(TextTask):
     sections = {"model": ModelOptions, "data": DataOptions}
     auto_class = "AutoModelForSequenceClassification"
     reads_all = False
+    template = "grade this: {}"  # of this task: no template of chats
 
     def check_model(self, run, model, make):
         assert make()["input_ids"].shape[0] == 2
@@ -476,6 +477,7 @@ def test_a_head_for_classes_keeps_the_ids_of_a_checkpoint():
     model.config.id2label, model.config.label2id = {0: "b", 1: "a"}, {"b": 0, "a": 1}
     model.save_pretrained("checkpoint")
     task = first.plugins.task
+    assert task.text_model.tokenizer.chat_template is None
     task.text_model.tokenizer.save_pretrained("checkpoint")
     changed = recipe("packing", task="grades.py:Grades", data=data, output="second")
     changed.model.clear()

@@ -137,7 +137,7 @@ class GRPO(TextTask):
         super().check_recipe(recipe)
         name = grpo_options(self.data.options).chat_template
         if name is not None and name != "tokenizer" and recipe.inference is None:  # an exported tokenizer has it
-            self.template = template_text(recipe, name)
+            self.chat_template = template_text(recipe, name)
         if recipe.inference is not None and recipe.inference.chunk:
             return  # predictions have no rewards
         self.functions = load_rewards(recipe, self.rewards, self.reward_weights, self.data.names_of("columns"))
@@ -148,7 +148,11 @@ class GRPO(TextTask):
         inference = self.data.recipe.inference
         leaves_out = inference is None or not inference.chunk  # a prediction has a row for each prompt
         render = grpo_options(self.data.options).chat_template is not None
-        return super().encoding_arguments() | {"template": self.template, "render": render, "leaves_out": leaves_out}
+        return super().encoding_arguments() | {
+            "template": self.chat_template,
+            "render": render,
+            "leaves_out": leaves_out,
+        }
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> prompts.Prompts:

@@ -74,7 +74,7 @@ class PreferenceTask(TextTask):
         super().check_recipe(recipe)
         name = self.data_options.chat_template
         if name is not None and name != "tokenizer" and recipe.inference is None:  # an exported tokenizer has it
-            self.template = template_text(recipe, name)
+            self.chat_template = template_text(recipe, name)
 
     @property
     def data_options(self) -> PreferenceData:
@@ -89,7 +89,7 @@ class PreferenceTask(TextTask):
     def encoding_arguments(self) -> dict[str, Any]:
         options = self.data_options
         render = options.chat_template is not None or options.system is not None
-        return super().encoding_arguments() | {"template": self.template, "render": render, "keep": self.keep}
+        return super().encoding_arguments() | {"template": self.chat_template, "render": render, "keep": self.keep}
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> rows.Completions:

@@ -87,9 +87,9 @@ class ContentsOfRows(LeftOutContents):
 
     def __init__(self, task: TextTask, arguments: Mapping[str, Any]) -> None:
         tokenizer = task.text_model.tokenizer
-        if tokenizer is not None and task.template is not None:
-            tokenizer.chat_template = task.template
-        super().__init__(counting_renderer(tokenizer, task.template, "all"))
+        if tokenizer is not None and task.chat_template is not None:
+            tokenizer.chat_template = task.chat_template
+        super().__init__(counting_renderer(tokenizer, task.chat_template, "all"))
         self.find_chats = task.chats_of
         self.arguments = arguments
 

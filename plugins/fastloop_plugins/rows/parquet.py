@@ -46,8 +46,9 @@ STRUCT_SIZE = 768
 has 3 bytes in the file if it is empty."""
 FOOTER_LENGTH = 8
 """Bytes behind the footer: its length in 4 bytes, and PAR1."""
-COVERED = 2**26
-"""Bytes of a local file that its checksum covers at most: reading them takes less than a second."""
+COVERED = 2**24
+"""Bytes of a local file that its checksum covers at most. A stream may have thousands of files, and each start of a run
+reads as much of each."""
 PIECE = 2**16
 """Bytes of a piece that the checksum covers without a gap."""
 SEAM = b"PAR1PAR1"

@@ -1,5 +1,7 @@
 """Rows as tokens: a prompt and its completions. Tokens and their division equal those of TRL."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from os.path import commonprefix

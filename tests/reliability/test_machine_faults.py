@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from fault_runs import (
     write_recipe,
 )
 
-from fastloop.testing import find_problems
+from fastloop.testing import assert_problem, find_problems
 
 pytestmark = pytest.mark.slow
 
@@ -261,6 +262,17 @@ def test_full_shared_memory(size, collate):
         in error
     )
     assert Forked("plugins.dataloader-workers.num_workers=0", first=full).wait(200) == 0, said()
+
+
+@pytest.mark.parametrize("limit", [26, 30, 33])
+def test_few_open_files(limit):
+    """a limit on open files that workers exceed: one error with the remedy, and no traceback of workers"""
+    write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}, {"dataloader-workers": {"num_workers": 2}}])
+    command = f"ulimit -n {limit}; exec {shlex.join([sys.executable, *FASTLOOP, 'recipe.yaml'])}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert_problem(done.stderr.splitlines()[-1], "too-many-files open files ulimit -n")
 
 
 def test_quota_of_processor_time():

@@ -49,6 +49,10 @@ PRIVATE_OF_ITERATOR = ("_workers", "_workers_status", "_worker_pids_set", "_try_
 ``_iterator``."""
 POLL_SECONDS = 5.0
 """Seconds between checks for dead workers while waiting for a batch."""
+OPEN_FILES_PER_WORKER = 4
+"""Files that a worker keeps open in the training process: both ends of its queue, its exit, and one while it starts."""
+OPEN_FILES = 16
+"""Files that all workers together need: their queue of batches, and the connections that send a batch."""
 EXIT_SECONDS = 5.0
 """Seconds to wait for a worker's exit code after its connections broke."""
 _print_error: Any = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
@@ -103,6 +107,10 @@ class WatchedLoader(DataLoader[Any]):
         """
         try:
             self.waiting_since = monotonic()
+            if self._iterator is None:  # else the workers run already
+                check_open_files(
+                    OPEN_FILES_PER_WORKER * self.num_workers + 2 * (self.prefetch_factor or 0) + OPEN_FILES
+                )
             with without_stdin(), completing_workers():
                 batches = super().__iter__()
             self.processes = unregister_workers(batches)
@@ -119,7 +127,10 @@ class WatchedLoader(DataLoader[Any]):
         except FastloopError:
             raise
         except Exception as error:
-            raise self._explain(error) from error
+            cause = error
+            if os.strerror(errno.EMFILE) in str(error):  # torch raises a RuntimeError
+                cause = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise self._explain(cause) from cause
 
     def _check_limit(self) -> None:
         if monotonic() - self.waiting_since > self.limit:
@@ -170,6 +181,21 @@ class WatchedLoader(DataLoader[Any]):
         for process in self.processes:
             if process.exitcode is None:
                 process.kill()  # a hanging worker would block the exit of the interpreter
+
+
+def check_open_files(needed: int) -> None:
+    """Check that the process may open more files. Workers that may not print tracebacks.
+
+    Raises:
+        OSError: It may not.
+    """
+    opened: list[int] = []
+    try:
+        while len(opened) < needed:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for number in opened:
+            os.close(number)
 
 
 @contextmanager

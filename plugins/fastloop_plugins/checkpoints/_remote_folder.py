@@ -109,8 +109,9 @@ class RemoteFolder:
             return
         if there is not None:  # the step was saved again
             self.files.rm_file(f"{self.root}/{folder}/{checkpoint.MANIFEST}")
-        for path in sorted(path for path in source.rglob("*") if path.is_file() and path.name != checkpoint.MANIFEST):
-            self.put(path, f"{folder}/{path.relative_to(source).as_posix()}")
+        for path in sorted(source.rglob("*")):
+            if path.is_file() and path.name != checkpoint.MANIFEST:
+                self.put(path, f"{folder}/{path.relative_to(source).as_posix()}")
         self.put(source / checkpoint.MANIFEST, f"{folder}/{checkpoint.MANIFEST}")
 
     def get_checkpoint(self, folder: str, target: Path) -> str | None:

@@ -10,7 +10,7 @@ View them with ``tensorboard --logdir runs``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Package, Plugin, hookimpl
@@ -76,10 +76,19 @@ class TensorBoard(Plugin):
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a table in Markdown: the values of other types than text as JSON."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, ["---"] * len(names)]
+    names: dict[str, None] = {}  # in the order of their first row
     for row in rows:
-        values = [row.get(name) for name in names]
-        lines.append([value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values])
-    escaped = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+        names.update(dict.fromkeys(row))
+    lines = [_markdown_line(names), f"| {' | '.join(['---'] * len(names))} |"]
+    for row in rows:
+        cells = []
+        for name in names:
+            value = row.get(name)
+            cells.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        lines.append(_markdown_line(cells))
+    return "\n".join(lines)
+
+
+def _markdown_line(cells: Iterable[str]) -> str:
+    escaped = [cell.replace("|", "\\|").replace("\n", "<br>") for cell in cells]
+    return f"| {' | '.join(escaped)} |"

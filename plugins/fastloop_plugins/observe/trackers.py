@@ -63,7 +63,9 @@ class Started:
 
     def log_rows(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> bool:
         """Log rows as a table; returns whether the tracker has tables."""
-        columns = list(dict.fromkeys(column for row in rows for column in row))
+        columns: dict[str, None] = {}  # in the order of their first row
+        for row in rows:
+            columns.update(dict.fromkeys(row))
         if self.name == "mlflow":
             import mlflow
 
@@ -73,7 +75,7 @@ class Started:
         if not hasattr(self.tracker, "log_table"):
             return False
         cells = [[row.get(column) for column in columns] for row in rows]
-        self.tracker.log_table(name, columns=columns, data=cells, step=step)
+        self.tracker.log_table(name, columns=list(columns), data=cells, step=step)
         return True
 
     def finish(self, status: str, reason: str | None) -> None:

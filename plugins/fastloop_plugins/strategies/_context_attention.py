@@ -42,8 +42,14 @@ class SequenceSlices:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The whole sequence of (B, heads, T / processes, D), in order: (B, heads, T, D)."""
-        halves = [part.chunk(2, 2) for part in _Gather.apply(tensor.contiguous(), self)]  # type: ignore[no-untyped-call]
-        return torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], 2)
+        first_halves = []
+        second_halves = []
+        for part in _Gather.apply(tensor.contiguous(), self):  # type: ignore[no-untyped-call]
+            first, second = part.chunk(2, 2)
+            first_halves.append(first)
+            second_halves.append(second)
+        # the parts of processes 0 and 1 have the slices 0 and 3, 1 and 2
+        return torch.cat([*first_halves, *reversed(second_halves)], 2)
 
 
 class _Gather(torch.autograd.Function):

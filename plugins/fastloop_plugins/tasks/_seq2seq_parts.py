@@ -191,11 +191,11 @@ class Seq2SeqModel(AutoClassModel):
 
     def check_room(self, key: str, length: int) -> None:
         """Raise an error if the decoder cannot take this many tokens. Call it after ``load_tokenizer``."""
-        names = ("max_position_embeddings", "max_decoder_position_embeddings")
-        room = min(
-            (size for size in (getattr(self.config, name, None) for name in names) if isinstance(size, int)),
-            default=length,
-        )
+        room = length
+        for name in ("max_position_embeddings", "max_decoder_position_embeddings"):
+            positions = getattr(self.config, name, None)
+            if isinstance(positions, int):
+                room = min(room, positions)
         if length > room:
             raise RecipeError(
                 f"found {length}, and the model takes {room} tokens at most.",

@@ -48,9 +48,9 @@ def matching(pattern: str, parameters: Mapping[str, nn.Parameter], where: str) -
 
 def _suggestions(names: Iterable[str]) -> list[str]:
     """Patterns that match: each name, and each module with ``.*``."""
-    modules = {
-        f"{'.'.join(parts[:depth])}.*"
-        for parts in (name.split(".") for name in names)
-        for depth in range(1, len(parts))
-    }
+    modules: set[str] = set()
+    for name in names:
+        parts = name.split(".")
+        for depth in range(1, len(parts)):  # of a.b.weight: a.* and a.b.*
+            modules.add(f"{'.'.join(parts[:depth])}.*")
     return [*names, *modules]

@@ -57,10 +57,15 @@ class MuonOptimizer(Plugin):
             return None
         where = f"{run.recipe.where}: plugins.muon-optimizer.adamw"
         parameters = parameters_by_name(model)
-        kept = {id(parameters[name]) for pattern in self.adamw for name in matching(pattern, parameters, where)}
-        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        output = getattr(model, "get_output_embeddings", lambda: None)()
-        kept |= {id(weight) for module in [*tables, output] if module is not None for weight in module.parameters()}
+        kept: set[int] = set()  # ids of the parameters that AdamW steps although they are 2-D
+        for pattern in self.adamw:
+            kept.update(id(parameters[name]) for name in matching(pattern, parameters, where))
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                kept.update(map(id, module.parameters()))
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is not None:
+            kept.update(map(id, head.parameters()))
         trained = [weight for weight in parameters.values() if weight.requires_grad]
         matrices = [weight for weight in trained if weight.ndim == 2 and id(weight) not in kept]
         rest = [weight for weight in trained if weight.ndim != 2 or id(weight) in kept]

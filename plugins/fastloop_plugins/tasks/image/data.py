@@ -363,7 +363,8 @@ class ImageData:
             hidden = [name for name in folders if name.startswith(".")]
             self.ignored += [Path(place) / name for name in hidden]
             folders[:] = [name for name in folders if name not in hidden]  # os.walk enters these
-            for path in (Path(place) / name for name in names):
+            for name in names:
+                path = Path(place) / name
                 if path.suffix.lower() in SUFFIXES and path.name[0] != ".":
                     images.append(path.relative_to(root).as_posix())
                 else:

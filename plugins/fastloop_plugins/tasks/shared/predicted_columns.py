@@ -48,4 +48,6 @@ def predicted_columns(
         "label": [labels[index] for index in best],
         "probability": [row[index] for row, index in zip(rows, best, strict=True)],
     }
-    return columns | {f"probability_{label}": [row[index] for row in rows] for index, label in enumerate(labels)}
+    for index, label in enumerate(labels):
+        columns[f"probability_{label}"] = [row[index] for row in rows]
+    return columns

@@ -44,8 +44,8 @@ def _rare_classes(counts: NDArray[np.int64], classes: Sequence[str]) -> str | No
     if len(rare) > SHOWN:
         listed += f" and {len(rare) - SHOWN} more"
     return (
-        f"classes with fewer than {ROWS_OF_A_RARE_CLASS} rows: {listed}. If they are mistakes, correct them, or give "
-        "data.label_map"
+        f"classes with fewer than {ROWS_OF_A_RARE_CLASS} rows: {listed}. If they are mistakes, correct them, or join "
+        "them with other classes by data.label_map."
     )
 
 
@@ -63,7 +63,7 @@ def _alike_warning(groups: Sequence[Sequence[str]], renamed: Mapping[str, str]) 
     listed = " and the classes ".join(", ".join(map(written_label, names)) for names in groups)
     return (
         f"the classes {listed} differ only by case, spaces or characters that cannot be seen. If they are equal: "
-        f"{_override(renamed)}"
+        f"{_override(renamed)}."
     )
 
 
@@ -114,7 +114,7 @@ def _missing_value(classes: Sequence[str], renamed: Mapping[str, str]) -> str | 
         text = f"the class {listed} has the name of a missing value. If it is one, leave out its rows: "
     else:
         text = f"the classes {listed} have the names of missing values. If they are, leave out their rows: "
-    text += _override(left_out)
+    text += f"{_override(left_out)}."
     if renamed:
-        text += f". Together with the names above: {_override({**renamed, **left_out})}"
+        text += f" Together with the names above: {_override({**renamed, **left_out})}."
     return text

@@ -108,6 +108,7 @@ class WatchedLoader(DataLoader[Any]):
         try:
             self.waiting_since = monotonic()
             if self._iterator is None:  # else the workers run already
+                self.processes = []  # those of the pass before have ended
                 check_open_files(
                     OPEN_FILES_PER_WORKER * self.num_workers + 2 * (self.prefetch_factor or 0) + OPEN_FILES
                 )
@@ -130,7 +131,10 @@ class WatchedLoader(DataLoader[Any]):
             cause = error
             if os.strerror(errno.EMFILE) in str(error):  # torch raises a RuntimeError
                 cause = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            raise self._explain(cause) from cause
+            number = self._find_ended(cause)
+            if number is None:
+                raise _explain(cause) from cause
+            raise self._explain_end(number) from None  # the error shows only where torch noticed it
 
     def _check_limit(self) -> None:
         if monotonic() - self.waiting_since > self.limit:
@@ -139,19 +143,23 @@ class WatchedLoader(DataLoader[Any]):
                 code="worker-hangs",
             )
 
-    def _explain(self, error: Exception) -> DataError:
+    def _find_ended(self, error: Exception) -> int | None:
+        """The number of the worker whose end caused an error; None: all workers live."""
         if isinstance(error, OSError | EOFError):  # a worker's connections break before it has an exit code
             ready = connection.wait([process.sentinel for process in self.processes], EXIT_SECONDS)
             for process in self.processes:
                 if process.sentinel in ready:
                     process.join(EXIT_SECONDS)
-        number, process = next(
-            ((number, process) for number, process in enumerate(self.processes) if process.exitcode), (0, None)
-        )
-        if process is None:
-            message = explain_error(error)
-            is_full = "shared memory" in message or getattr(error, "errno", 0) == errno.ENOSPC
-            return DataError(f"{message}. {shared_memory_advice()}" if is_full else message, code="reading-failed")
+        for number, process in enumerate(self.processes):
+            if process.exitcode:
+                return number
+        for number, process in enumerate(self.processes):
+            if process.exitcode == 0:  # after a KeyboardInterrupt: torch ends the worker without an error
+                return number
+        return None
+
+    def _explain_end(self, number: int) -> DataError:
+        process = self.processes[number]
         if process.exitcode == EXIT_IMPORTED:
             return DataError(f"the workers that read data could not start. {ADVICE}", code="worker-not-started")
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
@@ -211,6 +219,12 @@ def completing_workers() -> Iterator[None]:
                 workers = getattr(iterator, "_workers", [])
                 iterator._workers_status = [True] * len(workers)  # type: ignore[attr-defined]
         raise
+
+
+def _explain(error: Exception) -> DataError:
+    message = explain_error(error)
+    is_full = "shared memory" in message or getattr(error, "errno", 0) == errno.ENOSPC
+    return DataError(f"{message}. {shared_memory_advice()}" if is_full else message, code="reading-failed")
 
 
 def shared_memory_advice() -> str:

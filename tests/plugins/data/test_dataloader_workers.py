@@ -130,6 +130,8 @@ class Breaks(Dataset):
                 raise ValueError("sample 13 is broken")
             if self.how == "hangs":
                 time.sleep(600)
+            if self.how == "is interrupted":
+                raise KeyboardInterrupt
             os.kill(os.getpid(), signal.SIGKILL)
         return tiny_data()[index]
 
@@ -139,12 +141,15 @@ class Breaks(Dataset):
     [
         ("raises", "reading-failed ValueError: sample 13 is broken"),
         ("is killed", "worker-killed 2 SIGKILL"),
+        ("is interrupted", "worker-killed 2 exit code 0"),
         pytest.param("hangs", "worker-hangs 2", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_fails_ends_the_run_with_its_error(tiny_run, how, expected):
-    with expect_problem(expected, FastloopError):
+    with expect_problem(expected, FastloopError) as caught:
         tiny_run([workers(2, timeout=2 if how == "hangs" else 300)], data=Breaks(how))
+    has_cause = caught.value.__cause__ is not None  # the command line prints its traceback
+    assert has_cause == (how == "raises"), "the error of a worker that ended is one of torch"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")

@@ -33,7 +33,13 @@ from fastloop_plugins.tasks.shared.losses import (
     warn_of_untrained,
     with_arguments,
 )  # fmt: skip
-from fastloop_plugins.tasks.shared.metrics import collect, find_metrics, make_metrics
+from fastloop_plugins.tasks.shared.metrics import (
+    collect,
+    find_metrics,
+    make_metrics,
+    with_probabilities,
+    with_sigmoids,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +48,11 @@ if TYPE_CHECKING:
     from fastloop import Batch, Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
+
+SOFTMAX_LOSSES = ("cross_entropy", "focal", "nll_loss")
+"""Losses of logits, or of the logarithms of probabilities, whose softmax is the probability of each class."""
+SIGMOID_LOSSES = ("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss")
+"""Losses of logits whose sigmoid is the probability of a class."""
 
 
 @dataclass(kw_only=True)
@@ -151,7 +162,12 @@ class Module(Plugin):
             self.criterion = torch_loss(chosen, place)
         place = f"{recipe.where}: plugins.module.metrics"
         classes = find_metrics(metrics, recipe, "plugins.module.metrics")
-        self.collection = collect(make_metrics(classes, metrics, place), place) if metrics else None
+        made = make_metrics(classes, metrics, place)
+        if self.loss_name in SOFTMAX_LOSSES:
+            made = with_probabilities(made)
+        elif self.loss_name in SIGMOID_LOSSES:
+            made = with_sigmoids(made)
+        self.collection = collect(made, place) if metrics else None
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:

@@ -157,3 +157,72 @@ def test_an_error_inside_the_model_names_its_file_and_line():
     )
     with expect_problem("user-code-failed bad.py:9 IndexError", UserCodeError):
         train({"model.module": "bad.py:Net", "model.arguments": {}})
+
+
+LOGITS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs):
+        return inputs * self.scale
+
+def data(logits, targets):
+    split = TensorDataset(torch.tensor(logits), torch.tensor(targets))
+    return {"train": split, "validation": split}
+"""
+LOGIT_METRICS: dict[str, tuple[str, dict[str, Any], list[Any], list[Any], float]] = {
+    # the sigmoids of the logits are above the threshold of 0.5, so all classes are right
+    "two classes": (
+        "binary_cross_entropy_with_logits",
+        {"type": "BinaryAccuracy"},
+        [0.3, 0.4, 0.2, 0.1],
+        [1.0, 1.0, 1.0, 1.0],
+        1.0,
+    ),
+    "a task": (
+        "binary_cross_entropy_with_logits",
+        {"type": "Accuracy", "task": "binary"},
+        [0.3, 0.4, 0.2, 0.1],
+        [1.0, 1.0, 1.0, 1.0],
+        1.0,
+    ),
+    "sets of classes": (
+        "multilabel_soft_margin_loss",
+        {"type": "MultilabelAccuracy", "num_labels": 2},
+        [[0.3, 0.4], [0.2, 0.1]],
+        [[1.0, 1.0], [1.0, 1.0]],
+        1.0,
+    ),
+    # the sample of class 1 has the probability 0.52 of it, and those of class 0 have 0.56, 0.27 and 0.27
+    "one class of several": (
+        "cross_entropy",
+        {"type": "MulticlassAUROC", "num_classes": 2},
+        [[0.0, 0.1], [0.7, 0.95], [1.0, 0.0], [1.0, 0.0]],
+        [1, 0, 0, 0],
+        2 / 3,
+    ),
+}
+"""Loss, metric, logits, targets, and the value of the metric."""
+
+
+@pytest.mark.parametrize("case", LOGIT_METRICS)
+def test_a_metric_takes_logits_between_0_and_1_for_logits(case, tmp_path, monkeypatch):
+    """torchmetrics takes them for probabilities if all of an update are."""
+    monkeypatch.chdir(tmp_path)
+    loss, metric, logits, targets, value = LOGIT_METRICS[case]
+    Path("code.py").write_text(LOGITS)
+    tree = GOOD | {
+        "model": {"module": "code.py:Net"},
+        "data": {"module": "code.py:data", "arguments": {"logits": logits, "targets": targets}},
+        "plugins": [{"module": {"loss": loss, "metrics": {"score": metric}}}],
+    }
+    train_section = tree["train"] | {"batch_size": 2, "lr": 1e-9, "epochs": 1}
+    Path("recipe.yaml").write_text(yaml.safe_dump(tree | {"train": train_section}))
+    summary = execute(build(resolve(load_recipe("recipe.yaml"))))
+    assert summary["validation"]["score"] == pytest.approx(value)

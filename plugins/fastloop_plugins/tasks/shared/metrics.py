@@ -242,6 +242,25 @@ def with_probabilities(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return made
 
 
+def with_sigmoids(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The same metrics of logits, with probabilities for those of two classes and of sets of classes. See
+    ``with_probabilities``. A class that is derived from one of torchmetrics gets what the model returns."""
+    from torchmetrics.wrappers import LambdaInputTransformer
+
+    made = dict(metrics)
+    for name, metric in metrics.items():
+        cls = type(metric)
+        is_of_torchmetrics = cls.__module__.partition(".")[0] == "torchmetrics"
+        if is_of_torchmetrics and cls.__name__.startswith(("Binary", "Multilabel")):
+            made[name] = LambdaInputTransformer(metric, transform_pred=sigmoids)
+    return made
+
+
+def sigmoids(logits: Tensor) -> Tensor:
+    """The probability of each class of a set, float32."""
+    return logits.float().sigmoid()
+
+
 def _probabilities(logits: Tensor) -> Tensor:
     """The probability of each class, float32."""
     return logits.float().softmax(1)

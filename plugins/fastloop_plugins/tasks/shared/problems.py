@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Output, RecipeError
 from fastloop_plugins.tasks.shared.losses import LossOptions
-from fastloop_plugins.tasks.shared.metrics import classifier_metrics, collect, make_metrics
+from fastloop_plugins.tasks.shared.metrics import classifier_metrics, collect, make_metrics, sigmoids
 from fastloop_plugins.tasks.shared.predicted_columns import predicted_columns
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class MultiLabel:
         }
         metrics = make_metrics(metric_classes, options, where, known, metrics)
         return collect(
-            {name: LambdaInputTransformer(metric, _probabilities, _whole_numbers) for name, metric in metrics.items()},
+            {name: LambdaInputTransformer(metric, sigmoids, _whole_numbers) for name, metric in metrics.items()},
             where,
         )
 
@@ -132,7 +132,7 @@ class MultiLabel:
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
         """``labels``: the classes of each text, and the probability of each class."""
         assert output.predictions is not None
-        rows = _probabilities(output.predictions).tolist()
+        rows = sigmoids(output.predictions).tolist()
         columns: dict[str, list[Any]] = {"labels": []}
         for row in rows:
             chosen = [name for name, value in zip(names, row, strict=True) if value > self.threshold]
@@ -183,11 +183,6 @@ def make_problem(
     if label_type == "number":
         return Regression()
     return MultiLabel(0.5 if threshold is None else threshold)
-
-
-def _probabilities(logits: Tensor) -> Tensor:
-    """The probability of each class, float32."""
-    return logits.float().sigmoid()
 
 
 def _whole_numbers(targets: Tensor) -> Tensor:

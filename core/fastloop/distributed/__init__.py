@@ -1,7 +1,8 @@
 """Several processes.
 
 ranks, rendezvous, groups      # who they are, where they meet, and who shares the samples of a step
-accelerator, processes         # how they are connected, and their collective operations
+accelerator                    # connects them, with the timeout of a strategy; places models and batches
+processes                      # their collective operations
 at_exit                        # the end of their connection in a script
 buffers, tensors               # tensors that they share, or that are sharded over them
 compared_facts                 # facts that they compare in the first steps, so that a wrong setup is an error

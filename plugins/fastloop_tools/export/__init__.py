@@ -1,6 +1,7 @@
 """``fastloop export``: write a trained model in the form that other programs load.
 
-The hook ``export_model`` writes the model of a run: ``fastloop.export``. This folder converts it afterwards::
+The hook ``export_model`` writes the model of a run: ``fastloop.export``, and of its adapters: the plugin ``lora``. This
+folder converts it afterwards::
 
     command                   # its options
     source                    # the model to convert: of a run, a checkpoint or an adapter

@@ -1,7 +1,7 @@
 """Losses, metrics and predictions that tasks share.
 
 problems                  # one class a text, sets of classes, or numbers
-losses, metrics           # those that a recipe names, with their options such as label smoothing
+losses, metrics           # of classes and numbers: those that a recipe names, with options such as label smoothing
 predicted_columns         # label and probabilities, which `fastloop predict` writes
 two_classes               # the positive class of two, and the threshold of its probability
 forward                   # loss and outputs of a batch of two common forms

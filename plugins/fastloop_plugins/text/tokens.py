@@ -174,8 +174,8 @@ class SplitReader:
 
     def read(self) -> dict[str, Split]:
         """All splits, from entries of the cache or from the data."""
-        whole, part = self._entries()
-        for entry in (whole, part):
+        entries = self._entries()
+        for entry in entries:
             saved = None if entry is None else _read_entry(entry, self.data, self.has_types, lambda: self.encoders)
             if saved is not None:
                 return saved
@@ -187,8 +187,10 @@ class SplitReader:
             encoder = self._begin(encoder)
             has_all = has_all and len(encoder.rows) == total
             splits[name], keys[name] = self._encode(encoder)
+        whole, part = entries
         entry = part if any(split.needed is not None for split in splits.values()) else whole
-        if entry is not None and has_all:
+        # the entry is that of the files as they were hashed: one may have been replaced before it was read
+        if entry is not None and has_all and self._entries() == entries:
             _write_entry(entry, self.data, splits, keys)
         return splits
 

@@ -134,6 +134,27 @@ def test_a_second_run_on_the_same_files_reads_no_text(task, caplog, monkeypatch)
     assert find_lines(caplog, "tokens: cache")
 
 
+def test_a_file_that_is_replaced_before_it_is_read_has_no_entry(monkeypatch):
+    """Else its rows would be those of the file that was hashed."""
+    load = TextData.load
+    pretrained("text-classification")  # writes the model
+    shutil.rmtree("cache")
+    before = Path("a.csv").read_text()
+
+    def load_replaced(data: TextData) -> Any:
+        Path("a.csv").write_text(before.replace("film", "book"))
+        return load(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextData, "load", load_replaced)
+        replaced = samples(pretrained("text-classification"))
+    Path("a.csv").write_text(before)
+    cached = samples(pretrained("text-classification"))
+    shutil.rmtree("cache")
+    assert cached == samples(pretrained("text-classification"))
+    assert cached != replaced
+
+
 @pytest.mark.slow
 def test_other_bytes_or_options_are_read_again():
     first = pretrained("text-classification")

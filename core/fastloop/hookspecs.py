@@ -244,7 +244,8 @@ def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
     """Name -> value, at a log point or after an evaluation. Fires on the main process only, so call no collective
     operation. Names of the core: ``train/loss`` (mean since the last log point), ``train/grad_norm`` (before
     clipping), ``train/lr``, ``train/samples_per_second``, ``train/tokens_per_second`` and ``train/memory_bytes``;
-    ``validation/loss``, ``test/accuracy``, ... The plugin ``log`` shows them without ``train/``.
+    ``validation/loss``, ``test/accuracy``, ... The plugin ``log`` writes them to ``metrics.jsonl`` without the part
+    before ``/``: ``loss`` and ``lr`` of a step, and ``loss`` of an evaluation beside its ``split``.
     Values may be NaN or infinite. ``run.log("my-plugin/noise", value)`` adds one.
 
     On an accelerator, the values of a log point come when the device has computed them: at the next log point, or

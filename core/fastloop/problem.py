@@ -27,7 +27,7 @@ IN_FACTS = re.compile(UNQUOTED)
 """A part of an explanation that a user can type."""
 IN_REMEDY = re.compile(rf"{UNQUOTED}|`(--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[^`]*`")
 """A part of a remedy that a user can type. Options and commands are between backquotes, and so may names be."""
-OVERRIDE = re.compile(rf"{UNQUOTED}|(?<=`)([\w.-]+=[^`]*)(?=`)")
+OVERRIDE = re.compile(rf"{UNQUOTED}|(?<=`)((?:output|(?:data|model|plugins|train)(?:\.[\w-]+)+)=[^`]*)(?=`)")
 """An override in a message, with or without backquotes, or an option that takes a name."""
 SHELL_WORD = re.compile(r"(?:[\w@%+=:,./-]|\{\w*\})+")
 """A word that bash leaves as it is: ``train.lr=1e-3``. ``{}`` is one, and so is ``{name}``, which stands for a value in

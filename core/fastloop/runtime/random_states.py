@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -177,9 +178,14 @@ def _values_of_closure(function: FunctionType) -> list[Any]:
 
 
 def _generators_of_globals(function: FunctionType) -> list[RandomGenerator]:
-    """The global variables that a function names, as far as they are generators: others lead to all of a file."""
+    """The global variables that a function reads, as far as they are generators: others lead to all of a file."""
+    # ``co_names`` would have names of attributes, too
+    names: dict[str, None] = {}
+    for instruction in dis.get_instructions(function):
+        if instruction.opname == "LOAD_GLOBAL":
+            names[instruction.argval] = None
     generators = []
-    for name in function.__code__.co_names:
+    for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, RandomGenerator):
             generators.append(value)

@@ -105,6 +105,27 @@ def noise(kind: str, workers: int, plugins: tuple[Any, ...] = ()) -> dict[int, f
     return draws.seen
 
 
+rng = np.random.default_rng(0)
+"""A global variable with the name of an attribute that ``draw_of`` reads."""
+
+
+class Source:
+    """Has a generator, and is no dataset."""
+
+    rng = np.random.default_rng(1)
+
+
+SOURCE = Source()
+
+
+def draw_of(sample: float) -> float:
+    return sample + float(SOURCE.rng.random())
+
+
+def test_a_global_variable_with_the_name_of_an_attribute_is_not_found():
+    assert find_generators([draw_of]) == []
+
+
 @pytest.mark.parametrize("kind", MADE)
 def test_the_generator_in_a_transform_is_found(kind):
     data = Subset(Noisy(kind), range(SAMPLES))

@@ -113,9 +113,11 @@ def _check_names(column: str, names: Any) -> list[str]:
     """The names of the classes of a column, in the order of their numbers."""
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"the names of the classes in column {column!r} are {names!r:.60}, expected a list of texts")
+    seen: set[str] = set()
     for name in names:
-        if names.count(name) > 1:
+        if name in seen:
             raise ValueError(f"the names of the classes in column {column!r} have {name!r} twice")
+        seen.add(name)
     return names
 
 

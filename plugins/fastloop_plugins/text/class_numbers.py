@@ -26,12 +26,11 @@ def merge_names(names_of_parts: Iterable[Mapping[str, Sequence[str]]]) -> dict[s
 
     For example, ``[neg, pos]`` and ``[pos, neg, mixed]`` give ``[neg, pos, mixed]``.
     """
-    names = dict[str, list[str]]()
+    merged = dict[str, dict[str, None]]()  # column -> its names, as an ordered set
     for names_of_part in names_of_parts:
         for column, of_part in names_of_part.items():
-            merged = names.setdefault(column, [])
-            merged += [name for name in of_part if name not in merged]
-    return names
+            merged.setdefault(column, {}).update(dict.fromkeys(of_part))
+    return {column: list(names) for column, names in merged.items()}
 
 
 def number_as_train(

@@ -148,11 +148,8 @@ class GRPO(TextTask):
         inference = self.data.recipe.inference
         leaves_out = inference is None or not inference.chunk  # a prediction has a row for each prompt
         render = grpo_options(self.data.options).chat_template is not None
-        return super().encoding_arguments() | {
-            "template": self.chat_template,
-            "render": render,
-            "leaves_out": leaves_out,
-        }
+        arguments = {"template": self.chat_template, "render": render, "leaves_out": leaves_out}
+        return super().encoding_arguments() | arguments
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> prompts.Prompts:

@@ -101,13 +101,15 @@ class UnsteppedParameters:
         """Divide the gradients by the scale of the loss inside the block, where clipping unscales those of the
         optimizer alone, and computes the norm of both. An overflow lowers the scale of later steps.
 
+        The division rounds gradients in float16 to multiples of 6e-8, the smallest number of that dtype.
+
         Args:
             scaler: None: losses are not scaled.
         """
         if scaler is None:
             yield
             return
-        from torch.distributed.tensor import DTensor
+        import torch
         from torch.optim import SGD
 
         self._find_unstepped()
@@ -115,15 +117,25 @@ class UnsteppedParameters:
         if not parameters:
             yield
             return
-        holder = SGD(parameters, lr=0.0)  # a scaler takes gradients from an optimizer
-        scaler.unscale_(holder)
-        yield
+        given: list[Tensor] = []
+        halves: list[Tensor] = []
         for parameter in parameters:
             gradient = parameter.grad
             assert gradient is not None
-            if isinstance(gradient, DTensor):
-                gradient = gradient.to_local()  # shares its memory
-            gradient.mul_(scaler.scale(gradient.new_ones(())))
+            if gradient.dtype == torch.float16:  # a scaler refuses them
+                given.append(_stand_in(gradient))
+                halves.append(gradient)
+            else:
+                given.append(parameter)
+        holder = SGD(given, lr=0.0)  # a scaler takes gradients from an optimizer
+        scaler.unscale_(holder)
+        scale = scaler.scale(torch.ones((), device=given[0].device))
+        for gradient in halves:
+            _multiply(gradient, 1 / scale)
+        yield
+        for parameter in parameters:
+            assert parameter.grad is not None
+            _multiply(parameter.grad, scale)
 
     def _find_unstepped(self) -> None:
         """List the parameters, anew if a plugin has added a group to the optimizer."""
@@ -144,3 +156,37 @@ class UnsteppedParameters:
                 remedy="Freeze what training unfreezes later in before_fit: then the optimizer holds it.",
             )
         )
+
+
+def _stand_in(gradient: Tensor) -> Tensor:
+    """A float32 tensor, 0-dim, whose gradient is finite if all elements of ``gradient`` are: in float16, their sum. If
+    it is a ``DTensor``, every process must call this."""
+    import torch
+
+    from fastloop.distributed.tensors import gather_full
+
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    total = gather_full(values.sum(dtype=torch.float32))
+    stand_in = torch.zeros_like(total)
+    stand_in.grad = total
+    return stand_in
+
+
+def _multiply(gradient: Tensor, factor: Tensor) -> None:
+    """Multiply a gradient in place.
+
+    Args:
+        factor: 0-dim, float32. It may be more than float16 holds, 65504: then torch would multiply by infinity.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()  # shares its memory
+    if gradient.is_sparse:
+        gradient = gradient._values()  # shares its memory
+    factor = factor.to(gradient.device)
+    if gradient.dtype == torch.float16:
+        gradient.copy_(gradient.float() * factor)
+    else:
+        gradient.mul_(factor)

@@ -97,13 +97,15 @@ def test_with_several_processes_shares_average_to_the_loss_of_the_step(tmp_path)
 
 
 SCALE = 2.0**10
+LARGE_SCALE = 2.0**17
+"""More than float16 holds."""
 
 
-def fp16(monkeypatch) -> Plugin:
+def fp16(monkeypatch, scale: float = SCALE) -> Plugin:
     """Scales the loss as in fp16, on a CPU in float32: a power of two changes no digit."""
 
     def scaler(self, run):
-        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
 
     def prepared(self, run):  # Accelerate prepares fp16 on CUDA only, so switch it on after the model is prepared
         run.accelerator.native_amp = True
@@ -168,20 +170,48 @@ class OwnUpdates(Plugin):
                 parameter -= 0.1 * parameter.grad / self.scale
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-def test_in_fp16_gradients_outside_of_the_optimizer_count_and_are_clipped_as_in_fp32(tiny_run, max_norm, monkeypatch):
+class HalfBody(torch.nn.Module):
+    """A head in float32 on a body in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = torch.nn.Linear(16, 3)
+        self.body = torch.nn.Linear(8, 16).half()
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs.half()).float().relu())
+
+
+MODELS = {"float32": tiny_model, "float16 body": HalfBody}
+
+
+@pytest.mark.parametrize(
+    ("model", "max_norm", "scale", "rounding"),
+    [
+        ("float32", None, SCALE, 1e-5),
+        ("float32", 0.1, SCALE, 1e-5),
+        ("float16 body", None, SCALE, 1e-2),
+        ("float16 body", 0.1, SCALE, 1e-2),
+        ("float16 body", 0.1, LARGE_SCALE, 1e-2),
+    ],
+)
+def test_in_fp16_gradients_outside_of_the_optimizer_count_and_are_clipped_as_in_fp32(
+    tiny_run, monkeypatch, model, max_norm, scale, rounding
+):
     settings = {"max_grad_norm": max_norm, "epochs": 1}
     expected = OwnUpdates()
-    single = tiny_run([expected], **settings)
+    single = tiny_run([expected], model=MODELS[model](), **settings)
     ours = OwnUpdates()
-    half = tiny_run([fp16(monkeypatch), ours], **settings)
-    assert ours.norms == pytest.approx(expected.norms, rel=1e-5)
-    assert half.losses == pytest.approx(single.losses, rel=1e-5)
+    half = tiny_run([fp16(monkeypatch, scale), ours], model=MODELS[model](), **settings)
+    assert ours.norms == pytest.approx(expected.norms, rel=rounding)
+    assert half.losses == pytest.approx(single.losses, rel=rounding)
     for name, weight in single.weights.items():
-        torch.testing.assert_close(half.weights[name], weight)
+        torch.testing.assert_close(half.weights[name], weight, rtol=rounding, atol=rounding)
 
 
-def test_in_fp16_an_overflow_outside_of_the_optimizer_lowers_the_scale(tiny_run, monkeypatch):
+@pytest.mark.parametrize("model", MODELS)
+def test_in_fp16_an_overflow_outside_of_the_optimizer_lowers_the_scale(tiny_run, monkeypatch, model):
     scales: list[float] = []
 
     def overflow(self, run):
@@ -192,7 +222,8 @@ def test_in_fp16_an_overflow_outside_of_the_optimizer_lowers_the_scale(tiny_run,
         scales.append(run.accelerator.scaler.get_scale())
 
     hooks = plugin("overflows", after_backward=overflow, after_step=read)
-    tiny_run([fp16(monkeypatch), OwnUpdates(), hooks], max_grad_norm=1.0, max_steps=1)
+    plugins = [fp16(monkeypatch), OwnUpdates(), hooks]
+    tiny_run(plugins, model=MODELS[model](), max_grad_norm=1.0, max_steps=1)
     assert scales == [SCALE / 2]
 
 

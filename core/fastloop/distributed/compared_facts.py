@@ -41,6 +41,8 @@ ROUNDING = 4
 An optimizer that rounds its weights at random differs by about 1."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """Bytes of an element -> the integers as which a checksum adds its bits."""
+SUMMED = 2**20
+"""Elements that a checksum adds at a time: torch copies them as int64, 8 MiB, before it adds them."""
 
 STREAM_REMEDY = (
     "An iterable dataset must give every process all samples, in the same order: fastloop shares them out. If it gives "
@@ -205,7 +207,10 @@ def _checksum(weights: Mapping[str, Tensor], device: torch.device) -> str | None
     sums = []
     for weight in weights.values():
         bits = as_bytes(weight).view(INTEGERS[weight.element_size()])
-        sums.append(bits.sum(dtype=torch.int64).to(device))
+        total = torch.zeros((), dtype=torch.int64, device=bits.device)
+        for piece in torch.split(bits, SUMMED):
+            total += piece.sum(dtype=torch.int64)
+        sums.append(total.to(device))
     return hashlib.sha256(json.dumps(torch.stack(sums).tolist()).encode()).hexdigest()[:12]
 
 

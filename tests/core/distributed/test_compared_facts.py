@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,46 @@ def test_a_digest_changes_with_each_value_and_is_that_of_an_equal_sample():
     digests = [sample_digest(sample(**change)) for change in changes]
     assert sample_digest(sample()) == sample_digest(sample())
     assert len({sample_digest(sample()), *digests}) == len(changes) + 1
+
+
+PEAK = """
+import re
+from pathlib import Path
+import torch
+from fastloop.distributed import compared_facts
+
+
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+weights = {"weight": torch.ones(50 * 2**20)}
+before = peak()
+assert compared_facts._checksum(weights, torch.device("cpu"))
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_checksum_copies_no_weight(tmp_path):
+    script = tmp_path / "peak.py"
+    script.write_text(PEAK)
+    done = forked.run(str(script), timeout=300)
+    assert done.returncode == 0, done.stderr
+    mib = float(done.stdout)
+    assert mib < 100, "the weight has 200 MiB"
+
+
+def test_a_checksum_counts_each_element(monkeypatch):
+    monkeypatch.setattr(compared_facts, "SUMMED", 4)
+    cpu = torch.device("cpu")
+    checksums = {compared_facts._checksum({"weight": torch.zeros(10)}, cpu)}
+    for index in range(10):
+        weight = torch.zeros(10)
+        weight[index] = 1 + index
+        checksums.add(compared_facts._checksum({"weight": weight}, cpu))
+    assert len(checksums) == 11
+    assert compared_facts._checksum({"weight": torch.zeros(10)}, cpu) in checksums
 
 
 def test_a_run_of_one_process_exchanges_nothing(tiny_run, monkeypatch):

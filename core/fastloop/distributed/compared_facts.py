@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastloop.data import Loader
     from fastloop.run import Run
     from fastloop.state import Batch
+    from fastloop.strategy import Strategy
 
 STEPS = 2
 """Optimizer steps of a run, or of its continuation after a resume, in which the processes compare facts."""
@@ -158,10 +159,7 @@ def check_weights(run: Run, before: Mapping[str, Tensor]) -> None:
             before=before[name].to("cpu", dtype), now=now.to("cpu", dtype), eps=torch.finfo(now.dtype).eps
         )
     first, *others = run.processes.all_gather_object(samples)
-    remedy = (
-        "Average gradients as docs/write-a-strategy.md shows, and let hooks do the same on each process. If weights "
-        f"are meant to differ, declare keeps_weights_equal = False in {type(run.strategy).__name__}."
-    )
+    remedy = _remedy(type(run.strategy))
     unchanged = [name for name, sample in first.items() if torch.equal(sample.before, sample.now)]
     if unchanged:  # DDP does not average gradients that share a bucket with one that is missing
         remedy = (
@@ -179,6 +177,20 @@ def check_weights(run: Run, before: Mapping[str, Tensor]) -> None:
                     place=f"{run.recipe.where}: step {run.state.step}",
                     remedy=remedy,
                 )
+
+
+def _remedy(strategy: type[Strategy]) -> str:
+    """The remedy if processes train other weights. Users cannot edit a strategy of the fastloop project."""
+    from fastloop.plugins.manager import distribution_of
+    from fastloop.plugins.packages import OWN_DISTRIBUTIONS
+
+    distribution = distribution_of(strategy)  # type: ignore[arg-type]  # mypy takes no class as hashable
+    if distribution is not None and distribution.name in OWN_DISTRIBUTIONS:
+        return "Let hooks change gradients and weights in the same way on each process."
+    return (
+        "Average gradients as docs/write-a-strategy.md shows, and let hooks do the same on each process. If weights "
+        f"are meant to differ, declare keeps_weights_equal = False in {strategy.__name__}."
+    )
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

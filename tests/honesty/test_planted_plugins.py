@@ -262,6 +262,14 @@ PLANTED = {
         ),
         {"0.5 if run.is_main else 1.0": "0.5"},
     ),
+    "acts-on-one-process": Planted(
+        "processes[ddp]",
+        "on two processes with 'ddp' that the plugin changes, as on one process. Found: the losses and weights",
+        GRADIENTS.replace("bitwise", "changes-training").format(
+            body="parameter.grad.mul_(0.5 if run.world_size == 1 else 1.0)"
+        ),
+        {"0.5 if run.world_size == 1 else 1.0": "0.5"},
+    ),
     "evaluates-on-one-rank": Planted(
         "processes[ddp]",
         f"{SAME} on two processes with 'ddp'. Found: other metrics",

@@ -54,6 +54,7 @@ from fastloop.testing.promises import (
     check_batch_norm,
     check_bits,
     check_continuation,
+    check_effect,
     check_final_loss,
     check_gradients,
     check_losses,
@@ -299,6 +300,9 @@ class Conformance:
         else:
             plain = study_results.plain.pair(strategy)[0]
         self._require(check_losses(numerics, first, plain, plain, where))
+        if slot not in ("task", "strategy"):
+            alone = (study_results.run("ours"), study_results.plain.run("plain"))
+            self._require(check_effect(strategy, alone, (first, study_results.plain.pair(strategy)[0])))
         different = []
         if first.replicas != second.replicas:
             different.append("weights")

@@ -88,6 +88,30 @@ def _check_learning(losses: list[float], ends_early: bool, where: str) -> Broken
     return BrokenPromise(f"{promised}{where}", f"the losses {few(losses)}", REPAIRS["changes-training"])
 
 
+def check_effect(
+    strategy: str, alone: tuple[Trained, Trained], together: tuple[Trained, Trained]
+) -> BrokenPromise | None:
+    """Check that a plugin that changes the training of one process changes that of two, too.
+
+    Args:
+        alone: The training of one process with the plugin, and without it.
+        together: The same of process 0 of two under a strategy.
+    """
+    if _are_equal(*alone) or not _are_equal(*together):
+        return None
+    return BrokenPromise(
+        f"a training on two processes with {strategy!r} that the plugin changes, as on one process",
+        "the losses and weights of a training without it",
+        "If the strategy does not set what the plugin reads, such as `weight.grad`, declare it: "
+        f"`conflicts = {{{strategy!r}: REASON}}`",
+    )
+
+
+def _are_equal(ours: Trained, plain: Trained) -> bool:
+    """Whether two trainings have the same losses and final weights."""
+    return ours.losses == plain.losses and not unequal(ours.weights, plain.weights)
+
+
 def _check_bound(numerics: str, ours: Trained, plain: Trained, again: Trained, where: str) -> BrokenPromise | None:
     """Check that the losses of the first steps keep the bound of the numerics class."""
     runs = [{"losses": run.losses[:BOUNDED]} for run in (ours, plain, again)]

@@ -275,6 +275,43 @@ def test_few_open_files(limit):
     assert_problem(done.stderr.splitlines()[-1], "too-many-files open files ulimit -n")
 
 
+LEAK = """
+import torch
+
+opened = []
+
+def net():
+    return torch.nn.Linear(4, 1)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, index):
+        opened.append(open("/dev/null"))
+        return torch.ones(4), torch.ones(1)
+
+def rows():
+    return {"train": Rows()}
+"""
+
+
+def test_dataset_that_leaves_files_open():
+    """a dataset that closes no file: the error names its line and the remedy"""
+    Path("leak.py").write_text(LEAK)
+    write_recipe(
+        model={"module": "leak.py:net"},
+        data={"module": "leak.py:rows"},
+        plugins=[{"module": {"loss": "mse_loss"}}],
+    )
+    command = f"ulimit -n 256; exec {shlex.join([sys.executable, *FASTLOOP, 'recipe.yaml'])}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1
+    assert 'opened.append(open("/dev/null"))' in done.stderr
+    expected = "reading-failed leak.py:14 __getitem__ Close files after use ulimit -n"
+    assert_problem(done.stderr.splitlines()[-1], expected)
+
+
 def test_quota_of_processor_time():
     """a quota of one processor on a machine with more: one thread, and no data worker"""
     group = with_tmpfs("/sys/fs/cgroup", "1m")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import importlib.metadata
 import json
 import logging
@@ -21,7 +20,7 @@ from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, 
 from fastloop.plugins.packages import DISTRIBUTION
 from fastloop.problem import Problem, clause
 from fastloop.recipe import secrets
-from fastloop.runtime.files import full_disk
+from fastloop.runtime.files import CLOSE_FILES, TOO_MANY_FILES, full_disk, reached_open_files
 
 SUBJECT = re.compile(
     r"\b(?:(data|model|train)(?:\.(?!(?:csv|tsv|jsonl?|parquet|tar|txt|yaml|py)\b)\w|:)|(plugins?|slot|optimizer|Trainer)\b)"
@@ -192,27 +191,20 @@ def unreadable_package() -> Problem | None:
     return None
 
 
-def too_many_files(error: BaseException) -> Problem | None:
-    """The problem of a process that reached its limit of open files; None: ``error`` has another reason."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
-            return Problem(
-                "a process has reached its limit of open files, which workers and connections between processes take, "
-                "too.",
-                code="too-many-files",
-                remedy="Raise the limit with `ulimit -n 4096`, or use fewer workers, then repeat the command.",
-            )
-        context = None if cause.__suppress_context__ else cause.__context__
-        cause = cause.__cause__ or context
-    return None
+def with_remedy(problem: Problem, remedy: str) -> Problem:
+    """A problem with a remedy after its own one. The text ends with a full stop."""
+    text = problem.text
+    if not problem.remedy and text and not text.endswith("."):
+        text = f"{text}."
+    remedies = f"{problem.remedy} {remedy}".strip()
+    return dataclasses.replace(problem, text=text, remedy=remedies)
 
 
 def exit_with(error: BaseException) -> NoReturn:
     """Report an error that ended a command, and exit with its code. Raises an error that is a bug."""
-    limited = too_many_files(error)
-    if limited is not None:
-        print_error(limited)
+    is_limited = reached_open_files(error)
+    if is_limited and not isinstance(error, PluginCrash | UserCodeError | DataError):
+        print_error(TOO_MANY_FILES)
         sys.exit(1)
     if isinstance(error, FastloopError):
         if isinstance(error, ProcessLost) or (ranks.rank() and isinstance(error, UsageError)):
@@ -224,6 +216,8 @@ def exit_with(error: BaseException) -> NoReturn:
         if isinstance(error, ProcessLost):
             remedy = "Its output has the reason. Continue with `--resume`."
             problem = dataclasses.replace(problem, remedy=remedy)
+        if is_limited:
+            problem = with_remedy(problem, CLOSE_FILES)
         print_error(problem)
         sys.exit(error.exit_code)
     if isinstance(error, OSError):  # not of a plugin: those are explained

@@ -15,6 +15,7 @@ from time import sleep
 from typing import Any
 
 from fastloop.errors import SaveError, UsageError
+from fastloop.problem import Problem
 from fastloop.recipe import secrets
 from fastloop.runtime.platform_support import sync
 
@@ -28,6 +29,16 @@ FULL_TEXT = re.compile(rf"{'|'.join(os.strerror(number) for number in FULL)}|\d+
 """Messages of libraries about such an error. The last one is numpy's."""
 FREE_SPACE = "Free disk space or raise the limit, then repeat the command."
 """The remedy for a full disk."""
+TOO_MANY_FILES = Problem(
+    "a process has reached its limit of open files, which workers and connections between processes take, too.",
+    code="too-many-files",
+    remedy="Raise the limit with `ulimit -n 4096`, or use fewer workers, then repeat the command.",
+)
+"""The problem of a process that reached its limit of open files outside of user code and plugins."""
+TOO_MANY_FILES_TEXT = re.compile(rf"{os.strerror(errno.EMFILE)}(?! in system)")
+"""Messages of torch and of workers about such an error. "Too many open files in system" is another limit."""
+CLOSE_FILES = "Close files after use, or raise the limit with `ulimit -n 4096`, then repeat the command."
+"""The remedy for user code or a plugin that reached the limit of open files."""
 
 
 def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> None:
@@ -93,6 +104,17 @@ def full_disk(error: BaseException, place: Path | None = None, remedy: str = FRE
         place="a file" if filename is None else str(filename),
         remedy=remedy,
     )
+
+
+def reached_open_files(error: BaseException) -> bool:
+    """Whether the limit of open files of a process caused an error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if TOO_MANY_FILES_TEXT.search(str(cause)) or getattr(cause, "errno", None) == errno.EMFILE:
+            return True
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = cause.__cause__ or context
+    return False
 
 
 def refuse_full_disk(error: BaseException, place: Path | None = None, remedy: str = FREE_SPACE) -> None:

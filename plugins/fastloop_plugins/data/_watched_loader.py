@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
@@ -33,6 +34,7 @@ from fastloop import Batch
 from fastloop.data.loader import explain_error
 from fastloop.errors import DataError, FastloopError
 from fastloop.runtime import platform_support
+from fastloop.runtime.files import TOO_MANY_FILES, reached_open_files
 from fastloop.runtime.forks import without_stdin
 from fastloop.runtime.main_module import ADVICE, EXIT_IMPORTED
 
@@ -55,6 +57,13 @@ OPEN_FILES = 16
 """Files that all workers together need: their queue of batches, and the connections that send a batch."""
 EXIT_SECONDS = 5.0
 """Seconds to wait for a worker's exit code after its connections broke."""
+NAMED_WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
+"""The start of torch's error about workers that ended. ``DataLoader worker (pid(s) 71, 72) exited unexpectedly`` gives
+``71, 72``."""
+FROM_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")
+"""The start of an error that a worker sent in place of a batch: its dataset or collator raised it."""
+PIN_THREAD_ENDED = "Pin memory thread exited unexpectedly"
+"""Torch's error after a connection to a worker broke in the thread that pins batches."""
 _print_error: Any = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 
@@ -105,6 +114,7 @@ class WatchedLoader(DataLoader[Any]):
         Raises:
             DataError: A batch could not be read, or a worker died or hangs.
         """
+        batches: Any = None
         try:
             self.waiting_since = monotonic()
             if self._iterator is None:  # else the workers run already
@@ -128,13 +138,12 @@ class WatchedLoader(DataLoader[Any]):
         except FastloopError:
             raise
         except Exception as error:
-            cause = error
-            if os.strerror(errno.EMFILE) in str(error):  # torch raises a RuntimeError
-                cause = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            number = self._find_ended(cause)
-            if number is None:
-                raise _explain(cause) from cause
-            raise self._explain_end(number) from None  # the error shows only where torch noticed it
+            number = self._find_ended(error, batches)
+            if number is not None:
+                raise self._explain_end(number) from None  # the error shows only where torch noticed it
+            if reached_open_files(error) and not FROM_WORKER.match(str(error)):
+                raise DataError(TOO_MANY_FILES.text, code=TOO_MANY_FILES.code, remedy=TOO_MANY_FILES.remedy) from None
+            raise _explain(error) from error
 
     def _check_limit(self) -> None:
         if monotonic() - self.waiting_since > self.limit:
@@ -143,20 +152,32 @@ class WatchedLoader(DataLoader[Any]):
                 code="worker-hangs",
             )
 
-    def _find_ended(self, error: Exception) -> int | None:
-        """The number of the worker whose end caused an error; None: all workers live."""
-        if isinstance(error, OSError | EOFError):  # a worker's connections break before it has an exit code
-            ready = connection.wait([process.sentinel for process in self.processes], EXIT_SECONDS)
-            for process in self.processes:
-                if process.sentinel in ready:
-                    process.join(EXIT_SECONDS)
-        for number, process in enumerate(self.processes):
-            if process.exitcode:
-                return number
-        for number, process in enumerate(self.processes):
-            if process.exitcode == 0:  # after a KeyboardInterrupt: torch ends the worker without an error
-                return number
-        return None
+    def _find_ended(self, error: Exception, batches: Any) -> int | None:
+        """The number of the worker whose end caused an error of torch; None: the error has another reason.
+
+        Args:
+            batches: Torch's iterator; None: it was not made.
+        """
+        message = str(error)
+        named = NAMED_WORKERS.match(message)
+        if isinstance(error, RuntimeError) and named is not None:
+            pids = [int(pid) for pid in named[1].split(",")]
+            return first_ended({n: process for n, process in enumerate(self.processes) if process.pid in pids})
+        is_broken = isinstance(error, OSError | EOFError) and not FROM_WORKER.match(message)
+        if not is_broken and PIN_THREAD_ENDED not in message:
+            return None
+        # of an iterable dataset, a worker whose share has ended exits with code 0
+        unfinished = {
+            number: process
+            for number, process in enumerate(self.processes)
+            if batches is None or batches._workers_status[number]
+        }
+        # a worker's connections break before it has an exit code
+        ready = connection.wait([process.sentinel for process in unfinished.values()], EXIT_SECONDS)
+        for process in unfinished.values():
+            if process.sentinel in ready:
+                process.join(EXIT_SECONDS)
+        return first_ended(unfinished)
 
     def _explain_end(self, number: int) -> DataError:
         process = self.processes[number]
@@ -189,6 +210,23 @@ class WatchedLoader(DataLoader[Any]):
         for process in self.processes:
             if process.exitcode is None:
                 process.kill()  # a hanging worker would block the exit of the interpreter
+
+
+def first_ended(processes: dict[int, Any]) -> int | None:
+    """The number of the first worker that failed, else of the first one that ended; None: all run.
+
+    Torch ends a worker with exit code 0 after a ``KeyboardInterrupt``.
+
+    Args:
+        processes: Number of a worker -> its process.
+    """
+    for number, process in processes.items():
+        if process.exitcode:
+            return number
+    for number, process in processes.items():
+        if process.exitcode == 0:
+            return number
+    return None
 
 
 def check_open_files(needed: int) -> None:

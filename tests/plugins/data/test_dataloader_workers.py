@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -130,6 +132,11 @@ class Breaks(Dataset):
                 raise ValueError("sample 13 is broken")
             if self.how == "hangs":
                 time.sleep(600)
+            if self.how == "leaves files open":
+                resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+                files = []
+                while True:
+                    files.append(Path(__file__).open())  # noqa: SIM115 # the leak
             if self.how == "is interrupted":
                 raise KeyboardInterrupt
             os.kill(os.getpid(), signal.SIGKILL)
@@ -140,6 +147,7 @@ class Breaks(Dataset):
     ("how", "expected"),
     [
         ("raises", "reading-failed ValueError: sample 13 is broken"),
+        ("leaves files open", "reading-failed OSError Too many open files test_dataloader_workers.py __getitem__"),
         ("is killed", "worker-killed 2 SIGKILL"),
         ("is interrupted", "worker-killed 2 exit code 0"),
         pytest.param("hangs", "worker-hangs 2", marks=pytest.mark.slow),
@@ -149,7 +157,38 @@ def test_a_worker_that_fails_ends_the_run_with_its_error(tiny_run, how, expected
     with expect_problem(expected, FastloopError) as caught:
         tiny_run([workers(2, timeout=2 if how == "hangs" else 300)], data=Breaks(how))
     has_cause = caught.value.__cause__ is not None  # the command line prints its traceback
-    assert has_cause == (how == "raises"), "the error of a worker that ended is one of torch"
+    assert has_cause == (how in {"raises", "leaves files open"}), "the error of a worker that ended is one of torch"
+
+
+class EndsEarly(IterableDataset):
+    """The share of the first worker has one batch; the second worker fails in its tenth one."""
+
+    shards_itself = True
+
+    def __init__(self, is_killed: bool) -> None:
+        self.is_killed = is_killed
+
+    def __iter__(self):
+        for number in range(8 if get_worker_info().id == 0 else 200):
+            if number == 80 and self.is_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 80:
+                raise ValueError("row 80 is bad")
+            yield torch.zeros(8), 0
+
+
+@pytest.mark.parametrize(
+    ("is_killed", "expected"),
+    [
+        (False, "reading-failed ValueError: row 80 is bad test_dataloader_workers.py __iter__"),
+        (True, "worker-killed worker 1 SIGKILL"),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_a_worker_whose_share_ended_is_not_blamed_for_an_error(tiny_run, is_killed, expected):
+    with expect_problem(expected, FastloopError) as caught:
+        tiny_run([workers(2, persistent_workers=False)], data=EndsEarly(is_killed), epochs=1)
+    assert (caught.value.__cause__ is None) == is_killed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")

@@ -42,10 +42,12 @@ class MeasuredLoss:
     Attributes:
         whole: That of all samples.
         mean_of_halves: The mean of its halves' losses, weighted by their samples.
+        samples: Number of samples.
     """
 
     whole: float
     mean_of_halves: float
+    samples: int
 
     @property
     def is_mean(self) -> bool:
@@ -64,7 +66,8 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     counted the targets, if another plugin computes the loss, if the loss of the same batch differs between two calls,
     or if the batch cannot be cut: a tensor has no dimension for its samples, or a strategy shards the weights.
 
-    The model, the random states, and the generators that the model and the loss function keep stay as they were.
+    The model, the batches, the random states, and the generators that the model and the loss function keep stay as they
+    were. Every process must call it. All of them compute the same number of losses, because a loss may exchange data.
 
     Args:
         task: The task. Its own method is called, because wrappers of the hook may count the calls.
@@ -83,32 +86,46 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     model = run.unwrap_model()
     if any(isinstance(parameter, DTensor) or not parameter.numel() for parameter in model.parameters()):
         return
-    for batch in batches[:MOST]:
+    for index in _measurable_indices(run, batches[:MOST]):
+        own = _measure(task, model, batches[index])
+        differing = None
+        for measured in run.processes.all_gather_object(own):
+            if measured is None:
+                return
+            if differing is None and not measured.is_mean:
+                differing = measured
+        if differing is not None:
+            _warn(run, differing, keys)
+            return
+
+
+def _warn(run: Run, measured: MeasuredLoss, keys: list[str]) -> None:
+    logger.warning(
+        Problem(
+            f"the loss of a micro-batch is not the mean over its samples: found {measured.whole:.4g} for "
+            f"{measured.samples} samples, and {measured.mean_of_halves:.4g} as the mean of its halves. So results "
+            f"depend on {', '.join(keys)} and the number of processes.",
+            code="loss-not-a-mean",
+            place=run.recipe.where,
+            remedy=(
+                "Return the mean of each sample's loss, or let the collator return a fastloop.Batch with "
+                "the number of counted targets as loss_weight."
+            ),
+        )
+    )
+
+
+def _measurable_indices(run: Run, batches: list[Batch]) -> list[int]:
+    """The indices of the micro-batches that every process can measure, up to the first one that cannot be cut."""
+    own = set[int]()
+    for index, batch in enumerate(batches):
         if batch.samples < 2 or batch.loss_weight != batch.samples:
             continue
-        middle = batch.samples // 2
-        halves = _cut(batch.inputs, batch.samples, middle)
-        if halves is None:
-            return
-        measured = _measure(task, model, batch, halves, middle)
-        if measured is None:
-            return
-        if measured.is_mean:
-            continue
-        logger.warning(
-            Problem(
-                f"the loss of a micro-batch is not the mean over its samples: found {measured.whole:.4g} for "
-                f"{batch.samples} samples, and {measured.mean_of_halves:.4g} as the mean of its halves. So results "
-                f"depend on {', '.join(keys)} and the number of processes.",
-                code="loss-not-a-mean",
-                place=run.recipe.where,
-                remedy=(
-                    "Return the mean of each sample's loss, or let the collator return a fastloop.Batch with "
-                    "the number of counted targets as loss_weight."
-                ),
-            )
-        )
-        return
+        if not _can_cut(batch):
+            break
+        own.add(index)
+    of_processes: list[set[int]] = run.processes.all_gather_object(own)
+    return sorted(set.intersection(*of_processes))
 
 
 def _sizes_that_matter(run: Run, batches: list[Batch], task: ComputesLoss) -> list[str]:
@@ -132,9 +149,7 @@ def _has_several_batches(loader: Loader) -> bool:
     return steps is None or steps > 1
 
 
-def _measure(
-    task: ComputesLoss, model: nn.Module, batch: Batch, halves: tuple[Any, Any], middle: int
-) -> MeasuredLoss | None:
+def _measure(task: ComputesLoss, model: nn.Module, batch: Batch) -> MeasuredLoss | None:
     """The losses of a micro-batch and of its halves. None: they cannot be compared, because the loss differs between
     two calls, such as one with noise, or because one of the calls fails. A step that fails, too, reports its error.
 
@@ -142,34 +157,45 @@ def _measure(
     """
     from fastloop.probing import probing
 
-    def compute(inputs: Any) -> float:
-        return float(task.compute_loss(model, inputs).loss)
-
+    middle = batch.samples // 2
     try:
         with probing(model, task.criterion):
-            whole = compute(batch.inputs)
-            if compute(batch.inputs) != whole:  # also if both are NaN
-                return None
+            whole = _compute(task, model, batch, 0, batch.samples)
+            again = _compute(task, model, batch, 0, batch.samples)
         with probing(model, task.criterion):
-            first = compute(halves[0])
+            first = _compute(task, model, batch, 0, middle)
         with probing(model, task.criterion):
-            second = compute(halves[1])
+            second = _compute(task, model, batch, middle, batch.samples)
+    except Exception:  # the states of this model cannot be read or restored
+        return None
+    if whole is None or first is None or second is None:
+        return None
+    if again != whole:  # also if both are NaN
+        return None
+    mean_of_halves = (first * middle + second * (batch.samples - middle)) / batch.samples
+    return MeasuredLoss(whole, mean_of_halves, batch.samples)
+
+
+def _compute(task: ComputesLoss, model: nn.Module, batch: Batch, start: int, stop: int) -> float | None:
+    """The loss of samples ``start`` to ``stop``, without the last. None: the call fails, so that the next calls follow.
+
+    The call gets a copy, because a model may write to its inputs, or take values out of a dict.
+    """
+    from torch.utils._pytree import tree_map
+
+    try:
+        inputs = tree_map(lambda tensor: tensor[start:stop].clone(), batch.inputs)
+        return float(task.compute_loss(model, inputs).loss)
     except Exception:  # a loss may need a certain size of batches, or gradients
         return None
-    return MeasuredLoss(whole, (first * middle + second * (batch.samples - middle)) / batch.samples)
 
 
-def _cut(inputs: Any, samples: int, middle: int) -> tuple[Any, Any] | None:
-    """Cut the tensors of a batch after sample ``middle``. None: one of its values has no dimension of the samples."""
+def _can_cut(batch: Batch) -> bool:
+    """Whether each value of a batch is a tensor whose first dimension is that of the samples."""
     import torch
-    from torch.utils._pytree import tree_flatten, tree_unflatten
+    from torch.utils._pytree import tree_leaves
 
-    values, structure = tree_flatten(inputs)
-    first = []
-    second = []
-    for value in values:
-        if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != samples:
-            return None
-        first.append(value[:middle])
-        second.append(value[middle:])
-    return tree_unflatten(first, structure), tree_unflatten(second, structure)
+    for value in tree_leaves(batch.inputs):
+        if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != batch.samples:
+            return False
+    return True

@@ -214,6 +214,26 @@ def loss_with_noise() -> Any:
     return lambda predictions, targets: masked_mean(predictions, targets) * generator.random()
 
 
+class WritesToInputs(nn.Module):
+    """Subtracts one from its input, in place."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs -= 1.0
+        return inputs
+
+
+class EmptiesDict(nn.Module):
+    """Computes its loss with targets that it takes out of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor, others: dict[str, Tensor]) -> dict[str, Tensor]:
+        predictions = self.linear(inputs)
+        return {"loss": masked_mean(predictions, others.pop("targets")), "logits": predictions}
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "dropout and batch norm": (lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), lambda: masked_mean),
     "an own generator": (own_noise, lambda: masked_mean),
@@ -222,6 +242,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a generator of a file": (noise_of_file, lambda: masked_mean),
     "a generator of the loss": (nn.Identity, loss_with_noise),
     "a loss that changes": (nn.Identity, RunningScale),
+    "a layer that writes to its input": (WritesToInputs, lambda: masked_mean),
 }
 """Case -> a layer of the model, and the loss."""
 
@@ -235,7 +256,7 @@ def test_the_measurement_changes_no_number(monkeypatch, case, arguments):
 
     def weights() -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), make_layer(), nn.Linear(8, 8))
+        model = nn.Sequential(make_layer(), nn.Linear(8, 8), make_layer(), nn.Linear(8, 8))
         usual = {"batch_size": 8, "max_steps": 3, "output": "run", "device": "cpu", **arguments}
         Trainer(model, masked_data(), loss=make_loss(), **usual).fit()
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -251,3 +272,69 @@ def test_the_measurement_changes_no_number(monkeypatch, case, arguments):
     monkeypatch.setattr(task, "warn_of_other_means", lambda run, batches, task: None)
     without = weights()
     assert all(torch.equal(with_it[name], without[name]) for name in without)
+
+
+def test_a_model_that_takes_values_out_of_its_inputs_is_measured_and_trains(caplog):
+    torch.manual_seed(0)
+    caplog.set_level(logging.WARNING, logger="fastloop")
+    samples = [{"inputs": inputs, "others": {"targets": targets}} for inputs, targets in masked_data()]
+    data: Any = torch.utils.data.DataLoader(samples, batch_size=SAMPLES)
+    Trainer(EmptiesDict(), data, micro_batch_size=4, max_steps=1, output="run", device="cpu").fit()
+    assert caplog.text.count("train.micro_batch_size") == 1
+
+
+class ExchangingLoss:
+    """A loss that needs every process in each call, and differs on process 1.
+
+    Attributes:
+        kind: Its value on process 1: "noise", "a masked mean", or "a mean of samples", as on process 0.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.calls = 0
+
+    def __call__(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        in_training: list[Any] = [None, None]
+        torch.distributed.all_gather_object(in_training, torch.is_grad_enabled())
+        if in_training[0] != in_training[1]:
+            raise RuntimeError("one process trains, and the other one measures")
+        if torch.distributed.get_rank() == 0 or self.kind == "a mean of samples":
+            return mean_of_samples(predictions, targets)
+        self.calls += 1
+        scale = self.calls if self.kind == "noise" else 1
+        return masked_mean(predictions, targets) * scale
+
+
+def counted_on_second(samples: list[tuple[Tensor, Tensor]]) -> Batch:
+    """Batches whose weight on process 1 is the number of their targets, and on process 0 that of their samples."""
+    batch = counted(samples)
+    if torch.distributed.get_rank() == 0:
+        batch.loss_weight = float(len(samples))
+    return batch
+
+
+def train_on_processes(kind: str, collate: Any) -> list[str]:
+    """The messages of this process's warnings."""
+    messages = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastloop").addHandler(handler)
+    torch.manual_seed(0)
+    data = torch.utils.data.DataLoader(masked_data(), batch_size=SAMPLES, collate_fn=collate)
+    usual: dict[str, Any] = {"output": "run", "save_every": None, "device": "cpu", "plugins": ["ddp"]}
+    Trainer(nn.Linear(8, 8), data, loss=ExchangingLoss(kind), micro_batch_size=4, max_steps=1, **usual).fit()
+    return messages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "collate", "warnings"),
+    [("noise", None, 0), ("a masked mean", None, 1), ("a mean of samples", counted_on_second, 0)],
+    ids=["noise", "no mean", "counted targets"],
+)
+def test_processes_measure_the_same_number_of_losses(processes, tmp_path, kind, collate, warnings):
+    """Also if process 1 alone finds a reason to stop: a loss with a collective operation waits for all. Process 0
+    warns of what process 1 measured."""
+    first, _ = processes(2, train_on_processes, kind, collate, folder=tmp_path, limit=120.0)
+    assert "\n".join(first.result).count("is not the mean over its samples") == warnings

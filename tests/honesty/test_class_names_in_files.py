@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
+from _pytest.mark.structures import ParameterSet
 from data_helpers import named_rows, text_data
 from pyarrow import parquet
 
@@ -153,10 +154,15 @@ def applies(case: str, kind: str, source: str) -> bool:
     return not (source == "saved" and len(splits.train) > 1) and not (kind == "classes" and unnamed)
 
 
-COMBINATIONS = [names for names in itertools.product(CASES, KINDS, SOURCES, (False, True)) if applies(*names[:3])]
+def combinations() -> Iterator[ParameterSet]:
+    """Each that applies. The quick tests read Parquet files alone: other sources read the same features."""
+    for case, kind, source, streaming in itertools.product(CASES, KINDS, SOURCES, (False, True)):
+        if applies(case, kind, source):
+            marks = [] if source == "parquet" else [pytest.mark.slow]
+            yield pytest.param(case, kind, source, streaming, marks=marks)
 
 
-@pytest.mark.parametrize(("case", "kind", "source", "streaming"), COMBINATIONS)
+@pytest.mark.parametrize(("case", "kind", "source", "streaming"), list(combinations()))
 def test_each_row_has_the_class_that_its_file_names(case, kind, source, streaming, tmp_path, monkeypatch):
     if streaming and kind == "classes":
         pytest.skip("a stream reads one class a row")

@@ -232,6 +232,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_low_limit_of_open_files_is_named():
     """ulimit -n 40 with eight workers: one line of error"""
     Path("few.py").write_text(FEW_FILES)

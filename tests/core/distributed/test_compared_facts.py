@@ -134,6 +134,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_checksum_copies_no_weight(tmp_path):
     script = tmp_path / "peak.py"

@@ -147,9 +147,13 @@ class Breaks(Dataset):
     ("how", "expected"),
     [
         ("raises", "reading-failed ValueError: sample 13 is broken"),
-        ("leaves files open", "reading-failed OSError Too many open files test_dataloader_workers.py __getitem__"),
+        pytest.param(
+            "leaves files open",
+            "reading-failed OSError Too many open files test_dataloader_workers.py __getitem__",
+            marks=pytest.mark.slow,
+        ),
         ("is killed", "worker-killed 2 SIGKILL"),
-        ("is interrupted", "worker-killed 2 exit code 0"),
+        pytest.param("is interrupted", "worker-killed 2 exit code 0", marks=pytest.mark.slow),
         pytest.param("hangs", "worker-hangs 2", marks=pytest.mark.slow),
     ],
 )

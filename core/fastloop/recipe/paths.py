@@ -60,10 +60,16 @@ def nothing_at(path: Path, kind: str = "file") -> str:
 def broken_link(path: Path) -> str | None:
     """The symbolic link in a path that leads nowhere, and where it points, as a clause; None: there is none."""
     for place in (path, *path.parents):
-        if not place.is_symlink() or place.exists():
+        try:
+            is_link = place.is_symlink()
+        except OSError:  # this user may not look into its folder, or the name is too long
+            continue
+        if not is_link:
             continue
         try:
             place.resolve(strict=True)
+        except PermissionError:  # it leads to the folder of another user
+            continue
         except FileNotFoundError:
             return f"the symbolic link {place} points to {place.readlink()}, which does not exist"
         except (OSError, RuntimeError):

@@ -284,8 +284,9 @@ def test_gradients_are_exchanged_once_a_step(results):
     and the rest)."""
     names = chosen(["ddp 2 accumulated", "fsdp 2 accumulated", "fsdp held", "hsdp 4 accumulated", "hsdp 4 held"])
     sums = {name: results[name]["exchanges"]["gloo:all_reduce"] for name in names}
-    # The loss, weights and requests of each step; of evaluations; before and after saves; of the end.
-    numbers = 3 * 16 + 3 * 2 + 2 * 5 + 1
+    # The loss, weights and requests of each step; of evaluations; before and after saves; requests of the start; of
+    # the end.
+    numbers = 3 * 16 + 3 * 2 + 2 * 5 + 1 + 1
     assert sums["ddp 2 accumulated"] == 16 + numbers
     # fsdp agrees on the order of the blocks, and their end, in the first step and evaluation
     norms, numbers = 16, numbers + 2 * 4

@@ -201,7 +201,6 @@ class Case:
 
 QUICK = {
     "pair-headed-full", "tags-bare-merged", "class-bare-unmerged", "chat-headed-full", "seq2seq-headed-merged",
-    "image-resnet-bare-merged",
 }  # fmt: skip
 """Names of the cases that are not marked slow."""
 METHODS: tuple[Method, ...] = ("full", "merged", "unmerged")

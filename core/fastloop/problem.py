@@ -17,8 +17,10 @@ KEY = re.compile(r"^(?P<file>(?:recipe|.+\.ya?ml)): (?P<key>[\w.\[\]/-]+)")
 """A place in a recipe: ``recipe.yaml: train.lr``."""
 VALUE = r"""'[^']*'|"[^"]*"|\{[^{}`]*\}|\[(?:[^\[\]`]|\[[^\[\]`]*\])*\]|[^\s`]*[^\s`.,:;)]"""
 """A value in an override: in quotes, ``{'+': pos}``, ``[text, label]``, or a word without the end of the sentence."""
+SETTING = r"(?:output|(?:data|model|plugins|train)(?:\.[\w-]+)+)="
+"""The key of an override: ``output=`` or ``data.label=``."""
 UNQUOTED = (
-    rf"(?<![\w.(`'\"-])((?:output|(?:data|model|plugins|train)(?:\.[\w-]+)+)=(?:{VALUE}))"
+    rf"(?<![\w.(`'\"-])({SETTING}(?:{VALUE}))"
     r"|(?<![\w`-])(--(?:with|without|split) [\w,./:-]*\w)"
 )
 """An override, or an option that takes a name. An override just behind a parenthesis only names a setting: ``expected a
@@ -27,7 +29,7 @@ IN_FACTS = re.compile(UNQUOTED)
 """A part of an explanation that a user can type."""
 IN_REMEDY = re.compile(rf"{UNQUOTED}|`(--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[^`]*`")
 """A part of a remedy that a user can type. Options and commands are between backquotes, and so may names be."""
-OVERRIDE = re.compile(rf"{UNQUOTED}|(?<=`)((?:output|(?:data|model|plugins|train)(?:\.[\w-]+)+)=[^`]*)(?=`)")
+OVERRIDE = re.compile(rf"{UNQUOTED}|(?<=`)({SETTING}[^`]*)(?=`)")
 """An override in a message, with or without backquotes, or an option that takes a name."""
 SHELL_WORD = re.compile(r"(?:[\w@%+=:,./-]|\{\w*\})+")
 """A word that bash leaves as it is: ``train.lr=1e-3``. ``{}`` is one, and so is ``{name}``, which stands for a value in

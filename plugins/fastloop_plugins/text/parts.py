@@ -206,20 +206,7 @@ def _read_dataset(data: TextData, name: str) -> dict[str, list[Table]]:
     return parts
 
 
-@dataclass
-class _FolderFiles:
-    """The files of a folder.
-
-    Attributes:
-        splits: Split -> its files.
-        features: See ``Shards``.
-    """
-
-    splits: Mapping[str, Any]
-    features: Mapping[str, Any]
-
-
-def _folder_files(data: TextData, folder: Path) -> _FolderFiles | None:
+def _folder_files(data: TextData, folder: Path) -> Shards | None:
     """The CSV or Parquet files of a folder; None: it has others, or is no folder.
 
     ``datasets`` would read CSV files with guessed types and missing values, and Parquet files with the names of classes
@@ -227,14 +214,16 @@ def _folder_files(data: TextData, folder: Path) -> _FolderFiles | None:
     """
     import datasets
 
+    from fastloop_plugins.text.streaming.shards import Shards
+
     if is_saved(folder) or not folder.is_dir():
         return None
     builder = datasets.load_dataset_builder(str(folder.resolve()), data.options.subset)
     splits = {str(split): paths for split, paths in builder.config.data_files.items()}
     if builder.name == "csv":
-        return _FolderFiles(splits, {})
+        return Shards(splits)
     if builder.name == "parquet":
-        return _FolderFiles(splits, stated_features(builder))
+        return Shards(splits, stated_features(builder))
     return None
 
 

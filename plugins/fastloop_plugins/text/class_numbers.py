@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
@@ -69,33 +70,38 @@ def number_as_train(
 def _refuse_unnamed_numbers(parts: Mapping[str, list[Table]], column: str, train: str) -> None:
     """Raise an error for numbers without names if the parts of the training split name the same number in two ways. If
     none of them has names, the parts of the other splits must agree."""
-    named: list[Table] = []
-    unnamed: list[Table] = []
-    for tables in parts.values():
-        named += [part for part in tables if column in part.class_names]
-        unnamed += [part for part in tables if column in part.columns and column not in part.class_names]
-    named_of_train = [part for part in parts.get(train, []) if column in part.class_names]
-    if named_of_train:
-        named = named_of_train
+    every = list(chain.from_iterable(parts.values()))
+    unnamed = [part for part in every if column in part.columns and column not in part.class_names]
     if not unnamed:
         return
+    named = [part for part in parts.get(train, []) if column in part.class_names]
+    if not named:
+        named = [part for part in every if column in part.class_names]
+    difference = _find_difference(named, column)
+    if difference is None:
+        return
+    number, first, second = difference
+    for part in unnamed:
+        if _has_numbers(part, column):
+            raise RecipeError(
+                f"column {column!r} has numbers without names. The number {number} stands for "
+                f"{first.class_names[column][number]!r} in {first.where}, and for "
+                f"{second.class_names[column][number]!r} in {second.where}.",
+                code="mixed-labels",
+                place=part.where,
+                remedy="Write that column with names in place of numbers.",
+            )
+
+
+def _find_difference(named: Sequence[Table], column: str) -> tuple[int, Table, Table] | None:
+    """The first number of a column that two parts name in two ways, and the parts; None: there is none."""
     part_of_number = dict[int, Table]()  # the first part that names it
     for part in named:
         for number, name in enumerate(part.class_names[column]):
             first = part_of_number.setdefault(number, part)
-            first_name = first.class_names[column][number]
-            if name == first_name:
-                continue
-            for other in unnamed:
-                if _has_numbers(other, column):
-                    raise RecipeError(
-                        f"column {column!r} has numbers without names. The number {number} stands for {first_name!r} "
-                        f"in {first.where}, and for {name!r} in {part.where}.",
-                        code="mixed-labels",
-                        place=other.where,
-                        remedy="Write that column with names in place of numbers.",
-                    )
-            return
+            if name != first.class_names[column][number]:
+                return number, first, part
+    return None
 
 
 def _has_numbers(part: Table, column: str) -> bool:

@@ -293,16 +293,17 @@ class Conformance:
         where = f" on two processes with {strategy!r}"
         slot = study_results.plugin.slot
         numerics = "changes-training" if slot == "task" else study_results.plugin.numerics
-        if numerics == "changes-training":
-            plain = first  # nothing is compared, and the strategy may refuse the task of the plain run
-        elif slot == "strategy":
-            plain = study_results.plain.run("plain")
-        else:
+        has_plain_pair = slot not in ("task", "strategy")
+        if has_plain_pair:
             plain = study_results.plain.pair(strategy)[0]
+        elif numerics == "changes-training":
+            plain = first  # nothing is compared, and the strategy may refuse the task of the plain run
+        else:
+            plain = study_results.plain.run("plain")
         self._require(check_losses(numerics, first, plain, plain, where))
-        if slot not in ("task", "strategy"):
+        if has_plain_pair:
             alone = (study_results.run("ours"), study_results.plain.run("plain"))
-            self._require(check_effect(strategy, alone, (first, study_results.plain.pair(strategy)[0])))
+            self._require(check_effect(strategy, alone, (first, plain)))
         different = []
         if first.replicas != second.replicas:
             different.append("weights")

@@ -87,16 +87,13 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     if any(isinstance(parameter, DTensor) or not parameter.numel() for parameter in model.parameters()):
         return
     for index in _measurable_indices(run, batches[:MOST]):
-        own = _measure(task, model, batches[index])
-        differing = None
-        for measured in run.processes.all_gather_object(own):
-            if measured is None:
-                return
-            if differing is None and not measured.is_mean:
-                differing = measured
-        if differing is not None:
-            _warn(run, differing, keys)
+        of_processes = run.processes.all_gather_object(_measure(task, model, batches[index]))
+        if None in of_processes:
             return
+        for measured in of_processes:
+            if not measured.is_mean:
+                _warn(run, measured, keys)
+                return
 
 
 def _warn(run: Run, measured: MeasuredLoss, keys: list[str]) -> None:

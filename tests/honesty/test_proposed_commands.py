@@ -395,6 +395,11 @@ CASES: dict[str, Case] = {
         text(films("neg", "pos", "")),
         ("data.drop=[",),
     ),
+    "empty texts": Case(
+        text([*films("neg", "pos"), (" ", "neg")]),
+        ("data.drop=[",),
+        code=0,
+    ),
     "rows that repeat": Case(
         text([*films("neg", "pos"), *films("neg", "pos")], validation_fraction=0),
         ("data.deduplicate=true",),
@@ -423,6 +428,11 @@ CASES: dict[str, Case] = {
     "a new tag": Case(
         text(TAGGED, path="train.jsonl", test=OTHER_TAG, tags="tags", label=None),
         ("data.tag_names=[",),
+    ),
+    "a sentence without words": Case(
+        text([*TAGGED, {"words": [], "tags": []}], path="train.jsonl", tags="tags", label=None),
+        ("data.drop=[",),
+        code=0,
     ),
     "a split with a new tag": Case(
         text(TAGGED, path="train.jsonl", test=OTHER_TAG, tags="tags", label=None),

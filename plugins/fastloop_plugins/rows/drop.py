@@ -22,11 +22,15 @@ class Condition:
     column: str = option("The column to look at. It need not be one that the task reads.")
     equals: Scalar | list[Scalar] | None = option("Drop rows with this value, or one of these.", default=None)
     shorter_than: int | None = option(
-        "Drop rows with fewer characters, or items of a list; a missing value has 0.", default=None, ge=1
+        "Drop rows with fewer characters, spaces included, or items of a list; a missing value has 0.",
+        default=None,
+        ge=1,
     )
     longer_than: int | None = option("Drop rows with more characters, or items of a list.", default=None, ge=0)
     empty: bool = option(
-        "Drop rows without a value: null, NaN, a text of spaces only, or a list without items.", default=False
+        "Drop rows without a value: null, NaN, an empty text, a text of spaces and line breaks only, or a list without "
+        "items.",
+        default=False,
     )
     first_role: str | list[str] | None = option(
         "Drop conversations whose first message has this role, or one of these.", default=None

@@ -84,11 +84,14 @@ class EmptyTexts:
             texts: Their name in the message.
         """
         if self.empty:
+            empty = counted_of(self.empty, self.total, texts)
+            verb = f"{agree(self.empty, 'is', 'are')} empty or {agree(self.empty, 'has', 'have')} only spaces"
             logger.warning(
                 Problem(
-                    f"{counted_of(self.empty, self.total, texts)} {agree(self.empty, 'is', 'are')} empty.",
+                    f"{empty} {verb}. The prediction of an empty text means nothing.",
                     code="empty-texts",
                     place="data: predict",
+                    remedy="Leave such texts out of the input.",
                 )
             )
 

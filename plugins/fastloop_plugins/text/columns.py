@@ -9,6 +9,7 @@ from fastloop import Problem
 from fastloop.errors import RecipeError
 from fastloop.problem import agree, counted_of
 from fastloop_plugins.rows.column import Column
+from fastloop_plugins.rows.drop import drop_line
 from fastloop_plugins.rows.split_rows import BlankTexts
 from fastloop_plugins.rows.table import Table
 
@@ -77,13 +78,16 @@ def check_texts(
     for (name, key), of_column in zip(keys.items(), blank.values(), strict=True):
         if of_column.count == total:
             raise RecipeError(
-                f"all {total} texts in column {name!r} are empty (data.{key}).", code="empty-column", place=where
+                f"all {total} texts in column {name!r} are empty or have only spaces (data.{key}).",
+                code="empty-column",
+                place=where,
             )
         if of_column.count:
             first = f"the first in {name_of_row(parts, of_column.first)}: column {name!r} (data.{key})"
             empty = counted_of(of_column.count, total, "texts")
-            text = f"{empty} {agree(of_column.count, 'is', 'are')} empty, {first}."
-            problems.append(Problem(text, code="empty-texts", place=where))
+            verb = f"{agree(of_column.count, 'is', 'are')} empty or {agree(of_column.count, 'has', 'have')} only spaces"
+            remedy = drop_line(name, "empty: true")
+            problems.append(Problem(f"{empty} {verb}, {first}.", code="empty-texts", place=where, remedy=remedy))
     return problems
 
 

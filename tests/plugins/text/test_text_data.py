@@ -18,7 +18,7 @@ from text_helpers import TINY, make_run, rows, write_rows
 from fastloop.errors import RecipeError
 from fastloop.problem import Problem
 from fastloop.recipe import make_recipe
-from fastloop.testing import assert_problem
+from fastloop.testing import assert_problem, find_problems
 from fastloop_plugins.text.data import TextData
 
 
@@ -305,9 +305,13 @@ def test_empty_splits_are_rejected_and_few_empty_texts_logged(caplog):
         assert_problem(problem, f"empty-split {empty}: test")
     write_rows("blank.jsonl", [{"text": "", "label": 0}, {"text": None, "label": 1}])
     assert_problem(problem_of(files={"train": "blank.jsonl"}), "empty-column blank.jsonl 2 'text' data.text")
-    write_rows("some.jsonl", [*rows(4), {"text": " ", "label": 1}])
+    write_rows("some.jsonl", [*rows(4), {"text": " \n", "label": 1}, {"text": "", "label": 1}])
     read(files={"train": "some.jsonl"}).load()
-    assert_problem(caplog, "empty-texts some.jsonl 1 5")
+    assert_problem(caplog, "empty-texts some.jsonl 2 6 'data.drop=[{column: text, empty: true}]'")
+    caplog.clear()
+    datasets = read(files={"train": "some.jsonl"}, drop=[{"column": "text", "empty": True}]).load()
+    assert sum(map(len, datasets.values())) == 4
+    assert not find_problems(caplog, "empty-texts")
 
 
 def test_non_string_texts_are_rejected():

@@ -15,6 +15,7 @@ from fastloop import Problem, RecipeError, option
 from fastloop.problem import agree, counted, counted_of
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.conll import Columns
+from fastloop_plugins.rows.drop import drop_line
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
@@ -237,7 +238,8 @@ class TagTextData(TextData):
                 f"{counted_of(empty, total, 'sentences')} {agree(empty, 'has', 'have')} no words, and "
                 f"{agree(empty, 'is', 'are')} skipped."
             )
-            self.messages.append(Problem(text, code="empty-texts", place=where))
+            remedy = drop_line(next(iter(self.row_columns())), "empty: true")
+            self.messages.append(Problem(text, code="empty-texts", place=where, remedy=remedy))
         if role == "train" and self.inference is None and self.stream is None:
             self.messages.append(f"data: words of each tag in train: {describe_counts(counts, self.classes)}")
         return rows.finish()

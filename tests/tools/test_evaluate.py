@@ -171,7 +171,7 @@ def test_held_out_rows_are_those_of_training(tmp_path, cli):
     assert "data: validation 18 (no validation split: 30% of train, of each class, held out)\n" in out
     assert "data: train" not in out, "the run has logged these lines"
     _, out, _ = cli("evaluate", run, "--split", "test")
-    assert "data: test: 0 of 30 rows are left out (data.drop): text shorter than 2 0\n" in out
+    assert "(data.drop)" not in out, "no row of this split is left out"
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,14 @@ def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Ta
 
 
 def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -> None:
-    """Add the rows that each condition of ``data.drop`` leaves out to ``data.messages``."""
+    """Add the rows that each condition of ``data.drop`` leaves out to ``data.messages``.
+
+    A split without such rows is named only if it is the one to train on: there, the conditions may have a typing error.
+    """
     if not counts or not data.reports(role):
+        return
+    is_trained = role == "train" and data.inference is None
+    if not sum(counts) and not is_trained:
         return
     listed = ", ".join(f"{condition} {count}" for condition, count in zip(data.drop.conditions, counts, strict=True))
     left_out = counted_of(sum(counts), sum(counts) + kept, data.unit)

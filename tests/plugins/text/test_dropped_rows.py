@@ -106,6 +106,10 @@ def test_the_log_counts_the_rows_of_each_condition_and_split(caplog):
     assert listed in caplog.messages
     listed = "data: validation: 1 of 2 rows is left out (data.drop): lang equals de 0, text shorter than 4 1"
     assert listed in caplog.messages
+    caplog.clear()
+    text_data(files, drop=[{"column": "lang", "equals": "DE"}]).load()
+    lines = [line for line in caplog.messages if "(data.drop)" in line]
+    assert lines == ["data: train: 0 of 5 rows are left out (data.drop): lang equals DE 0"], "a typing error is seen"
 
 
 def test_messages_name_the_rows_that_are_left_by_their_numbers_in_the_file():

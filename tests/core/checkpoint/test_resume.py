@@ -5,6 +5,7 @@ Most runs are killed in a forked child, by SIGKILL from inside at a chosen momen
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -221,6 +222,10 @@ def record(folder: Path, audit: Path) -> dict[str, Any]:
     }
 
 
+HANGING = 240
+"""Seconds after which a forked run shows where it waits, and ends. A run takes less than 20, also under load."""
+
+
 @pytest.fixture
 def train(tiny_run):
     """``train(folder, ...)``: three epochs of nine steps, saved every fourth, evaluated at every fifth; ``dies`` forks,
@@ -244,6 +249,7 @@ def train(tiny_run):
         child = os.fork()
         if child == 0:
             try:
+                faulthandler.dump_traceback_later(HANGING, exit=True)
                 tiny_run([*plugins, audit, dies], **arguments)
             finally:
                 os._exit(1)  # it should have been killed

@@ -156,22 +156,11 @@ class FrozenLayer(Plugin):
         next(model.children()).requires_grad_(False)
 
 
-class UnusedWeight(Plugin):
-    """Adds a weight that the loss does not depend on."""
-
-    name = "unused-weight"
-
-    @hookimpl
-    def before_prepare(self, model: nn.Module) -> None:
-        model.register_parameter("unused", nn.Parameter(torch.ones(2)))
-
-
 WEIGHT_CASES: dict[str, tuple[list[Any], int]] = {
     "alone": ([Alone()], 3),
     "alone, one step": ([Alone()], 1),
     "alone, frozen": ([Alone(), FrozenLayer()], 3),
     "own noise": (["ddp", OwnNoise()], 3),
-    "ddp, unused, one step": (["ddp", UnusedWeight()], 1),
     "declared": ([DeclaredAlone()], 3),
     "averaged": ([AveragedWeights()], 3),
     "rounded": ([Rounded()], 3),

@@ -128,6 +128,24 @@ class Unused(Net):
         self.unused = nn.Linear(4, 4)
 
 
+class LeftOut(nn.Module):
+    """Leaves a layer out on process 1 from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(8, 9)
+        self.middle = nn.Linear(9, 9)
+        self.head = nn.Linear(9, 3)
+        self.step = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        if self.step < 2 or torch.distributed.get_rank() == 0:  # the plugin sets the step
+            hidden = hidden + self.middle(hidden)
+        return self.head(hidden)
+
+
 class Routed(nn.Module):
     """Uses one of two layers, chosen by a micro-batch's first sample, and a third one in half of the steps.
 
@@ -206,6 +224,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "uniform": Uniform,
     "normed": Normed,
     "unused": Unused,
+    "left out": LeftOut,
 }
 DATA: dict[str, Callable[[], Any]] = {
     "even": lambda: data(64, 0),

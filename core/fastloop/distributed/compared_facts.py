@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastloop.distributed.tensors import as_bytes
 from fastloop.errors import ProcessesDisagree
-from fastloop.unstepped import by_module
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
@@ -160,12 +159,6 @@ def check_weights(run: Run, before: Mapping[str, Tensor]) -> None:
         )
     first, *others = run.processes.all_gather_object(samples)
     remedy = _remedy(type(run.strategy))
-    unchanged = [name for name, sample in first.items() if torch.equal(sample.before, sample.now)]
-    if unchanged:  # DDP does not average gradients that share a bucket with one that is missing
-        remedy = (
-            f"Training did not change {by_module(unchanged)}. If the loss does not depend on them, freeze them, or set "
-            f"plugins.ddp.find_unused_parameters: true. Otherwise: {remedy}"
-        )
     for rank, other in enumerate(others, start=1):
         for name, sample in other.items():
             if sample.differs_from(first[name]):

@@ -23,21 +23,28 @@ layer in ``before_fit`` instead, with ``find_unused_parameters: true``: then it 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, PluginError, Recommendation, When, hookimpl, option
 from fastloop.distributed.ranks import world_size
+from fastloop.unstepped import by_module
 from fastloop_plugins.strategies._timeout import TimedStrategy
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
 
     from fastloop import Layout, MemoryEstimate, Run
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+
+
+WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+"""The part of torch's error that lists parameters, by their index among those that DDP reduces: ``2 3``."""
 
 
 class DDP(TimedStrategy):
@@ -83,6 +90,8 @@ class DDP(TimedStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.frozen: list[tuple[str, nn.Parameter]] = []  # when DistributedDataParallel was built
+        self._reduced_names: list[str] = []  # in the order of DistributedDataParallel's indices
+        self._wrapped: DistributedDataParallel | None = None
         if self.compress is not None:
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
@@ -116,16 +125,45 @@ class DDP(TimedStrategy):
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         wrapped, optimizer = super().prepare(run, model, optimizer)
         if run.world_size > 1:
-            self.frozen = []  # not those of an earlier run
+            self._wrapped = wrapped  # type: ignore[assignment]
+            # not those of an earlier run
+            self.frozen = []
+            self._reduced_names = []
             for name, parameter in model.named_parameters():
                 if not parameter.requires_grad:
                     self.frozen.append((name, parameter))
+                elif name not in wrapped.parameters_to_ignore:  # type: ignore[operator]
+                    self._reduced_names.append(name)
             if not model.state_dict().keys() & dict(model.named_buffers()).keys():
                 # training changes no buffer that is not saved
                 wrapped.broadcast_buffers = False  # type: ignore[assignment]
             if self.compress is not None:
                 compress_gradients(wrapped, self.compress)
         return wrapped, optimizer
+
+    def backward(self, run: Run, loss: Tensor) -> None:
+        super().backward(run, loss)
+        self._check_reduction(run)
+
+    def _check_reduction(self, run: Run) -> None:
+        """Raise if this process has not taken part in the all-reduce of each gradient. Another process may wait for it,
+        so this comes before any collective operation: gloo aborts if processes call different ones."""
+        if self._wrapped is None:
+            return
+        try:
+            self._wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            listed = WITHOUT_GRADIENT.search(str(error))
+            if listed is None:
+                raise
+            names = [self._reduced_names[int(index)] for index in listed[1].split()]
+            raise PluginError(
+                f"the loss does not depend on {by_module(names)} on process {run.rank}. DDP would wait for these "
+                "gradients forever.",
+                code="unused-parameters",
+                place=f"{run.recipe.where}: plugins.ddp: step {run.state.step + 1}",
+                remedy="Set plugins.ddp.find_unused_parameters: true, or freeze them.",
+            ) from error
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -151,6 +189,7 @@ class DDP(TimedStrategy):
 
     @hookimpl
     def after_backward(self, run: Run) -> None:
+        self._check_reduction(run)  # a plugin's train_step may call backward itself
         for name, parameter in self.frozen:
             # not `grad`, which processes disagree about if the loss of one does not depend on the parameter
             if parameter.requires_grad:
@@ -161,20 +200,6 @@ class DDP(TimedStrategy):
                     place=f"{run.recipe.where}: plugins.ddp: step {run.state.step + 1}",
                     remedy="Freeze it in before_fit instead, and set plugins.ddp.find_unused_parameters: true.",
                 )
-
-    @hookimpl(wrapper=True)
-    def compute_loss(self) -> Generator[None, Any, Any]:
-        try:
-            return (yield)
-        except RuntimeError as error:  # torch raises it in the next forward pass
-            if "find_unused_parameters" not in str(error):
-                raise
-            raise PluginError(
-                "the loss does not depend on all of the model's trained weights, so DDP waits for gradients in vain.",
-                code="unused-parameters",
-                place="plugin 'ddp'",
-                remedy="Set plugins.ddp.find_unused_parameters: true, or freeze them.",
-            ) from error
 
 
 def compress_gradients(model: nn.Module, dtype: Literal["bf16", "fp16"]) -> None:

@@ -103,3 +103,14 @@ def test_a_layer_that_one_process_leaves_out_is_refused_where_backward_calls_it_
     (named,) = [error for error in errors if error.startswith("PluginError")]  # the other process lost the connection
     assert "called 'blocks.1' where no process did in its first forward pass" in named or "left out 'blocks." in named
     assert named.endswith("Use ddp with find_unused_parameters, or plugins.deepspeed.stage: 2.")
+
+
+@pytest.mark.parametrize(("name", "micro"), [("all at once", 4), ("accumulated", 2)])
+def test_ddp_refuses_a_layer_that_one_process_leaves_out(processes, tmp_path, name, micro):
+    """The process that leaves it out raises, before a collective operation that the other process does not call."""
+    spec = {"name": name, "plugins": ["ddp"], "model": "left out", "train": {"micro_batch_size": micro}}
+    first, second = processes(2, all_of, [spec], folder=tmp_path, limit=120.0)
+    assert first.result[name]["error"].startswith("ProcessLost: process 0 of 2")
+    error = second.result[name]["error"]
+    for part in ("step 3", "middle (weight, bias)", "on process 1", "Set plugins.ddp.find_unused_parameters: true"):
+        assert part in error

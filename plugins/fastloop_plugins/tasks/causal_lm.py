@@ -44,6 +44,7 @@ from fastloop_plugins.text.generation import (
     base_model,
     check_generation,
     check_token_ids,
+    cut_at_end,
     generate,
     generating,
     generation_config,
@@ -350,8 +351,10 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         samples = []
         for target, prompt, completion in zip(targets, prompts, completions, strict=False):  # none on other processes
             asked = tokenizer.decode(prompt)
-            texts = [completion.ids, target.tokens]
-            answer, expected = tokenizer.batch_decode(texts, skip_special_tokens=True)
+            target_ids = list(target.tokens)
+            if self.data.masked:  # ChatML writes a line break after the end token, and it has a loss, too
+                target_ids = cut_at_end(target_ids, options.eos_token_id).ids
+            answer, expected = tokenizer.batch_decode([completion.ids, target_ids], skip_special_tokens=True)
             samples.append(GeneratedSample(asked, answer, expected, completion.ended))
         log_samples(run, samples)
 

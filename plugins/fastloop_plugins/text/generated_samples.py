@@ -28,7 +28,7 @@ class GeneratedSample:
     Attributes:
         prompt: The prompt as the model sees it, with special tokens.
         answer: The generated text.
-        expected: The text of the validation split.
+        expected: The text of the validation split. In a chat, it ends where the model ends an answer.
         ended: Whether the model ended the text; otherwise it reached the largest number of new tokens.
     """
 

@@ -108,6 +108,7 @@ assert [each.wait() for each in together("output=whole", *two)] == [0, 0]
 SLOW = """
 from fastloop_plugins.observe import speed_check
 speed_check.SAVING = 1.0
+speed_check.LEFT = 0.0
 fault = {"SLOW_PATH": "checkpoints", "SLOW_MILLISECONDS": "60"}
 for output, more in (("plain", ()), ("async", ("--with", "async-save"))):
     run, most = Forked(f"output={output}", *BARE, *more, environment=fault), 0

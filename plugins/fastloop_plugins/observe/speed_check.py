@@ -92,9 +92,12 @@ class SpeedCheck(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> None:
-        """Log once if the saves so far took much of the time."""
+        """Log once if the saves so far took much of the time, and the run lasts long enough to be restarted."""
         saving = run.clock.seconds["save"]
         training = run.clock.seconds["train"]
+        step = run.state.step
+        if run.total_steps is not None and step and (run.total_steps - step) * training / step < LEFT:
+            return
         if run.is_main and not self.saving and saving >= SAVING and saving >= (WORTH - 1) * training:
             self.saving = True
             background = ", write in the background (`--with async-save`)"

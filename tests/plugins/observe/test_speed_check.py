@@ -18,6 +18,7 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.speedup_estimates import StepProfile
+from fastloop.testing import find_problems
 from fastloop_plugins.observe import _machine_speed, speed_check
 from fastloop_plugins.observe.speed_check import SpeedCheck, depth, estimates, multiplications
 
@@ -80,6 +81,17 @@ def test_a_run_with_too_few_steps_or_too_little_left_is_not_examined(recipe, cap
     monkeypatch.setattr(speed_check, "LEFT", 1e6)
     fit(recipe(max_steps=28))
     assert not lines(caplog)
+
+
+def test_slow_saves_are_named_only_if_enough_of_the_run_is_left(recipe, caplog, monkeypatch):
+    monkeypatch.setattr(speed_check, "SAVING", 0.0)
+    monkeypatch.setattr(speed_check, "WORTH", 1.0)
+    fit(recipe(max_steps=4, save_every=2))
+    assert len(find_problems(caplog, "slow-saves --with async-save")) == 1
+    caplog.clear()
+    monkeypatch.setattr(speed_check, "LEFT", 1e6)
+    fit(recipe(max_steps=4, save_every=2))
+    assert not find_problems(caplog, "slow-saves")
 
 
 @pytest.mark.slow

@@ -671,6 +671,23 @@ def test_label_smoothing_of_a_script_becomes_the_loss_of_the_classifier():
     assert "label_smoothing_factor: causal-lm has no label smoothing" in output
 
 
+@pytest.mark.parametrize(
+    ("config", "noted"),
+    [
+        (SCRIPT | {"gradient_accumulation_steps": 4}, True),
+        (SCRIPT | {"gradient_accumulation_steps": 1}, False),
+        (SCRIPT | {"gradient_accumulation_steps": 4, "label_smoothing_factor": 0.1}, False),
+        (LORA, False),
+        (TRL, False),
+    ],
+)
+def test_accumulated_losses_of_the_hf_trainer_have_a_note(config, noted):
+    """Its classifiers alone ignore ``num_items_in_batch``: the language models of TRL and Axolotl divide by it."""
+    _, output = imported(config)
+    line = "gradient_accumulation_steps: for a classifier, the HF Trainer logs 4 times fastloop's loss"
+    assert (line in output) == noted
+
+
 def test_the_smoothed_loss_of_the_hf_trainer_is_that_of_the_recipe():
     logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0, 1, 2, 3, 1, 0])

@@ -101,7 +101,7 @@ def convert(
     if trainer != "sft":
         preference.check_values(settings, original, trainer, file)
     result = Conversion({**keys.BASE, **defaults, **settings}, file, original)
-    convert_lengths(result, processes, settings)
+    micro_steps = convert_lengths(result, processes, settings)
     convert_plugins(result, settings)
     convert_optimizer(result)
     convert_schedule(result)
@@ -111,7 +111,7 @@ def convert(
     convert_strategy(result, processes, format)
     convert_evaluation(result)
     if format == "transformers":
-        convert_loss(result)
+        convert_loss(result, micro_steps)
     if trainer != "sft":
         preference.convert_tuning(result, trainer, format, file)
     elif format == "trl":
@@ -157,8 +157,9 @@ def build_recipe(result: Conversion) -> dict[str, Any]:
     return recipe
 
 
-def convert_lengths(result: Conversion, processes: int, settings: Mapping[str, Any]) -> None:
-    """Batch sizes, epochs, steps, and when to log, evaluate and save."""
+def convert_lengths(result: Conversion, processes: int, settings: Mapping[str, Any]) -> int:
+    """Batch sizes, epochs, steps, and when to log, evaluate and save. Returns the micro-batches of a step on one
+    process."""
     micro = int(result.take_number("per_device_train_batch_size"))
     accumulated = int(result.take_number("gradient_accumulation_steps"))
     epochs = float(result.take_number("num_train_epochs"))
@@ -178,6 +179,7 @@ def convert_lengths(result: Conversion, processes: int, settings: Mapping[str, A
     norm = result.take_number("max_grad_norm")
     if norm > 0:
         result.put("train.max_grad_norm", norm)
+    return accumulated
 
 
 def convert_interval(result: Conversion, settings: Mapping[str, Any], name: str, key: str, logging: float) -> None:
@@ -433,13 +435,24 @@ def convert_evaluation(result: Conversion) -> None:
         )
 
 
-def convert_loss(result: Conversion) -> None:
-    """Label smoothing of ``TrainingArguments``. Both spread the share evenly over all classes."""
+def convert_loss(result: Conversion, micro_steps: int) -> None:
+    """Label smoothing of ``TrainingArguments``: both spread the share evenly over all classes. Without it, a note says
+    how the figures of accumulated steps differ.
+
+    transformers' classifiers take the argument ``num_items_in_batch``, and ignore it. So the HF Trainer adds the mean
+    losses of the micro-batches. With label smoothing, it divides their sum itself. See docs/migrate.md.
+    """
     smoothing = result.take_number("label_smoothing_factor")
     if smoothing:
         loss = {"name": "cross_entropy", "label_smoothing": float(smoothing)}
         result.plugins["text-classification"] = {"loss": loss}
         result.note("label_smoothing_factor", "for another task than text-classification, give the loss to its plugin")
+    elif micro_steps > 1:
+        result.note(
+            "gradient_accumulation_steps",
+            f"for a classifier, the HF Trainer logs {micro_steps} times fastloop's loss, and clips gradients that are "
+            "as many times larger: see docs/migrate.md",
+        )
 
 
 def explain_rest(result: Conversion, settings: Mapping[str, Any], format: str) -> None:

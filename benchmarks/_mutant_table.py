@@ -91,7 +91,7 @@ LOSSES = [
     Mutant(
         "micro-batches count alike whatever their number of samples",
         f"{CORE}/loop.py",
-        "loss = share_of_loss(output.loss, batch.loss_weight, total)",
+        "loss = share_of_loss(output.loss, batch.loss_weight, mean_weight)",
         "loss = output.loss / len(batches)",
     ),
     Mutant(

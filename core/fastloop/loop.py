@@ -172,14 +172,14 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
     """
-    if run._unstepped.updated_in is not None:
+    if run._unstepped.updated_in is not None:  # the last update left gradients
         run._unstepped.clear_gradients(run._unstepped.updated_in)
     run.hooks.before_step(run=run, batches=batches)
-    totals = run._start_totals(batches)
+    totals = run._start_totals(batches)  # exchanged between processes during the first forward pass
     run.updates = 0
     run._skipped_steps.skipped = []
-    # once a step, for its updates: state.step counts the steps before this one
-    run._is_log_point = run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0
+    number = run.state.step + 1  # with log_every 10, step 10 is a log point: state.step is 9 until count_step
+    run._is_log_point = run.scalars.enabled and number % run.recipe.train.log_every == 0
     loss = run.hooks.train_step(run=run, batches=batches)
     if run.scheduler is not None and not run.step_was_skipped():
         with region("optimizer"):
@@ -197,22 +197,31 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 
 
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
-    """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
-    if run._unstepped.updated_in is not None:
+    """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``.
+
+    Processes that hold different samples average their gradients, and that mean must be the gradient of the step's mean
+    loss. Two processes, with two micro-batches each, of these numbers of targets::
+
+        process 0    2, 3        process 1    4, 3        12 targets, a mean of 6 for each process
+
+    The losses of process 0 count by 2/6 and 3/6, and those of process 1 by 4/6 and 3/6. The mean over both processes
+    counts them by 2/12, 3/12, 4/12 and 3/12.
+    """
+    if run._unstepped.updated_in is not None:  # this is not the first update of the step, and the last left gradients
         run._unstepped.clear_gradients(run._unstepped.updated_in)
     totals = run._totals_of(batches)
     run._shared_buffers.before_pass()
-    step_loss: Tensor | None = None
     world_size = run.processes.world_size
-    # a part of them, if processes that divide a model train on the same samples
-    sharing_samples = run.loaders.processes.world_size
+    # fewer than world_size, if some processes divide a model and train on the same samples
+    processes_with_samples = run.loaders.processes.world_size
+    step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         reduces_gradients = index == len(batches) - 1  # once a step
         with NO_CONTEXT if reduces_gradients or world_size == 1 else run.accelerator.no_sync(run.model):
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-                total = totals.get().weight / sharing_samples
-                loss = share_of_loss(output.loss, batch.loss_weight, total)
+                mean_weight = totals.get().weight / processes_with_samples  # get waits, so it follows a forward pass
+                loss = share_of_loss(output.loss, batch.loss_weight, mean_weight)
             with region("backward"):
                 run.strategy.backward(run, loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
@@ -227,15 +236,15 @@ def share_of_loss(loss: Tensor, weight: float, total: float) -> Tensor:
     mean over no target is NaN. If no micro-batch has a target, the loss of the step is NaN.
 
     Args:
+        loss: The mean over the micro-batch.
         weight: The ``loss_weight`` of the micro-batch.
-        total: That of the step, divided by the number of processes that share its samples: they average their
-            gradients.
+        total: That of the step; with several processes, the mean over those that hold different samples.
     """
-    if not total:
-        return loss * weight
+    if total == 0:
+        return loss * weight  # NaN times 0 stays NaN
     if weight == total:
         return loss
-    if not weight:
+    if weight == 0:
         return loss.nan_to_num() * 0.0  # part of the graph: other processes reduce the gradients of this pass, too
     return loss * (weight / total)
 
@@ -243,34 +252,38 @@ def share_of_loss(loss: Tensor, weight: float, total: float) -> Tensor:
 def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> None:
     """Clip the gradients, step the optimizer and clear its gradients; see ``Run.apply_gradients``."""
     if optimizer is not None:
-        several = getattr(run.optimizer, "optimizer", run.optimizer)  # without the wrapper that scales losses
-        if not hasattr(several, "select"):
-            raise PluginError(
-                f"found the name {optimizer!r}, but the run has one optimizer.",
-                code="unknown-optimizer",
-                place="run.apply_gradients",
-                remedy="Let build_optimizer return a dict of name -> optimizer.",
-            )
-        several.select(optimizer)
+        _select_optimizer(run, optimizer)
     run.hooks.after_backward(run=run, loss=loss)
     max_norm = run.recipe.train.max_grad_norm
     grad_norm = None
     if max_norm is not None:
         with region("clip"):
             grad_norm = run.strategy.clip_gradients(run, max_norm)
-    # run.gradient_norm() works until the optimizer steps
-    run._gradients_are_final = True
     run._gradient_norm = grad_norm
+    run._gradients_are_final = True  # from here until the optimizer steps, run.gradient_norm() may be called
     if run._is_log_point:
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
     run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     with region("optimizer"):
         run._skipped_steps.step_optimizer()
         run.optimizer.zero_grad()
-    if not run._unstepped.all_are_stepped:
-        run._unstepped.updated_in = run.state.step + 1
     run._gradients_are_final = False
+    if not run._unstepped.all_are_stepped:  # zero_grad has left gradients, which a plugin may apply now
+        run._unstepped.updated_in = run.state.step + 1
     run.updates += 1
+
+
+def _select_optimizer(run: Run, name: str) -> None:
+    """Let the next update step one optimizer alone, of those that ``build_optimizer`` returned."""
+    optimizers = getattr(run.optimizer, "optimizer", run.optimizer)  # without the wrapper that scales losses
+    if not hasattr(optimizers, "select"):
+        raise PluginError(
+            f"found the name {name!r}, but the run has one optimizer.",
+            code="unknown-optimizer",
+            place="run.apply_gradients",
+            remedy="Let build_optimizer return a dict of name -> optimizer.",
+        )
+    optimizers.select(name)
 
 
 def count_update(run: Run, grad_norm: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -96,10 +96,27 @@ HeadLoss = Callable[[Any, "Tensor", "Tensor", Reduction, float], "Tensor"]
 """``(head, hidden states (N, d), targets (N,), reduction, temperature) -> loss``."""
 
 
+class LossInputs(NamedTuple):
+    """The inputs of an adapted head beside its hidden states. The forward of the model calls the head with these alone,
+    so ``head_output`` sets the others as an attribute of the head.
+
+    Attributes:
+        targets: (N,) int64, the next token of each token to compute; -100: it has no loss.
+        places: (N,) int64, the tokens to compute, as indices into the B * T tokens of the batch. None: all of them.
+        reduction: As in the forward that ``add_loss`` makes, like ``temperature``.
+    """
+
+    targets: Tensor
+    places: Tensor | None
+    reduction: Reduction
+    temperature: float
+
+
 def adapt_head(model: Any, compute: HeadLoss | None = None) -> None:
     """Let the head of a language model that ``add_loss`` changed compute only the tokens that have a loss.
 
-    Hooks of the head, such as those that gather sharded weights, act as before.
+    For a batch of 2 texts of 3 tokens with the places [1, 2, 5], the head gets hidden states (2, 3, d) and computes
+    those of 3 tokens, (3, d). Hooks of the head, such as those that gather sharded weights, act as before.
 
     Args:
         compute: Computes the loss instead of the logits, of all tokens if no places are given. None: the head computes
@@ -108,50 +125,41 @@ def adapt_head(model: Any, compute: HeadLoss | None = None) -> None:
     if model.has_adapted_head:
         restore_head(model)
     head = model.get_output_embeddings()
-    logits = head.forward.__func__
+    compute_logits = head.forward.__func__  # a function of the instance: it survives a copy of the model
 
-    @wraps(logits)
+    @wraps(compute_logits)
     def head_forward(self: Any, hidden: Tensor) -> Tensor:
-        if self.fastloop_targets is None:
-            every: Tensor = logits(self, hidden)
+        inputs: LossInputs | None = self.fastloop_loss_inputs
+        if inputs is None:
+            every: Tensor = compute_logits(self, hidden)
             return every
-        states = hidden.flatten(0, -2)
-        if self.fastloop_places is not None:
-            states = states.index_select(0, self.fastloop_places)
+        states = hidden.flatten(0, -2)  # (B, T, d) -> (B * T, d)
+        if inputs.places is not None:
+            states = states.index_select(0, inputs.places)
         if compute is None:
-            chosen: Tensor = logits(self, states[None])
+            chosen: Tensor = compute_logits(self, states[None])
             return chosen
-        return compute(self, states, self.fastloop_targets, *self.fastloop_arguments)
+        return compute(self, states, inputs.targets, inputs.reduction, inputs.temperature)
 
-    head.fastloop_logits = logits
+    head.fastloop_compute_logits = compute_logits
+    head.fastloop_loss_inputs = None  # without them, the head computes the logits of all tokens
     head.forward = MethodType(head_forward, head)
-    _set_loss_inputs(head, None, None, None)
     model.has_adapted_head = True
     model.computes_in_head = compute is not None
-
-
-def _set_loss_inputs(
-    head: Any, targets: Tensor | None, places: Tensor | None, arguments: tuple[Reduction, float] | None
-) -> None:
-    """Set what the adapted head reads beside its hidden states. Without targets, it computes logits."""
-    head.fastloop_targets = targets
-    head.fastloop_places = places
-    head.fastloop_arguments = arguments
 
 
 def restore_head(model: Any) -> None:
     """Undo ``adapt_head``."""
     head = model.get_output_embeddings()
-    head.forward = MethodType(head.fastloop_logits, head)
-    for name in ("logits", "targets", "places", "arguments"):
-        delattr(head, f"fastloop_{name}")
+    head.forward = MethodType(head.fastloop_compute_logits, head)
+    del head.fastloop_compute_logits
+    del head.fastloop_loss_inputs
     model.has_adapted_head = False
     model.computes_in_head = False
 
 
 def uses_head(model: Any, places: Tensor | None) -> bool:
-    """Whether the adapted head computes a loss. It does not if the output needs logits, if a plugin has replaced the
-    head since, such as by one with an adapter, or if processes divide its weight."""
+    """Whether the adapted head computes the loss, or the logits of the places. If not, it computes all logits."""
     from torch import nn
     from torch.distributed.tensor import DTensor
 
@@ -160,7 +168,11 @@ def uses_head(model: Any, places: Tensor | None) -> bool:
     if places is None and not model.computes_in_head:
         return False
     head = model.get_output_embeddings()
-    return type(head) is nn.Linear and hasattr(head, "fastloop_targets") and not isinstance(head.weight, DTensor)
+    is_replaced = type(head) is not nn.Linear or not hasattr(head, "fastloop_loss_inputs")  # by one with an adapter
+    if is_replaced:
+        return False
+    is_divided = isinstance(head.weight, DTensor)  # among processes
+    return not is_divided
 
 
 def head_output(
@@ -173,24 +185,31 @@ def head_output(
     reduction: Reduction,
     temperature: float,
 ) -> Any:
-    """The output of the forward ``plain`` with the loss that the adapted head computes. It has no logits."""
+    """The output of the forward ``plain`` with the loss that the adapted head computes. It has no logits.
+
+    Args:
+        model: Its head is adapted, and ``uses_head`` is true.
+        plain: The forward of the model before ``add_loss``.
+        args: Arguments of ``plain``, like ``kwargs``.
+        targets: (B, T) int64, as ``places``, ``reduction`` and ``temperature`` in the forward that ``add_loss`` makes.
+    """
     head = model.get_output_embeddings()
-    tokens = targets.flatten()
+    head_targets = targets.flatten()
     if places is not None:
-        tokens = tokens.index_select(0, places)
-    _set_loss_inputs(head, tokens, places, (reduction, temperature))
+        head_targets = head_targets.index_select(0, places)
+    head.fastloop_loss_inputs = LossInputs(head_targets, places, reduction, temperature)
     try:
         output = plain(model, *args, **kwargs)
     finally:
-        _set_loss_inputs(head, None, None, None)
+        head.fastloop_loss_inputs = None
     fields = dict(output)
-    from_head = fields.pop("logits")  # the loss, or the logits of the places
+    from_head = fields.pop("logits")  # the model returns here what its head computes
     if model.computes_in_head:
         loss = from_head
-        if reduction == "none" and places is None:
-            loss = loss.view_as(targets)
     else:
-        logits = from_head[..., : model.vocabulary].flatten(0, 1)
-        loss = cross_entropy(logits, tokens, reduction, temperature)
+        logits = from_head[..., : model.vocabulary].flatten(0, 1)  # (1, N, rows of the head) -> (N, vocabulary)
+        loss = cross_entropy(logits, head_targets, reduction, temperature)
+    if reduction == "none" and places is None:
+        loss = loss.view_as(targets)
     fields["loss"] = loss
     return type(output)(**fields)

@@ -259,8 +259,8 @@ EVALUATION = [
     Mutant(
         "the last weights are exported instead of the best",
         f"{PLUGINS}/checkpoints/checkpoint_best.py",
-        "run.strategy.load_model_state(\n            run, checkpoint.read(",
-        "(\n            run, checkpoint.read(",
+        "run.strategy.load_model_state(run, weights)",
+        "pass",
     ),
     Mutant(
         "patience begins anew at each evaluation",

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A checkpoint that is kept.
+class KeptCheckpoint:
+    """A checkpoint of weights that are among the best.
 
     Attributes:
         value: That of the monitored metric.
@@ -42,7 +42,16 @@ class Kept:
 
 
 class CheckpointBest(Plugin):
-    """Keeps the best weights by a metric of the evaluation, and ends with them."""
+    """Keeps the best weights by a metric of the evaluation, and ends with them.
+
+    A run that resumes must find the weights that were the best when its checkpoint was saved. With a save every 2
+    steps, and ``train.keep_checkpoints: 2``, these are in the run folder after step 6::
+
+        evaluated after step     2      3      5
+        loss                     0.4    0.5    0.3
+        checkpoints to resume    step-4, where step 2 was the best; step-6, where step 5 is
+        best weights             best-2, until step-4 is removed; best-5
+    """
 
     name = "checkpoint-best"
     numerics = "bitwise"
@@ -58,8 +67,8 @@ class CheckpointBest(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.monitored = Monitor(self.name, self.monitor, self.mode)
-        self.kept: list[Kept] = []  # best first
-        # step of a resume checkpoint -> steps of the best then: it must find their folders
+        self.kept: list[KeptCheckpoint] = []  # best first
+        # step of a save -> the best steps then: {4: [2], 6: [5]} in the example
         self.best_at_saves: dict[int, list[int]] = {}
         self.has_unsaved = False  # whether weights that were among the best could not be written
 
@@ -73,15 +82,15 @@ class CheckpointBest(Plugin):
 
         problems: list[str | None] = []
         if run.is_main:
-            problems = [checkpoint.verify(run.folder / self.path(one.step)) for one in self.kept]
-        of_main = run.processes.all_gather_object(problems)[0]
-        for one, wrong in zip(list(self.kept), of_main, strict=True):
-            if wrong:
-                self.log.warning(Problem(f"{self.path(one.step)} is lost: {wrong}.", code="damaged-checkpoint"))
-                self.kept.remove(one)
+            problems = [checkpoint.verify(run.folder / self.path(kept.step)) for kept in self.kept]
+        problems_of_main = run.processes.all_gather_object(problems)[0]
+        for kept, problem in zip(list(self.kept), problems_of_main, strict=True):
+            if problem is not None:
+                self.log.warning(Problem(f"{self.path(kept.step)} is lost: {problem}.", code="damaged-checkpoint"))
+                self.kept.remove(kept)
                 run.state.best = self.best()
         del self.kept[self.keep_checkpoints :]  # a run that resumes may keep fewer than before
-        self.tidy(run)  # a killed run may have kept more than its newest checkpoint knows
+        self.remove_others(run)  # a killed run may have kept more than its newest checkpoint knows
 
     @hookimpl(wrapper=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
@@ -106,45 +115,54 @@ class CheckpointBest(Plugin):
 
         best = self.kept[0]
         path = run.folder / self.path(best.step)
-        run.processes.barrier()  # for the main process to have written them
-        wrong = checkpoint.verify(path, wait=not run.is_main)
-        if wrong:
-            raise UsageError(f"the best weights cannot be used: {wrong}.", code="damaged-checkpoint", place=str(path))
-        run.strategy.load_model_state(
-            run, checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)[0]
-        )
+        run.processes.barrier()  # until the main process has written them
+        damage = checkpoint.verify(path, wait=not run.is_main)
+        if damage is not None:
+            raise UsageError(f"the best weights cannot be used: {damage}.", code="damaged-checkpoint", place=str(path))
+        weights, _ = checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)
+        run.strategy.load_model_state(run, weights)
         run.state.model_step = best.step
         run.state.model_weights = best.weights
-        # what the last checkpoint names stays: the final evaluation came after it, and a resumed run repeats that
-        self.tidy(run)
+        # The final evaluation came after the last save. A run that resumes from that save evaluates again, so the best
+        # weights at that save stay.
+        self.remove_others(run)
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        kept = [asdict(one) for one in self.kept]
-        state = {"kept": kept, "saved": {}, "metric": self.monitored.definition, "has_unsaved": self.has_unsaved}
-        if not run.is_main:
-            return state
-        # Step 2 is the best at the save of step 4, and step 5 at that of step 6: best_at_saves is {4: [2], 6: [5]}. A
-        # run that resumes from step 4 needs the weights of step 2, which stay as long as the checkpoint of step 4.
-        save_step = run.state.step
-        best_steps = list(self.best_at_saves.get(save_step, ()))
-        for one in self.kept:
-            if one.step not in best_steps:
-                best_steps.append(one.step)
-        self.best_at_saves[save_step] = best_steps
-        # with saves at steps 2, 4 and 6 and train.keep_checkpoints: 2, those at 4 and 6 remain after this one
-        save_steps = sorted(self.best_at_saves.keys() & {save_step, *self.steps_to_resume_from(run)})
-        remaining = save_steps[-run.recipe.train.keep_checkpoints :]
-        state["saved"] = {step: self.best_at_saves[step] for step in remaining}
-        return state
+        saved: dict[int, list[int]] = {}
+        if run.is_main:
+            self._add_save(run.state.step)
+            saved = self._remaining_saves(run)
+        return {
+            "kept": [asdict(kept) for kept in self.kept],
+            "saved": saved,
+            "metric": self.monitored.definition,
+            "has_unsaved": self.has_unsaved,
+        }
+
+    def _add_save(self, step: int) -> None:
+        """Note the best steps at a save. A second save of the same step, after an evaluation, may add some."""
+        best_steps = list(self.best_at_saves.get(step, ()))
+        for kept in self.kept:
+            if kept.step not in best_steps:
+                best_steps.append(kept.step)
+        self.best_at_saves[step] = best_steps
+
+    def _remaining_saves(self, run: Run) -> dict[int, list[int]]:
+        """``best_at_saves`` without the saves whose checkpoints this save will remove: after step 6, those of the steps
+        4 and 6 remain."""
+        steps = {*self.steps_to_resume_from(run), run.state.step}
+        known_steps = sorted(steps.intersection(self.best_at_saves))
+        newest_steps = known_steps[-run.recipe.train.keep_checkpoints :]
+        return {step: self.best_at_saves[step] for step in newest_steps}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
         from fastloop.checkpoint.form import check_form
 
-        kept = asdict(Kept(step=0, value=0.0, metrics={}, weights=""))
+        kept = asdict(KeptCheckpoint(step=0, value=0.0, metrics={}, weights=""))
         check_form(state, {"kept": [kept], "saved": {0: [0]}, "has_unsaved": False})
-        self.kept = [Kept(**fields) for fields in state["kept"]]
+        self.kept = [KeptCheckpoint(**fields) for fields in state["kept"]]
         self.best_at_saves = dict(state["saved"])
         self.has_unsaved = state.get("has_unsaved", False)  # older releases did not save it
         self.monitored.compare_definition(state.get("metric"))
@@ -156,7 +174,7 @@ class CheckpointBest(Plugin):
 
     @staticmethod
     def steps_to_resume_from(run: Run) -> list[int]:
-        """The steps of the checkpoints to resume from."""
+        """The steps of the checkpoints to resume from, which are in the run folder."""
         from fastloop import checkpoint
 
         steps = [checkpoint.step_of(path) for path in checkpoint.checkpoints(run.folder)]
@@ -191,9 +209,9 @@ class CheckpointBest(Plugin):
         place = 0
         while place < len(self.kept) and not self.monitored.better(value, self.kept[place].value):
             place += 1
-        self.kept.insert(place, Kept(step, value, dict(metrics), run.state.model_weights))
+        self.kept.insert(place, KeptCheckpoint(step, value, dict(metrics), run.state.model_weights))
         del self.kept[self.keep_checkpoints :]
-        self.tidy(run)
+        self.remove_others(run)
         run.state.best = self.best()
 
     def best(self) -> dict[str, Any] | None:
@@ -210,22 +228,28 @@ class CheckpointBest(Plugin):
             "metrics": dict(best.metrics),
         }
 
-    def tidy(self, run: Run) -> None:
-        """Remove checkpoints that are no longer among the best, after the new one is complete."""
+    def remove_others(self, run: Run) -> None:
+        """Remove the folders of weights that are neither kept nor the best at a save. The main process does it."""
         if not run.is_main:
             return
+        self._forget_removed_saves(run)
+        needed_steps = {kept.step for kept in self.kept}
+        for best_steps in self.best_at_saves.values():
+            needed_steps.update(best_steps)
+        folder = run.folder / "checkpoints"
+        unneeded = list(folder.glob(".best-*.partial"))  # of a process that was killed while it wrote
+        for best in folder.glob("best-*"):
+            step = best.name.removeprefix("best-")
+            if step.isdecimal() and int(step) not in needed_steps:
+                unneeded.append(best)
+        for path in unneeded:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _forget_removed_saves(self, run: Run) -> None:
+        """Drop the saves from ``best_at_saves`` whose checkpoints are gone, and not those that are still written."""
         save_steps = self.steps_to_resume_from(run)
         newest = max(save_steps, default=-1)
-        for save_step in list(self.best_at_saves):
-            is_under_way = save_step > newest
-            if save_step not in save_steps and not is_under_way:
-                del self.best_at_saves[save_step]
-        wanted = {one.step for one in self.kept}.union(*self.best_at_saves.values())
-        folders = run.folder / "checkpoints"
-        unwanted = list(folders.glob(".best-*.partial"))
-        for folder in folders.glob("best-*"):
-            step = folder.name.removeprefix("best-")
-            if step.isdecimal() and int(step) not in wanted:
-                unwanted.append(folder)
-        for folder in unwanted:
-            shutil.rmtree(folder, ignore_errors=True)
+        for step in list(self.best_at_saves):
+            is_removed = step not in save_steps and step <= newest
+            if is_removed:
+                del self.best_at_saves[step]

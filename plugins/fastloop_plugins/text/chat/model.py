@@ -154,9 +154,15 @@ class ChatModel(DecoderModel):
     def renderer(self) -> ChatRenderer | None:
         """A renderer of the data, also before the tokenizer is trained. None: there is no chat template, which is
         refused later. Call it after ``load_tokenizer``."""
-        return counting_renderer(self.tokenizer, self.template, self.recipe.data.get("train_on") or "assistant")
+        train_on = self.recipe.data.get("train_on") or "assistant"
+        return counting_renderer(self.tokenizer, self.template, train_on)
 
     def _set_template(self) -> None:
+        """Give the tokenizer the chat template of the recipe, and check how it ends an answer.
+
+        Raises:
+            RecipeError: The recipe gives none, and the tokenizer has none.
+        """
         if self.template is not None:
             self.tokenizer.chat_template = self.template
         if not self.tokenizer.chat_template:
@@ -167,21 +173,28 @@ class ChatModel(DecoderModel):
                 remedy=f"Give one: data.chat_template=FILE.jinja, or a built-in name ({', '.join(BUILT_IN)}).",
             )
         if self.recipe.inference is None:
-            self._check_ends()
+            self._end_answers()
 
-    def _check_ends(self) -> None:
-        """Let each answer end with a token after which generation can stop. If the template has none, add the end token
-        to the answers of the template, which is exported."""
+    def _end_answers(self) -> None:
+        """Let each answer end with a token that stops generation.
+
+        A template that writes ``<|im_end|>`` after an answer stays as it is. One that writes nothing, such as Alpaca's,
+        gets the end token of the tokenizer after each answer. The export has that template.
+        """
         end = answer_end(self.tokenizer)
-        if self.tokenizer.eos_token is None and end.tokens:
-            self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(end.tokens[0])
         if not end.is_known:
             return
         if end.tokens:
+            if self.tokenizer.eos_token is None:
+                self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(end.tokens[0])
             self._warn_about_untrained_end(end.tokens)
             return
-        if not end_of(self.tokenizer):  # the tokenizer is refused
-            return
+        if end_of(self.tokenizer):  # without an end token, the tokenizer is refused later
+            self._add_end_token()
+
+    def _add_end_token(self) -> None:
+        """Let the template write the end token of the tokenizer after each answer, and warn. If the template leaves
+        that token out, it stays as it was."""
         variable = "sep_token" if self.tokenizer.eos_token is None else "eos_token"
         original = self.tokenizer.chat_template
         self.tokenizer.chat_template = with_end(original, variable)
@@ -195,25 +208,34 @@ class ChatModel(DecoderModel):
                     place="data.chat_template",
                 )
             )
-        else:
-            self.tokenizer.chat_template = original
-            logger.warning(
-                Problem(
-                    "the template writes no special token after an answer, so generation does not stop.",
-                    code="no-end-token",
-                    place="data.chat_template",
-                    remedy=f"Write one there, such as {{{{ {variable} }}}}.",
-                )
+            return
+        self.tokenizer.chat_template = original
+        logger.warning(
+            Problem(
+                "the template writes no special token after an answer, so generation does not stop.",
+                code="no-end-token",
+                place="data.chat_template",
+                remedy=f"Write one there, such as {{{{ {variable} }}}}.",
             )
+        )
 
     def _warn_about_untrained_end(self, ends: list[int]) -> None:
-        """Log that {% generation %} leaves out the end of an answer."""
+        """Warn that the end of an answer has no loss, because it is after ``{% endgeneration %}``.
+
+        Args:
+            ends: The ids of the tokens, any of which ends an answer.
+        """
+        if self.recipe.data.get("train_on") == "all":
+            return
         try:
-            ids, mask = ChatRenderer(self.tokenizer).encode(Chat([QUESTION, ANSWER]))
+            ids, has_loss = ChatRenderer(self.tokenizer).encode(Chat([QUESTION, ANSWER]))
         except RowError:  # of a template that rejects some conversations
             return
-        trained = {token for token, has_loss in zip(ids, mask, strict=True) if has_loss}
-        if trained and not trained.intersection(ends) and self.recipe.data.get("train_on") != "all":
+        trained_ids = set()
+        for token, token_has_loss in zip(ids, has_loss, strict=True):
+            if token_has_loss:
+                trained_ids.add(token)
+        if trained_ids and trained_ids.isdisjoint(ends):
             logger.warning(
                 Problem(
                     f"the end of an answer, {name_tokens(self.tokenizer, ends)}, is outside of {{% generation %}}: "

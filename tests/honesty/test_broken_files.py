@@ -12,7 +12,7 @@ from data_helpers import named_rows, problem_of, text_data
 
 from fastloop.errors import FastloopError
 from fastloop_plugins.text.chunks import text_chunks
-from fastloop_plugins.text.streaming.dataset import HEAD
+from fastloop_plugins.text.streaming.split import HEAD
 
 GOOD = [name for name, file in FILES.items() if file.rows is not None]
 BROKEN = [name for name, file in FILES.items() if file.rows is None]

@@ -20,7 +20,7 @@ from fastloop.recipe import Inference, make_recipe
 from fastloop.testing import assert_problem
 from fastloop_plugins.rows.index import LABELS
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.streaming.dataset import HEAD
+from fastloop_plugins.text.streaming.split import HEAD
 from fastloop_tools.inference.target import load
 
 

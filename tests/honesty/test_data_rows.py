@@ -38,7 +38,7 @@ from fastloop_plugins.rows import index
 from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.order import Order
-from fastloop_plugins.text.streaming.dataset import Streamed
+from fastloop_plugins.text.streaming.dataset import StreamedDataset
 
 TIMES = float(os.environ.get("FASTLOOP_RELIABILITY", "1"))
 EXAMPLES = 60
@@ -179,7 +179,7 @@ def check_other_ways(path: str, layout: FileLayout, ways: Ways) -> None:
     groups = read_index([path], layout, None)
     read = partial(Reader, groups, layout, [*layout.columns])
     order = partial(Order, [groups.rows], None, 1, ways.lanes, ways.buffer, STEP)
-    stream = Streamed(groups, read, [0], order, pair_rows)
+    stream = StreamedDataset(groups, read, [0], order, pair_rows)
     whole = steps_of(stream, ways.epoch, 1, 0)
     assert sorted(number for step in whole for number, _ in step) == list(range(len(rows)))
     assert all(rows[number] == row for step in whole for number, row in step)
@@ -196,7 +196,9 @@ def pair_rows(rows: list[Any], names: list[str]) -> list[Any]:
     return rows
 
 
-def steps_of(stream: Streamed, epoch: int, processes: int, workers: int, step: int = 0) -> list[list[tuple[int, Any]]]:
+def steps_of(
+    stream: StreamedDataset, epoch: int, processes: int, workers: int, step: int = 0
+) -> list[list[tuple[int, Any]]]:
     """The numbers and rows of each step of an epoch: those of all processes, in the order of ranks."""
     ranks = []
     for rank in range(processes):

@@ -103,7 +103,7 @@ class Index:
         file: (row groups,) number of the file of each.
         key: (row groups,) its number in a Parquet file, or the offset in bytes of its first row in a file of lines.
         rows: (row groups,) its rows.
-        labels: Label -> its rows and the first of them.
+        labels: Label -> its rows.
         facts: Facts about each file that change with its rows.
         dropped: Rows that each condition of ``data.drop`` leaves out. The other attributes count the rest.
         class_names: Column -> the names of its numbers, for each column of which the files have them.
@@ -115,7 +115,7 @@ class Index:
     file: NDArray[np.int64]
     key: NDArray[np.int64]
     rows: NDArray[np.int64]
-    labels: dict[Any, list[int]] = field(default_factory=dict)
+    labels: dict[Any, RowsOfLabel] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     lines: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -197,7 +197,7 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
     if entry is not None and all(isinstance(value, str | int | float | None) for value in index.labels):
         content = {
             "groups": [array.tolist() for array in (index.file, index.key, index.rows, index.lines)],
-            "labels": [[value, *counts] for value, counts in index.labels.items()],
+            "labels": [[value, own.rows, own.first] for value, own in index.labels.items()],
             "facts": index.facts,
             "dropped": index.dropped,
             "class_names": index.class_names,
@@ -214,7 +214,7 @@ def _read_kept(entry: Path, paths: Sequence[str], layout: FileLayout) -> Index |
     try:
         content = json.loads((entry / "index.json").read_text(encoding="utf-8"))
         file, key, rows, lines = np.array(content["groups"], np.int64)
-        labels = {value: [count, row] for value, count, row in content["labels"]}
+        labels = {value: RowsOfLabel(count, row) for value, count, row in content["labels"]}
         names = content["class_names"]
         return Index(list(paths), file, key, rows, labels, content["facts"], content["dropped"], lines, layout, names)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -222,8 +222,21 @@ def _read_kept(entry: Path, paths: Sequence[str], layout: FileLayout) -> Index |
         return None
 
 
+@dataclass(slots=True)
+class RowsOfLabel:
+    """The rows that have a label.
+
+    Attributes:
+        rows: Number of rows.
+        first: The number of the first one, counted over all files.
+    """
+
+    rows: int
+    first: int
+
+
 class LabelCounts:
-    """The labels of streamed rows, each with its rows and the first of them.
+    """Counts the labels of streamed rows.
 
     Attributes:
         counts: Those of all labels but true and false, which are the keys 1 and 0 in a dict.
@@ -231,8 +244,8 @@ class LabelCounts:
     """
 
     def __init__(self) -> None:
-        self.counts = dict[Any, list[int]]()
-        self.switches = dict[bool, list[int]]()
+        self.counts = dict[Any, RowsOfLabel]()
+        self.switches = dict[bool, RowsOfLabel]()
 
     def add(self, label: Any, row: int) -> None:
         """Add the label of a row.
@@ -242,22 +255,26 @@ class LabelCounts:
         """
         if isinstance(label, float) and math.isnan(label):
             label = math.nan  # one key for all of them: a NaN equals no other
-        counts: dict[Any, list[int]] = self.switches if isinstance(label, bool) else self.counts
-        counts.setdefault(label, [0, row])[0] += 1
+        counts: dict[Any, RowsOfLabel] = self.switches if isinstance(label, bool) else self.counts
+        own = counts.get(label)
+        if own is None:
+            counts[label] = RowsOfLabel(1, row)
+        else:
+            own.rows += 1
 
-    def all(self, index: Index, column: str) -> dict[Any, list[int]]:
+    def all(self, index: Index, column: str) -> dict[Any, RowsOfLabel]:
         """The labels of the rows of an index.
 
         Raises:
             RecipeError: Some are true or false, and others 1 or 0.
         """
-        for switch, (_, row) in self.switches.items():
+        for switch, own in self.switches.items():
             if switch in self.counts:
                 raise RecipeError(
                     f"column {column!r} (data.label) mixes booleans and numbers: it holds {switch}, and "
-                    f"{index.name(self.counts[switch][1])} holds {int(switch)}.",
+                    f"{index.name(self.counts[switch].first)} holds {int(switch)}.",
                     code="mixed-labels",
-                    place=str(index.name(row)),
+                    place=str(index.name(own.first)),
                     remedy="Write all one way.",
                 )
         return self.counts | self.switches

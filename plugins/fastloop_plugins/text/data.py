@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.text.model import TextModel
-    from fastloop_plugins.text.streaming.dataset import Streaming
     from fastloop_plugins.text.streaming.shards import Shards
+    from fastloop_plugins.text.streaming.split import StreamedSplit
 
 logger = logging.getLogger("fastloop")
 
@@ -113,7 +113,7 @@ class TextData:
         self.classes: list[str] = []
         self.files: dict[str, list[Path]] = {}
         self.sources: list[Source] = []
-        self.stream: Streaming | None = None
+        self.stream: StreamedSplit | None = None
         self.shards: Shards | None = None
         self.keeps_places = False
         self.tables: dict[str, list[Table]] = {}
@@ -392,7 +392,7 @@ class TextData:
         """The datasets of a run: those in memory, except a streamed training split."""
         if self.stream is None:
             return datasets
-        from fastloop_plugins.text.streaming.dataset import LabelledRows
+        from fastloop_plugins.text.streaming.rows import LabelledRows
 
         encode = LabelledRows(self, model, self.stream.label_table(datasets))
         return self.stream.datasets(run, datasets, encode)

@@ -57,7 +57,7 @@ def test_it_is_read_in_memory_compressed_and_as_a_stream(entry):
         assert table.column("text", "text")[2999] == "film 2999"
     index = read_index(["a.ltsv"], layout(), "label")
     assert index.rows.tolist() == [1024, 1024, 952]
-    assert {label: count for label, (count, _) in index.labels.items()} == {"0": 1500, "1": 1500}
+    assert {label: own.rows for label, own in index.labels.items()} == {"0": 1500, "1": 1500}
     reader = Reader(index, layout(), ["text", "label"])
     assert next(reader.read(2, 950)) == ("film 2998", "0")
     reader.close()

@@ -28,7 +28,7 @@ from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.rows import content_hashes, index
 from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.lines import LineFile, Lines
-from fastloop_plugins.text.streaming import dataset as _streaming
+from fastloop_plugins.text.streaming import split as _streaming
 
 SEEKABLE = ("a.arrow", "a.parquet", "a.jsonl", "a.csv", "a.tsv")
 

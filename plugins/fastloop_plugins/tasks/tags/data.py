@@ -134,8 +134,8 @@ class TagTextData(TextData):
         for tag in self._stream_tags():
             name = self._name(part, tag)
             if name not in ids:
-                _, row = self.stream.index.labels[tag]
-                raise self._unknown_tag(str(self.stream.index.name(row)), tag, "train")
+                first = self.stream.index.labels[tag].first
+                raise self._unknown_tag(str(self.stream.index.name(first)), tag, "train")
             table[tag] = ids[name]
         return self.stream.datasets(run, datasets, TagRows(self, model, table, datasets["train"][0]))
 

@@ -28,14 +28,14 @@ def open_stream(data: TextData, files: Mapping[str, str | list[str]], needed: Co
     if not _is_streamed(data, needed):
         return set(needed)
     from fastloop_plugins.rows.index import find_shards
-    from fastloop_plugins.text.streaming.dataset import Streaming
+    from fastloop_plugins.text.streaming.split import StreamedSplit
 
     train = data.splits.train
     if data.sources:
         entries = [source.find_shards(data) for source in data.sources]
     else:
         entries = find_shards(data.recipe, files[train], f"{data.where}.files.train", data.formats)
-    data.stream = Streaming(data, entries)
+    data.stream = StreamedSplit(data, entries)
     return set(needed) - {train}
 
 
@@ -47,8 +47,8 @@ def open_shards(data: TextData) -> None:
         RecipeError: The files cannot be listed, rows would be held out of the stream, or the run evaluates the training
             split.
     """
-    from fastloop_plugins.text.streaming.dataset import Streaming
     from fastloop_plugins.text.streaming.shards import list_shards
+    from fastloop_plugins.text.streaming.split import StreamedSplit
 
     data.shards = list_shards(data)
     splits = data.shards.splits
@@ -58,7 +58,7 @@ def open_shards(data: TextData) -> None:
         )
     needed = [name for name in data.needed_splits(splits).values() if name in splits]
     if _is_streamed(data, needed):
-        data.stream = Streaming(data, [splits[data.splits.train]])
+        data.stream = StreamedSplit(data, [splits[data.splits.train]])
 
 
 def _is_streamed(data: TextData, needed: Collection[str]) -> bool:

@@ -35,7 +35,7 @@ from fastloop_plugins.text.chat import traces
 from fastloop_plugins.text.chat.prompts import chat_chunks
 from fastloop_plugins.text.chat.rows import Chat, describe_chat, read_chat
 from fastloop_plugins.text.chat.template import CHATML, ChatRenderer
-from fastloop_plugins.text.streaming import dataset
+from fastloop_plugins.text.streaming import split
 
 GOOD = [{"messages": [user(f"a{number}"), answer("b")]} for number in range(4)]
 STARTS = {"messages": [answer("Hello"), user("Hi"), answer("Yes")]}
@@ -91,7 +91,7 @@ def test_a_role_that_means_another_is_refused_with_its_count_and_the_proposed_li
 
 
 def test_a_stream_and_predict_refuse_the_same_roles(monkeypatch):
-    monkeypatch.setattr(dataset, "HEAD", 16)  # number of rows that are checked at once: the misnamed one is the 21st
+    monkeypatch.setattr(split, "HEAD", 16)  # number of rows that are checked at once: the misnamed one is the 21st
     run = streamed(*GOOD * 5, misnamed("model"))
     with expect_problem("invalid-row rows.jsonl 21 'model' 'assistant'", DataError):
         run.datasets["train"][20]

@@ -17,7 +17,7 @@ from streaming_helpers import write_parquet
 from fastloop.errors import FastloopError
 from fastloop_plugins.rows.index import GROUP
 from fastloop_plugins.text.dropped_rows import drop_rows
-from fastloop_plugins.text.streaming.dataset import HEAD
+from fastloop_plugins.text.streaming.split import HEAD
 
 COUNT = 2 * GROUP + 300
 """Rows of a file: three row groups."""

@@ -32,7 +32,7 @@ from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.order import CYCLE, Order
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.streaming import dataset as _streaming
+from fastloop_plugins.text.streaming import split as _streaming
 
 ROWS = 403
 

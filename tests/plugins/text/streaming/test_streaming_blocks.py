@@ -19,7 +19,7 @@ from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.rows import content_hashes
 from fastloop_plugins.rows import index as row_groups
 from fastloop_plugins.rows.index import Index, Reader
-from fastloop_plugins.text.streaming import dataset as _streaming
+from fastloop_plugins.text.streaming import split as _streaming
 from fastloop_plugins.text.streaming.blocks import index_blocks
 
 MODEL = {"config": TINY_GPT | {"n_positions": 64}, "tokenizer": "words"}

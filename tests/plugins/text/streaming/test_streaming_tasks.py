@@ -114,7 +114,7 @@ def test_sentences_without_words_have_no_effect():
 
 @pytest.mark.slow
 def test_tags_beyond_the_first_rows_are_known(monkeypatch):
-    from fastloop_plugins.text.streaming import dataset as _streaming
+    from fastloop_plugins.text.streaming import split as _streaming
 
     monkeypatch.setattr(_streaming, "HEAD", 16)
     table = every_column(ROWS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType, NoneType
@@ -71,13 +71,14 @@ def remember(model: nn.Module, loss: Any = None) -> list[Callable[[], None]]:
     from fastloop.runtime.random_states import read_generators, restore_generators
 
     restoring = list[Callable[[], None]]()
-    for value in _parts_of(model, loss):
+    parts = [*_parts_of(model, loss)]
+    for value in parts:
         if isinstance(value, Tensor):
             if value.grad_fn is None and not value.is_meta:
                 restoring.append(partial(_put_back_values, value, value.detach().clone()))
         elif isinstance(value, dict | list | set):
             restoring.append(partial(_put_back_items, value, value.copy()))
-    generators = own_generators(model, loss)
+    generators = _find_in_parts(model, parts)
     restoring.append(partial(restore_generators, generators, read_generators(generators)))
     return restoring
 
@@ -90,12 +91,17 @@ def own_generators(model: nn.Module, loss: Any = None) -> list[RandomGenerator]:
     Args:
         loss: As in ``probing``.
     """
+    return _find_in_parts(model, _parts_of(model, loss))
+
+
+def _find_in_parts(model: nn.Module, parts: Iterable[Any]) -> list[RandomGenerator]:
+    """``own_generators`` of a model whose parts are known: see ``_parts_of``."""
     from torch import Tensor
 
     from fastloop.runtime.random_states import find_generators
 
     others = list[Any]()
-    for value in _parts_of(model, loss):
+    for value in parts:
         if not isinstance(value, Tensor | dict | list | set | tuple):
             others.append(value)
     for kind in {type(module) for module in model.modules()}:

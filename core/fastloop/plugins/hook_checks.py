@@ -21,6 +21,8 @@ def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any
     for cls in reversed(type(plugin).__mro__):
         attributes |= vars(cls)
     for name in sorted(attributes):
+        if name.startswith("__"):
+            continue
         if isinstance(attributes[name], property):
             continue  # it may read attributes that only a hook sets
         method = getattr(plugin, name)
@@ -56,8 +58,7 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
         problem = _find_problem(plugin, hook, method, marks, changes_run)
         if problem:
             raise PluginError(f"{where} {problem}", code="invalid-hook")
-        _check_self(where, method, known[hook])
-        for parameter in inspect.signature(method).parameters.values():
+        for parameter in _parameters(where, method, known[hook]):
             check_argument(where, known[hook], parameter)
     implemented = [hook for hook, _, marks in marked if not marks["wrapper"]]
     for hook in plugin.fallback_hooks:
@@ -105,11 +106,20 @@ def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
         )
 
 
-def _check_self(where: str, method: Any, known: Sequence[str]) -> None:
-    """Refuse a method without ``self``: Python would pass the plugin as the hook's first argument."""
-    if not inspect.ismethod(method):
-        return  # a static method, or an object that is called
-    first = next(iter(inspect.signature(method.__func__).parameters), None)
+def _parameters(where: str, method: Any, known: Sequence[str]) -> list[inspect.Parameter]:
+    """The parameters of an implementation, without ``self``.
+
+    Args:
+        where: The hook, for messages.
+        known: The hook's arguments.
+
+    Raises:
+        PluginError: The method has no ``self``: Python would pass the plugin as the hook's first argument.
+    """
+    if not inspect.ismethod(method):  # a static method, or an object that is called
+        return [*inspect.signature(method).parameters.values()]
+    parameters = [*inspect.signature(method.__func__).parameters.values()]
+    first = parameters[0].name if parameters else None
     if first is None or first in known:
         gets = "no argument" if first is None else f"the plugin as {first!r}"
         raise PluginError(
@@ -117,6 +127,9 @@ def _check_self(where: str, method: Any, known: Sequence[str]) -> None:
             code="invalid-hook",
             remedy="Add 'self' as the first argument.",
         )
+    if parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:  # def after_step(*arguments)
+        return parameters
+    return parameters[1:]
 
 
 def unknown_hook(hook: str, known: Collection[str]) -> str:

@@ -186,11 +186,16 @@ def execute(program: str, arguments: list[str], folder: Path, environment: dict[
 # -- recipes and names -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    """Checks recipes."""
+    return Draft202012Validator(recipe_schema()[0])
+
+
 @pytest.mark.parametrize(
     "page", [page for page in WRITTEN if any(block.language == "yaml" for block in blocks(page))], ids=name
 )
-def test_its_recipes_are_recipes(page):
-    validator = Draft202012Validator(recipe_schema()[0])
+def test_its_recipes_are_recipes(page, validator):
     for block in blocks(page):
         if block.language == "yaml":
             errors = [

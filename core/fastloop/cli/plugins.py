@@ -241,7 +241,8 @@ def documentation(cls: type[Plugin]) -> tuple[str, str]:
     import inspect
     import textwrap
 
-    text = inspect.cleandoc(getattr(inspect.getmodule(cls), "__doc__", None) or cls.__doc__ or "")
+    module = sys.modules.get(cls.__module__)
+    text = inspect.cleandoc(getattr(module, "__doc__", None) or cls.__doc__ or "")
     indented_blocks = re.findall(r"(?m)(?:^ {4}.*\n?)(?:(?:^ {4}.*|^[ ]*)\n?)*", text)
     for block in indented_blocks:
         if re.search(r"(?m)^ {4}plugins:", block):

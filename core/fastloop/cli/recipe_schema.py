@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,7 +74,8 @@ def recipe_schema(every: bool = False, others: bool = True) -> tuple[dict[str, A
 
 def summary(cls: type[Plugin]) -> str:
     """First line of the docstring of a plugin's module or class."""
-    return inspect.cleandoc(getattr(inspect.getmodule(cls), "__doc__", None) or cls.__doc__ or "").partition("\n")[0]
+    module = sys.modules.get(cls.__module__)
+    return inspect.cleandoc(getattr(module, "__doc__", None) or cls.__doc__ or "").partition("\n")[0]
 
 
 def _mapping(cls: type, name: str, description: str) -> dict[str, Any]:

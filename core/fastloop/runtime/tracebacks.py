@@ -1,4 +1,4 @@
-"""Find the line of user code that raised an error."""
+"""Find the line of user code that raised an error, and show the part of a traceback that is user code."""
 
 from __future__ import annotations
 
@@ -39,6 +39,23 @@ def user_line(error: BaseException, ours: Iterable[type] = ()) -> str | None:
             shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
             return None if _within(path, own) else f"{shown}:{line} in {name}"
     return None
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of an error, from the first frame on that is neither fastloop's core nor Python's library. Empty if
+    it has no such frame.
+
+    For frames ``[lifecycle.py, loop.py, warmth.py, torch/functional.py]``, it has the last two.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    for index, frame in enumerate(shown.stack):
+        path = Path(frame.filename)
+        is_python = _within(path, STANDARD) and not INSTALLED & set(path.parts)
+        is_generated = frame.filename.startswith("<")
+        if not is_python and not is_generated and not _within(path, [CORE]):
+            shown.stack = traceback.StackSummary.from_list(shown.stack[index:])
+            return "".join(shown.format())
+    return ""
 
 
 def _within(file: Path, paths: Iterable[Path]) -> bool:

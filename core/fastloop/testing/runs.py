@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.distributed.tensors import as_bytes, gather_full
-from fastloop.errors import ProcessesDisagree, ProcessLost
+from fastloop.errors import FastloopError, ProcessesDisagree, ProcessLost
 from fastloop.lifecycle import execute, open_run
 from fastloop.plugins.installed import defaults, load
 from fastloop.plugins.resolve import resolve
@@ -34,6 +34,7 @@ from fastloop.recipe import Recipe, make_recipe
 from fastloop.run import Run
 from fastloop.runtime.platform_support import KILL
 from fastloop.runtime.random_states import cpu_random_states
+from fastloop.runtime.tracebacks import user_traceback
 from fastloop.state import Batch
 from fastloop.testing.settings import changes, snapshot
 from fastloop.testing.tasks import with_batch_norm
@@ -117,7 +118,7 @@ class Failed:
         error: Type and message.
         refused: Whether the run was refused with a ``UsageError``. ``ProcessesDisagree`` is a fault, not a refusal.
         lost_connection: Whether another process ended first, which has the cause.
-        trace: The traceback.
+        trace: The traceback, without the frames of fastloop's core around user code.
     """
 
     error: str
@@ -370,8 +371,15 @@ class Study:
                 error=f"{type(error).__name__}: {error}",
                 refused=isinstance(error, UsageError) and not isinstance(error, ProcessesDisagree),
                 lost_connection=isinstance(error, ProcessLost),
-                trace=traceback.format_exc(),
+                trace=_trace_of(error),
             )
+
+
+def _trace_of(error: Exception) -> str:
+    """The traceback of an error: of user code, if it raised the error; else whole, unless fastloop refused the run."""
+    if isinstance(error, FastloopError):
+        return user_traceback(error.__cause__ or error)
+    return user_traceback(error) or "".join(traceback.format_exception(error))
 
 
 def without(study: Study) -> dict[str, Any]:

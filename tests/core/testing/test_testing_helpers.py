@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -505,6 +506,14 @@ class TestConformanceItself:
         assert outcome == "failure", outcomes[name]
         assert words in message
         assert f"plugin {name!r}" in message
+
+    def test_the_traceback_of_a_failed_training_begins_in_the_plugin(self, outcomes):
+        _, message = outcomes["raises"]["numerics"]
+        assert re.search(
+            r'Traceback \(most recent call last\): File "[^"]+raises\.py", line \d+, in after_step', message
+        ), message
+        assert "RuntimeError: out of luck" in message
+        assert "core/fastloop" not in message
 
     def test_a_killed_run_that_forgets_fails_too(self, outcomes):
         outcome, message = outcomes["forgets"]["killed"]

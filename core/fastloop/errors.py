@@ -18,7 +18,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
-from fastloop.problem import Fields, Problem
+from fastloop.problem import Fields, Problem, with_remedy
 
 if TYPE_CHECKING:
     from fastloop.state import Output
@@ -55,6 +55,12 @@ def _unpickled(cls: type[FastloopError], args: tuple[Any, ...], attributes: dict
     error = cls.__new__(cls, *args)
     vars(error).update(attributes)
     return error
+
+
+def add_remedy(error: FastloopError, remedy: str) -> None:
+    """Add sentences to the remedy and the message of an error: of what its caller knows."""
+    error.problem = with_remedy(error.problem, remedy)
+    error.args = (str(error.problem),)
 
 
 class UsageError(FastloopError):

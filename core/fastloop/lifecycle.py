@@ -28,7 +28,7 @@ from fastloop.distributed.buffers import SharedBuffers
 from fastloop.distributed.groups import take_every
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
-from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
+from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError, add_remedy
 from fastloop.metric_groups import group_metrics
 from fastloop.plugins.manager import PluginSet, emptied, make_crash
 from fastloop.plugins.plugin import Plugin
@@ -39,10 +39,14 @@ from fastloop.run import Run
 from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.files import apply_umask, check_links, sync_folder
+from fastloop.runtime.step_folders import resume_remedy
 from fastloop.schedule import Schedule
 from fastloop.unstepped import UnsteppedParameters
 
 log = logging.getLogger("fastloop")
+
+LOST_PROCESS = ("process-lost", "worker-killed")
+"""Codes of errors whose cause is outside of the run: it can be continued as it is."""
 
 
 @contextmanager
@@ -220,13 +224,26 @@ def _teardown_after_error(run: Run) -> Iterator[None]:
 
 @contextmanager
 def explain_errors(run: Run) -> Iterator[None]:
-    """Raise errors of plugins, of user code and of lost connections as errors that name their source."""
-    with run.plugins.attributing_errors():
+    """Raise errors of plugins, of user code and of lost connections as errors that name their source. Those of lost
+    processes also propose to continue the run, if it has a checkpoint."""
+    with _proposing_resume(run), run.plugins.attributing_errors():
         try:
             yield
         except Exception:
             with run.processes.explain_lost_connection():  # not around the block, which sets run.processes in a build
                 raise
+
+
+@contextmanager
+def _proposing_resume(run: Run) -> Iterator[None]:
+    """Add the remedy ``--resume`` to an error of a lost process, if the run has a checkpoint."""
+    try:
+        yield
+    except FastloopError as error:
+        remedy = resume_remedy(run.folder)
+        if remedy and error.problem.code in LOST_PROCESS:
+            add_remedy(error, remedy)
+        raise
 
 
 # -- build -------------------------------------------------------------------------------------------------------------
@@ -436,5 +453,5 @@ def _export(run: Run) -> None:
         raise SaveError(
             f"{run.folder / 'model'} was not written: {clause(error)}.",
             code="save-failed",
-            remedy="Free disk space, then continue with --resume.",
+            remedy=f"Free disk space. {resume_remedy(run.folder)}",
         ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 LINE = re.compile(r"^(?P<file>.+?), (?:line|row) (?P<line>\d[\d,]*)")
@@ -202,3 +202,12 @@ class Problem:
             "command": self.command,
             "proposals": self.proposals,
         }
+
+
+def with_remedy(problem: Problem, remedy: str) -> Problem:
+    """A problem with a remedy after its own one. The text ends with a full stop."""
+    text = problem.text
+    if not problem.remedy and text and not text.endswith("."):
+        text = f"{text}."
+    remedies = f"{problem.remedy} {remedy}".strip()
+    return replace(problem, text=text, remedy=remedies)

@@ -32,6 +32,7 @@ from fastloop.runtime import device_copies
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import region
+from fastloop.runtime.step_folders import resume_remedy
 from fastloop.scalars import Reduction, Scalars
 from fastloop.schedule import Schedule
 from fastloop.settings import Settings
@@ -429,7 +430,8 @@ class Run:
         """Count a failed save of any process. Raises a ``SaveError`` if it ends the run."""
         self.saver.errors += 1
         if self.recipe.train.on_save_error == "stop":
-            raise SaveError(f"{failure}.", code="save-failed", remedy="Free disk space, then continue with --resume.")
+            remedy = f"Free disk space. {resume_remedy(self.folder)}"
+            raise SaveError(f"{failure}.", code="save-failed", remedy=remedy)
         log.warning(Problem(f"{failure}. Training continues; earlier checkpoints are intact.", code="save-failed"))
 
     def _handle_signal(self, signal_name: str) -> None:

@@ -91,14 +91,19 @@ class Kills(Plugin):
 # torch's handler may raise within a finaliser: found later
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, record_property):
-    """a worker killed at any moment: an error names the worker, its signal and what to do"""
+    """a worker killed at any moment: an error names the worker, its signal and what to do. It proposes to resume only a
+    run with a checkpoint."""
     draw = random.Random(0)
     for number in range(TIMES):
         moment = ("before a step", "in a step", "in an evaluation")[number % 3]
         worker, signum = draw.randrange(2), draw.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS])
         step = 9 if moment == "in an evaluation" else draw.randrange(1, 6)
-        with expect_problem(f"worker-killed worker {worker} 2 pid {signal.Signals(signum).name}. --resume", DataError):
-            tiny_run([WORKERS, Kills(moment, step, worker, signum)], data=Rows(), epochs=9)
+        save_every = number % 2 or None
+        expected = f"worker-killed worker {worker} 2 pid {signal.Signals(signum).name}."
+        with expect_problem(expected, DataError) as caught:
+            tiny_run([WORKERS, Kills(moment, step, worker, signum)], data=Rows(), epochs=9, save_every=save_every)
+        has_checkpoint = bool(save_every and step > 1)
+        assert ("`--resume`" in str(caught.value)) == has_checkpoint, (moment, step)
     record_property("faults", TIMES)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -18,7 +17,7 @@ from typing import Literal, NoReturn
 from fastloop.distributed import ranks, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
 from fastloop.plugins.packages import DISTRIBUTION
-from fastloop.problem import Problem, clause
+from fastloop.problem import Problem, clause, with_remedy
 from fastloop.recipe import secrets
 from fastloop.runtime.files import CLOSE_FILES, TOO_MANY_FILES, full_disk, reached_open_files
 
@@ -191,15 +190,6 @@ def unreadable_package() -> Problem | None:
     return None
 
 
-def with_remedy(problem: Problem, remedy: str) -> Problem:
-    """A problem with a remedy after its own one. The text ends with a full stop."""
-    text = problem.text
-    if not problem.remedy and text and not text.endswith("."):
-        text = f"{text}."
-    remedies = f"{problem.remedy} {remedy}".strip()
-    return dataclasses.replace(problem, text=text, remedy=remedies)
-
-
 def exit_with(error: BaseException) -> NoReturn:
     """Report an error that ended a command, and exit with its code. Raises an error that is a bug."""
     is_limited = reached_open_files(error)
@@ -213,9 +203,6 @@ def exit_with(error: BaseException) -> NoReturn:
         if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
         problem = error.problem
-        if isinstance(error, ProcessLost):
-            remedy = "Its output has the reason. Continue with `--resume`."
-            problem = dataclasses.replace(problem, remedy=remedy)
         if is_limited:
             problem = with_remedy(problem, CLOSE_FILES)
         print_error(problem)

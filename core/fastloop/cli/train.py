@@ -167,8 +167,9 @@ def _show_stop(run: Run, command: Sequence[str]) -> None:
     """Print that a signal stopped the run, and the command that continues it."""
     words = [shlex.join(["fastloop", *command]), launch.options(), "--resume"]
     resume_command = " ".join(word for word in words if word)
-    if run.saver.last_saved_step == run.state.step:
-        saved = "and saved"
-    else:
-        saved = f"(newest checkpoint: {run.saver.last_saved_step})"
+    last_saved = run.saver.last_saved_step
+    if last_saved is None:
+        typer.echo(f"Stopped at step {run.state.step} without a checkpoint.")
+        return
+    saved = "and saved" if last_saved == run.state.step else f"(newest checkpoint: {last_saved})"
     typer.echo(secrets.hide(f"Stopped {saved} at step {run.state.step}. Continue with: {resume_command}"))

@@ -109,5 +109,7 @@ class Processes:
             timed_out = "timed out" in str(error).lower()
             why = "which did not respond in time (option timeout of the strategy)" if timed_out else "which ended first"
             raise ProcessLost(
-                f"process {self.rank} of {self.world_size} lost the connection to another, {why}.", code="process-lost"
+                f"process {self.rank} of {self.world_size} lost the connection to another, {why}.",
+                code="process-lost",
+                remedy="Its output has the reason.",
             ) from error

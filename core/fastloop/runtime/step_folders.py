@@ -27,6 +27,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return _by_step(folder, "step-*")
 
 
+def resume_remedy(folder: Path) -> str:
+    """The sentence that proposes to continue a run from its newest checkpoint; empty if its folder has none."""
+    return "Continue from the newest checkpoint with `--resume`." if checkpoints(folder) else ""
+
+
 def leftovers(folder: Path) -> list[Path]:
     """Folders of interrupted saves, oldest step first."""
     return _by_step(folder, ".step-*.partial")

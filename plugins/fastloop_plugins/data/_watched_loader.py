@@ -196,9 +196,9 @@ class WatchedLoader(DataLoader[Any]):
                 "(prefetch_factor)."
             )
         return DataError(
-            f"worker {number} of the {len(self.processes)} that read data (pid {process.pid}) {cause}. {advice} "
-            "Continue from the newest checkpoint with --resume.",
+            f"worker {number} of the {len(self.processes)} that read data (pid {process.pid}) {cause}.",
             code="worker-killed",
+            remedy=advice,
         )
 
     def close(self) -> None:

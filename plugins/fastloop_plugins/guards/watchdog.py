@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fastloop import Plugin, Problem, hookimpl, option
 from fastloop.runtime.files import no_follow
+from fastloop.runtime.step_folders import resume_remedy
 from fastloop_plugins.guards._heartbeats import RankHeartbeats
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Watchdog(Plugin):
                 problem = Problem(
                     f"{self.heartbeats.diagnose()} Stacks of all threads: {stacks}.",
                     code="no-progress",
-                    remedy="Continue with --resume.",
+                    remedy=resume_remedy(run.folder),
                 )
                 self.end(run, problem)
             if idle < self.timeout / 2:

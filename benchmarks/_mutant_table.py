@@ -63,13 +63,13 @@ READING = [
     ),
     Mutant(
         "held-out rows stay in train",
-        f"{PLUGINS}/rows/splits.py",
+        f"{PLUGINS}/rows/held_out.py",
         "return flatnonzero(~held_out), flatnonzero(held_out)",
         "return flatnonzero(held_out | ~held_out), flatnonzero(held_out)",
     ),
     Mutant(
         "rows are held out without regard to classes",
-        f"{PLUGINS}/rows/splits.py",
+        f"{PLUGINS}/rows/held_out.py",
         "if left[class_of[row]]:",
         "if left:",
     ),

@@ -14,6 +14,7 @@ its files in its ``__init__``. The files beside this one::
     loop, step_totals         # an epoch, a step and an evaluation
     unstepped                 # the parameters that the optimizer of a run does not step
     schedule                  # the steps and epochs after which the loop evaluates, saves and stops
+    splits                    # train, validation and test: their names in keys, logs and messages
     state                     # counters, batches, and requests of plugins to stop, evaluate or save at another time
     settings                  # the settings that plugins return in ``configure``
     strategy                  # the base class of strategies for several processes

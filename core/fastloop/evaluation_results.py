@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastloop.errors import MetricError, UsageError
 from fastloop.metric_states import align_states
 from fastloop.problem import Problem, agree, counted
+from fastloop.splits import VALIDATION
 from fastloop.undefined_metrics import ignored_target, misreads_nan, why_undefined
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class EvaluationResults:
         self,
         metrics: MetricCollection | None,
         where: str = "recipe",
-        split: str = "validation",
+        split: str = VALIDATION,
         processes: Processes | None = None,
     ) -> None:
         self.metrics = metrics

@@ -41,6 +41,7 @@ from fastloop.runtime.clock import Clock
 from fastloop.runtime.files import apply_umask, check_links, sync_folder
 from fastloop.runtime.step_folders import resume_remedy
 from fastloop.schedule import Schedule
+from fastloop.splits import TEST, TRAIN
 from fastloop.unstepped import UnsteppedParameters
 
 log = logging.getLogger("fastloop")
@@ -130,8 +131,8 @@ def execute(run: Run) -> dict[str, Any]:
         with explain_errors(run):
             loop.fit(run)
             if not run.interrupted:
-                if "test" in run.eval_loaders:
-                    loop.evaluate(run, "test")
+                if TEST in run.eval_loaders:
+                    loop.evaluate(run, TEST)
                 _export(run)
                 log_points.flush(run)
             _share_disabled(run)  # also a barrier: no process exits while another still needs it
@@ -289,7 +290,7 @@ def _build_loaders(run: Run) -> None:
     loaders = run.loaders
     trains = run.recipe.inference is None
     datasets = run.hooks.build_datasets(run=run) or {}
-    if trains and "train" not in datasets:
+    if trains and TRAIN not in datasets:
         raise PluginError(
             f"no plugin built a training dataset. The task in use: {run.plugins.in_slot('task') or 'none'}.",
             code="no-dataset",
@@ -303,7 +304,7 @@ def _build_loaders(run: Run) -> None:
         )
     loaders.set_datasets({split: dataset for split, dataset in datasets.items() if trains or split == loaders.first})
     # train first: plugins fit the other splits to it
-    for split in sorted(loaders.datasets, key=lambda split: split != "train"):
+    for split in sorted(loaders.datasets, key=lambda split: split != TRAIN):
         loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
         loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
     loaders.build()

@@ -35,6 +35,7 @@ from fastloop.plugins.plugin import hookimpl
 from fastloop.problem import Problem, counted
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import NO_CONTEXT, region
+from fastloop.splits import TRAIN, VALIDATION, name_metrics
 from fastloop.state import Batch
 
 if TYPE_CHECKING:
@@ -64,12 +65,12 @@ def fit(run: Run) -> None:
         run._weights_before = compared_facts.sample_weights(run)
     with run.clock("train"):
         if run.schedule.evaluation_due():  # before_fit requested it, or the run resumes from an interrupted one
-            evaluate(run, "validation")
+            evaluate(run, VALIDATION)
         retry_after_recovery(run, lambda: train(run))
     if run.steps_to_compare > 0:  # training ended before that many steps
         _check_weights(run)
     if run.schedule.needs_evaluation():
-        evaluate(run, "validation")
+        evaluate(run, VALIDATION)
     if run.interrupted and run.state.save_requested:  # by a signal during that evaluation
         saving.save(run)
     run.signals.finishing = True  # nothing is left to save: from here on, a signal lets the run end
@@ -124,7 +125,7 @@ def train(run: Run) -> None:
             if not schedule._anything_due():
                 continue
             if schedule.evaluation_due():
-                evaluate(run, "validation")
+                evaluate(run, VALIDATION)
             if schedule.save_due():
                 saving.save(run)
             if schedule.should_stop():
@@ -133,13 +134,13 @@ def train(run: Run) -> None:
         if run.interrupted or not schedule.is_epoch_done():
             break
         if state.epoch_samples == 0:
-            raise no_sample(run, "train")
+            raise no_sample(run, TRAIN)
         run.train_loader.check_length(state.epoch_samples)
         state.epoch += 1
         state.epoch_samples = 0
         hooks.after_epoch(run=run)
         if schedule.evaluation_due(epoch_ended=True):
-            evaluate(run, "validation")
+            evaluate(run, VALIDATION)
         if schedule.save_due(epoch_ended=True):
             saving.save(run)
 
@@ -298,7 +299,7 @@ def evaluate(run: Run, split: str) -> None:
     restored."""
     states = preserve_random_states(own=run.loaders.own_generators)  # evaluation data may be random
     with run.clock("evaluate"), region("evaluate"), states:
-        if split == "validation":
+        if split == VALIDATION:
             run.state.evaluate_requested = False
         log_points.log_pending(run)
         run._shared_buffers.share()
@@ -310,10 +311,10 @@ def evaluate(run: Run, split: str) -> None:
             run.state.request_evaluate()
             return
         run.state.metrics[split] = dict(metrics)
-        if split == "validation":
+        if split == VALIDATION:
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
-        log_points.emit(run, {f"{split}/{name}": value for name, value in metrics.items()}, run.state.step)
+        log_points.emit(run, name_metrics(split, metrics), run.state.step)
         run._sync_requests()
         step = f"step {run.state.step}, " if run.recipe.inference is None else ""
         log.info("%s%s: %s", step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
@@ -368,7 +369,7 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
 def no_sample(run: Run, split: str) -> DataError:
     """The error of an epoch or an evaluation without a sample."""
     dataset = type(run.datasets[split]).__name__
-    pass_of_split = f"epoch {run.state.epoch}" if split == "train" else "its evaluation"
+    pass_of_split = f"epoch {run.state.epoch}" if split == TRAIN else "its evaluation"
     return DataError(
         f"the {split} split ({dataset}) gave no sample in {pass_of_split}.",
         code="empty-split",

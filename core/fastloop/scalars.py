@@ -17,6 +17,7 @@ from fastloop.distributed.processes import Processes
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, did_you_mean
 from fastloop.runtime.host_copies import HostCopy
+from fastloop.splits import METRIC_PREFIXES
 
 Reduction = Literal["mean", "sum", "max", "main"]
 CORE_NAMES = (
@@ -76,7 +77,7 @@ class Scalars:
                 code="unknown-choice",
                 remedy=did_you_mean(str(reduce), get_args(Reduction)),
             )
-        if not isinstance(name, str) or not name or name in RESERVED or name.startswith(("validation/", "test/")):
+        if not isinstance(name, str) or not name or name in RESERVED or name.startswith(METRIC_PREFIXES):
             raise PluginError(
                 f"found the name {name!r}, expected one of your own, such as 'my-plugin/noise'. The core logs "
                 f"{', '.join(CORE_NAMES)}, and names of evaluation metrics begin with validation/ or test/. A wrapper "

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fastloop.splits import VALIDATION
 from fastloop.state import INTERRUPTED, State
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Schedule:
     def needs_evaluation(self) -> bool:
         """Whether the current weights can be evaluated and are not yet."""
         return (
-            "validation" in self._eval_loaders and self._state.evaluated_at != self._state.step and not self.interrupted
+            VALIDATION in self._eval_loaders and self._state.evaluated_at != self._state.step and not self.interrupted
         )
 
     def evaluation_due(self, epoch_ended: bool = False) -> bool:

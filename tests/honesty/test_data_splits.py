@@ -13,7 +13,7 @@ from image_helpers import write_image
 from fastloop import Problem
 from fastloop.recipe import make_recipe
 from fastloop.testing import assert_problem, find_problems
-from fastloop_plugins.rows.splits import hold_out
+from fastloop_plugins.rows.held_out import hold_out
 from fastloop_plugins.tasks.image.data import ImageData
 from fastloop_plugins.tasks.tags.data import TagTextData
 

@@ -12,6 +12,7 @@ from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop.runtime.memory import peak_memory
+from fastloop.splits import TEST, VALIDATION
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -45,8 +46,8 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "evaluate_seconds": seconds["evaluate"],
         "save_seconds": seconds["save"],
         "peak_memory_bytes": peak_memory(run.device),
-        "validation": metrics.get("validation"),
-        "test": metrics.get("test"),
+        VALIDATION: metrics.get(VALIDATION),
+        TEST: metrics.get(TEST),
         "best": state.best,
         "metric_modes": metric_modes(run),
         **_exported_weights(run),
@@ -73,7 +74,7 @@ def _exported_weights(run: Run) -> dict[str, Any]:
     if state.best is not None and step == state.best["step"]:
         metrics = state.best["metrics"]
     elif step == state.evaluated_at:
-        metrics = state.metrics.get("validation")
+        metrics = state.metrics.get(VALIDATION)
     return {"model_step": step, "model_weights": state.model_weights, "model_metrics": copy.deepcopy(metrics)}
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastloop.errors import UsageError
 from fastloop.plugins.plugin import hookimpl
+from fastloop.splits import TRAIN
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -29,7 +30,7 @@ def before_epoch(run: Run) -> None:
     """Compare the training split in this epoch."""
     sampler = run.train_loader.sampler
     if sampler is not None and run.loaders.processes.world_size > 1:
-        compare_orders(run, {"train": sampler.fingerprint(run.state.epoch)}, f" in epoch {run.state.epoch}")
+        compare_orders(run, {TRAIN: sampler.fingerprint(run.state.epoch)}, f" in epoch {run.state.epoch}")
 
 
 def compare_orders(run: Run, own: dict[str, str], when: str = "") -> None:

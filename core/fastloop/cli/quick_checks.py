@@ -22,6 +22,7 @@ from fastloop.plugins.plugin import Plugin, hookimpl
 from fastloop.plugins.resolve import ResolvedRecipe, load_listed, resolve
 from fastloop.problem import counted
 from fastloop.runtime.step_folders import step_folder
+from fastloop.splits import TRAIN
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,20 +98,20 @@ class Overfit(Plugin):
         from torch.utils.data import IterableDataset
 
         datasets = yield
-        if datasets is None or "train" not in datasets:
+        if datasets is None or TRAIN not in datasets:
             return datasets
-        dataset = datasets["train"]
+        dataset = datasets[TRAIN]
         if isinstance(dataset, IterableDataset):
             samples = list(islice(dataset, self.samples))
         else:
             samples = [dataset[index] for index in range(min(len(dataset), self.samples))]
         self.samples = len(samples)
-        return {**datasets, "train": samples}
+        return {**datasets, TRAIN: samples}
 
     @hookimpl(wrapper=True)
     def build_sampler(self, split: str) -> Generator[None, Any, Any]:
         sampler = yield
-        return None if split == "train" else sampler  # a sampler's order may be one of the whole split
+        return None if split == TRAIN else sampler  # a sampler's order may be one of the whole split
 
     @hookimpl(trylast=True)  # after the checks of plugins that read an evaluation
     def check_run(self, run: Run) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from fastloop.metric_modes import direction
 from fastloop.problem import counted
 from fastloop.recipe import secrets
+from fastloop.splits import EVALUATED, VALIDATION
 
 PHASES = ("train", "evaluate", "save", "startup", "compile")
 """Phases whose seconds the table shows."""
@@ -37,7 +38,7 @@ def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
     rows = {"status": summary["status"]}
     if summary["reason"]:
         rows["status"] += f" ({secrets.hide(summary['reason'])})"
-    for split in ("validation", "test"):
+    for split in EVALUATED:
         if summary[split]:
             rows[split] = ", ".join(f"{name} {value:.4f}" for name, value in summary[split].items())
     best = summary["best"]
@@ -87,7 +88,7 @@ def describe_model(summary: Mapping[str, Any]) -> str:
     if is_best:
         shown[best["metric"]] = best["value"]  # first the metric that chose them
     metrics = summary["model_metrics"] or {}
-    if metrics != summary["validation"]:
+    if metrics != summary[VALIDATION]:
         shown |= metrics
     parts += [f"{name} {value:.4f}" for name, value in shown.items()]
     if is_best:

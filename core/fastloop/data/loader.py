@@ -22,6 +22,7 @@ from fastloop.runtime.random_states import OwnGenerators
 from fastloop.runtime.regions import region
 from fastloop.runtime.tracebacks import user_line
 from fastloop.settings import Settings
+from fastloop.splits import TRAIN
 from fastloop.state import Batch
 
 log = logging.getLogger("fastloop")
@@ -65,7 +66,7 @@ class Loader:
         seed: int,
         shuffle: bool,
         pieces: int = 1,
-        split: str = "train",
+        split: str = TRAIN,
         sampler: BatchSampler | None = None,
         drop_last: bool = False,
         own_generators: OwnGenerators | None = None,
@@ -231,7 +232,7 @@ def _loader_maker(
     """``DataLoader``, or the class of a plugin, with the settings that a split has for it."""
     reading = settings.of(split)
     arguments: dict[str, Any] = {
-        "collate_fn": Collate(collator, in_one_copy=split == "train"),
+        "collate_fn": Collate(collator, in_one_copy=split == TRAIN),
         "num_workers": reading["num_workers"],
         "pin_memory": reading["pin_memory"],
         "generator": torch.Generator().manual_seed(seed),  # keep epochs from using the global state

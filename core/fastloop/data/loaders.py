@@ -14,6 +14,7 @@ from fastloop.data.loader import Loader
 from fastloop.data.sampler import StepSampler
 from fastloop.errors import RecipeError
 from fastloop.runtime.random_states import OwnGenerators, RandomGenerator, find_generators
+from fastloop.splits import TRAIN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,7 +102,7 @@ class Loaders:
     @property
     def first(self) -> str:
         """``train``, or the only split of a run that does not train."""
-        return "train" if self._recipe.inference is None else self._recipe.inference.split
+        return TRAIN if self._recipe.inference is None else self._recipe.inference.split
 
     def set_datasets(self, datasets: Mapping[str, Any]) -> None:
         """Set the datasets of all splits.
@@ -148,7 +149,7 @@ class Loaders:
             UsageError: A split has no sample left.
         """
         if self._recipe.inference is None:
-            self.train = self._build_loader("train", self.micro_batch_size)
+            self.train = self._build_loader(TRAIN, self.micro_batch_size)
             self._refuse_block_order()
         for split in self.datasets:
             if self._trains_on(split):
@@ -220,9 +221,9 @@ class Loaders:
             size: Samples of a micro-batch on one process.
             pieces: Number of micro-batches to cut each micro-batch of ``Settings.split`` into.
         """
-        (self.train if split == "train" else self.evaluation[split]).close()
+        (self.train if split == TRAIN else self.evaluation[split]).close()
         loader = self._build_loader(split, size, pieces)
-        if split == "train":
+        if split == TRAIN:
             self.train = loader
             self.micro_batch_size = size
             self.micro_steps = loader.micro_steps
@@ -231,7 +232,7 @@ class Loaders:
 
     def copy_train(self) -> Loader:
         """Build another loader of the training split. The one of the loop keeps its place."""
-        return self._build_loader("train", self.micro_batch_size, getattr(self.train.sampler, "pieces", 1))
+        return self._build_loader(TRAIN, self.micro_batch_size, getattr(self.train.sampler, "pieces", 1))
 
     def replace(self, split: str, dataset: Any) -> Loader:
         """Build the loader of another dataset for an evaluated split."""
@@ -253,10 +254,10 @@ class Loaders:
     def _all(self) -> dict[str, Loader]:
         if self._recipe.inference is not None:
             return self.evaluation
-        return {"train": self.train, **self.evaluation}
+        return {TRAIN: self.train, **self.evaluation}
 
     def _trains_on(self, split: str) -> bool:
-        return split == "train" and self._recipe.inference is None
+        return split == TRAIN and self._recipe.inference is None
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from fastloop.data.iterables import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
 from fastloop.plugins.plugin import hookimpl
 from fastloop.problem import clause, counted
+from fastloop.splits import TRAIN
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -41,7 +42,7 @@ def build_sampler(run: Run, split: str) -> Generator[None, BatchSampler | None, 
     dataset = run.datasets[split]
     if sampler is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return sampler
-    trains = split == "train" and run.recipe.inference is None
+    trains = split == TRAIN and run.recipe.inference is None
     settings = run.settings
     if is_default_order(sampler.sampler, dataset, trains, settings.arrange is not None):
         return sampler

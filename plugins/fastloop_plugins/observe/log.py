@@ -29,6 +29,7 @@ from fastloop import Plugin, Problem, __version__, hookimpl
 from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime.files import no_follow
+from fastloop.splits import evaluated_split
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -127,11 +128,12 @@ class Log(Plugin):
     def log_scalars(self, run: Run, scalars: Mapping[str, float], step: int) -> None:
         from fastloop.scalars import CORE_NAMES
 
-        split = next(iter(scalars)).partition("/")[0]
-        is_evaluation = split in run.eval_loaders
-        values: dict[str, Any] = {"split": split} if is_evaluation else {}
+        values: dict[str, Any] = {}
+        split = evaluated_split(scalars, run.eval_loaders)
+        if split is not None:
+            values["split"] = split
         for name, value in scalars.items():
-            if is_evaluation:
+            if split is not None:
                 values[name.removeprefix(f"{split}/")] = value
             elif name in CORE_NAMES:
                 values[name.removeprefix("train/")] = value

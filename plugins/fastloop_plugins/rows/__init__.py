@@ -6,7 +6,7 @@ From a file to rows::
     suffixes                  # the formats and the compressions of files, by suffix
     paths, contents           # the files that ``data.files`` names, and their true format
     remote                    # files at URLs, whose requests are repeated
-    options, limits           # ``data.read``, and the memory that a file may take
+    options, limits           # ``data.read``, ``splits`` and ``limit``; the memory that a file may take
     file, formats             # the base class of readers, and the format of each suffix
     csv, json, text, conll    # formats of lines, which ``lines`` opens
     parquet, arrow            # formats of columns
@@ -14,10 +14,12 @@ From a file to rows::
     table, column             # the rows of one source in memory, or in a temporary file
     unreadable                # the rows of a source that cannot be read
     drop                      # rows that are left out
-    splits, split_rows        # splits that are held out, and the rows of a split
+    held_out, split_rows      # rows held out for validation or drawn by a limit; the rows of a split
     roles                     # roles of messages, such as ``user`` and ``assistant``
     index, order              # row groups of a stream, and the order of its rows
     content_hashes            # whether a file has changed, for caches
+
+The names of splits are in ``fastloop.splits``.
 """
 
 from fastloop_plugins.rows.file import BadRow, Block, File

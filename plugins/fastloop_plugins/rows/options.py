@@ -1,4 +1,4 @@
-"""``data.read``: how files are read whose names and first bytes do not show it."""
+"""Options of ``data`` that texts and images share: ``read``, ``splits`` and ``limit``."""
 
 from __future__ import annotations
 
@@ -51,3 +51,21 @@ class Read:
             raise ValueError(
                 f"encoding: found {self.encoding!r}, expected a text encoding of Python, such as cp1252."
             ) from None
+
+
+@dataclass(kw_only=True)
+class Splits:
+    """``data.splits``: the names of the splits in the source. ``fastloop.splits`` has those in a run."""
+
+    train: str = option("the source's name of the split to train on", default="train")
+    validation: str | None = option("the source's name of the split to evaluate on", default="validation")
+    test: str | None = option("the source's name of the split to test on", default="test")
+
+
+@dataclass(kw_only=True)
+class Limit:
+    """``data.limit``: split -> samples to keep, drawn at random."""
+
+    train: int | None = option("samples", default=None, ge=1)
+    validation: int | None = option("samples", default=None, ge=1)
+    test: int | None = option("samples", default=None, ge=1)

@@ -32,6 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl, option
+from fastloop.splits import PREDICT
 from fastloop_plugins.models.checks import check_causal
 from fastloop_plugins.tasks.tags.data import has_tags
 from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
@@ -239,7 +240,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
 
         tokenizer = self.text_model.tokenizer
         width = self.text_model.width(run, self.data.options)
-        if split == "predict":
+        if split == PREDICT:
             return PromptCollator(tokenizer, self.room)
         routed = bool(getattr(self.text_model.config.get_text_config(), "output_router_logits", False))
         batch = partial(next_token_batch, pad_token_id=tokenizer.pad_token_id, mask=routed)
@@ -273,7 +274,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
                 report_padding(run, model, change)
         elif run.recipe.inference.chunk:
             prompts = self.text_model.tokenizer(list(PROBE), add_special_tokens=False)["input_ids"]
-            batch = self.build_collator(run, "predict")([{"input_ids": np.array(ids)} for ids in prompts])
+            batch = self.build_collator(run, PREDICT)([{"input_ids": np.array(ids)} for ids in prompts])
             check_prompts(run, model, batch.inputs, self.text_model.where, self.max_new_tokens)
         return model
 

@@ -25,6 +25,7 @@ from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop.problem import clause
+from fastloop.splits import SPLITS
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
 from fastloop_plugins.tasks.shared.losses import (
     ClassLoss,
@@ -179,17 +180,16 @@ class Module(Plugin):
                 problem = f"{self.named[key]} is of type {type(code).__name__}, expected a class or function."
                 raise RecipeError(problem, code="wrong-result", place=f"{self.file}: {key}")
         datasets = self._call("data")
-        splits = ("train", "validation", "test")
         if not isinstance(datasets, Mapping):
-            problem = f"returned a {type(datasets).__name__}, expected a mapping of {', '.join(splits)}."
+            problem = f"returned a {type(datasets).__name__}, expected a mapping of {', '.join(SPLITS)}."
             raise RecipeError(problem, code="wrong-result", place=f"{self.file}: data.module")
         for split in datasets:
-            if split not in splits:
+            if split not in SPLITS:
                 raise RecipeError(
                     f"returned a split {split!r}.",
                     code="unknown-split",
                     place=f"{self.file}: data.module",
-                    remedy=did_you_mean(split, splits),
+                    remedy=did_you_mean(split, SPLITS),
                 )
         loss = self.imported.get("plugins.module.loss")
         if self.uses_classes:

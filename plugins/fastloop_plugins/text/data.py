@@ -22,15 +22,16 @@ from fastloop import Problem, RecipeError
 from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop.problem import agree, counted
+from fastloop.splits import SPLITS
 from fastloop_plugins._cache import digest
 from fastloop_plugins._mapped import flatnonzero, zeros
 from fastloop_plugins.rows.column import in_blocks
 from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop, with_drop_line
 from fastloop_plugins.rows.formats import FileLayout, KeptColumns
-from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.held_out import DRAW, divide, hold_out_ends
+from fastloop_plugins.rows.options import Limit, Read, Splits
 from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
-from fastloop_plugins.rows.splits import DRAW, Limit, Splits, divide, hold_out_ends
 from fastloop_plugins.rows.suffixes import FORMATS, format_of, installed_formats
 from fastloop_plugins.rows.table import Bad, Table, text_column
 from fastloop_plugins.rows.unreadable import UnreadableRows
@@ -129,7 +130,7 @@ class TextData:
 
     def _refuse_split_keys(self) -> None:
         """Raise a ``RecipeError`` for a key such as ``data.train``: files belong in ``data.files``."""
-        for split in ("train", "validation", "test"):
+        for split in SPLITS:
             if split in self.recipe.data:
                 raise RecipeError(
                     "no such option.",

@@ -8,6 +8,7 @@ tokenizes a part: the first rows.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop.splits import SPLITS
 from fastloop_plugins._mapped import zeros
 from fastloop_plugins.text.batches import Sequences, hash_samples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fastloop import Run
     from fastloop_plugins._cache import Flat
     from fastloop_plugins.text.split_encoder import SplitEncoder
     from fastloop_plugins.text.tokens import Split
@@ -55,6 +58,24 @@ class Needs:
 
     find: Callable[[str, int], NDArray[np.int64] | None]
     about: str
+
+
+def find_needs(run: Run) -> Needs | None:
+    """The rows that a run reads of each split, if each row is one sample. None: it reads all rows."""
+    counts = {split: run.loaders.count_samples_to_read(split) for split in SPLITS}
+    if not any(counts.values()):
+        return None
+
+    def find(split: str, total: int) -> NDArray[np.int64] | None:
+        ids = run.loaders.find_samples_to_read(split, total)
+        if ids is None or total - len(ids) < LEFT_OUT:
+            return None
+        ids.sort()
+        return ids
+
+    train = run.recipe.train
+    about = [counts, train.seed, train.drop_last, train.batch_size, LEFT_OUT, run.settings.shuffle_block]
+    return Needs(find, json.dumps(about))
 
 
 @dataclass(frozen=True)

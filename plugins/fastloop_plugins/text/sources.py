@@ -12,9 +12,9 @@ import numpy as np
 from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins._mapped import concatenate, flatnonzero, take, zeros
+from fastloop_plugins.rows.held_out import draw
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.split_rows import Rows
-from fastloop_plugins.rows.splits import draw
 from fastloop_plugins.rows.table import Table
 from fastloop_plugins.text.columns import column_names
 

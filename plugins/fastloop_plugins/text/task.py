@@ -5,7 +5,6 @@ A task adds its columns and its loss. The order of samples is not here: plugins 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.columns import Text
-    from fastloop_plugins.text.needed_rows import FirstRows, Needs
+    from fastloop_plugins.text.needed_rows import FirstRows
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Selection, Split
 
@@ -337,25 +336,6 @@ class TextTask(Plugin):
         self._order_classes(splits)
         return splits
 
-    def _needs(self, run: Run) -> Needs | None:
-        """The rows of each split to tokenize before training; None: all rows."""
-        from fastloop_plugins.text.needed_rows import LEFT_OUT, Needs
-
-        train = run.recipe.train
-        counts = {split: run.loaders.count_samples_to_read(split) for split in ("train", "validation", "test")}
-        if not self.samples_are_rows or not any(counts.values()):
-            return None
-
-        def find(split: str, total: int) -> NDArray[np.int64] | None:
-            ids = run.loaders.find_samples_to_read(split, total)
-            if ids is None or total - len(ids) < LEFT_OUT:
-                return None
-            ids.sort()
-            return ids
-
-        about = [counts, train.seed, train.drop_last, train.batch_size, LEFT_OUT, run.settings.shuffle_block]
-        return Needs(find, json.dumps(about))
-
     def _first_rows(self, run: Run) -> FirstRows | None:
         """Use only the first rows of large splits, in a run that only checks the recipe; None: use all rows."""
         from fastloop_plugins.text.needed_rows import FirstRows
@@ -391,13 +371,15 @@ class TextTask(Plugin):
 
     def _selection(self, run: Run, first: int | None) -> Selection:
         """The rows to tokenize before training."""
+        from fastloop_plugins.text.needed_rows import find_needs
         from fastloop_plugins.text.tokens import Selection
 
         first_rows = self._first_rows(run)
         samples = None
         if not self.samples_are_rows and first_rows is None and first is None:
             samples = run.loaders.count_samples_to_read("train")
-        return Selection(first, self._needs(run), first_rows, samples)
+        needs = find_needs(run) if self.samples_are_rows else None
+        return Selection(first, needs, first_rows, samples)
 
     def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
         """Set ``order`` and ``data.classes``, if ``auto_class`` has a head for classes. A checkpoint with the same

@@ -11,6 +11,7 @@ from typing import Any
 from fastloop.cli.numerics import BOUNDS, BROKEN, FAILED, NOT_COMPARED, compare
 from fastloop.errors import UsageError
 from fastloop.problem import counted
+from fastloop.splits import EVALUATED
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable
 from fastloop_tools.shared.tables import json_safe
 from fastloop_tools.trials.measure import failed_measurement
@@ -317,7 +318,7 @@ class Bench:
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """The metrics in the summary of a run, by split and name: ``{"validation accuracy": 0.9}``."""
     values = {}
-    for split in ("validation", "test"):
+    for split in EVALUATED:
         for name, value in (summary[split] or {}).items():
             values[f"{split} {name}"] = value
     return values

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastloop.errors import UsageError
+from fastloop.splits import PREDICT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +93,7 @@ def open_exported(recipe: Recipe, names: Iterable[str] = ("test", "validation", 
             task[name] = options
     recipe = dataclasses.replace(recipe, plugins=task, train=dataclasses.replace(recipe.train, device="cpu"))
     splits = [dataclasses.replace(inference, split=split) for split in names]
-    text = dataclasses.replace(inference, split="predict", source=[""], chunk=1)
+    text = dataclasses.replace(inference, split=PREDICT, source=[""], chunk=1)
     problem: UsageError | None = None
     with ExitStack() as stack:
         for tried in [*splits, text]:

@@ -22,6 +22,7 @@ from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, secrets
 from fastloop.recipe.paths import nothing_at
+from fastloop.splits import PREDICT
 from fastloop_tools.inference.evaluate import Target
 from fastloop_tools.inference.output import PREDICTION_FORMATS, PredictionOutput
 
@@ -97,9 +98,7 @@ def predict(
             remedy="Give another file.",
         )
     kept = read_keep(keep, source, out)
-    recipe = load(
-        target, words, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
-    )
+    recipe = load(target, words, Inference(Path(), split or PREDICT, source, chunk=chunk), names(with_), names(without))
     job = None  # stdout and stdin cannot continue
     if out is not None and name != "-":
         job = describe(recipe, target, name) | {"keep": kept.listed}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.metric_modes import MetricMode, recorded_mode
 from fastloop.problem import counted
+from fastloop.splits import EVALUATED
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
 from fastloop_tools.report.metrics import Series
@@ -139,7 +140,7 @@ def final_metrics(runs: list[TrainedRun]) -> list[tuple[str, list[Cell]]]:
     not know, or do not agree, whether a lower or a higher value is better."""
     names: dict[tuple[str, str], None] = {}  # in order
     for run in runs:
-        for split in ("validation", "test"):
+        for split in EVALUATED:
             for name in _metrics_of(run, split):
                 names[split, name] = None
     rows = []

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
 from fastloop import Batch, Output, Plugin, Run, UsageError, hookimpl
+from fastloop.splits import PREDICT, TRAIN
 from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
 from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter, target_rule
 from fastloop_plugins.tasks.shared.forward import compute_output, outputs, warn_of_unused_loss
@@ -69,7 +70,7 @@ class TrainerTask(Plugin):
         has_samplers = any(loader.sampler is not None for loader in splits.values())  # otherwise only datasets
         is_given = {
             "compute_loss": False,
-            "predict": False,
+            PREDICT: False,
             "build_metrics": bool(metrics),
             "build_optimizer": optimizer.optimizer is not None,
             "build_scheduler": optimizer.scheduler is not None,
@@ -97,7 +98,7 @@ class TrainerTask(Plugin):
 
     @hookimpl
     def build_collator(self, run: Run, split: str) -> Callable[[list[Any]], Any]:
-        collate = self.splits[split].collate_fn or self.splits["train"].collate_fn
+        collate = self.splits[split].collate_fn or self.splits[TRAIN].collate_fn
         if collate in (None, default_collate):
             tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
             if not hasattr(tokenizer, "pad_token"):  # an image processor
@@ -153,7 +154,7 @@ class TrainerTask(Plugin):
                 if plugin is not None and used != value and loader.reading["num_workers"]:
                     log.info("%s: the loader's %s=%r is overridden by plugin %r: %r", split, name, value, plugin, used)
         sampler = run.train_loader.sampler
-        if sampler is not None and sampler.arrange is not None and self.splits["train"].sampler is not None:
+        if sampler is not None and sampler.arrange is not None and self.splits[TRAIN].sampler is not None:
             log.info(
                 "train: plugin %r arranges the samples: the loader's order is not kept",
                 run.settings.writers["arrange"],

@@ -24,6 +24,7 @@ from fastloop.plugins.resolve import ResolvedRecipe, resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime.files import apply_umask
 from fastloop.runtime.main_module import stop_in_spawned_process
+from fastloop.splits import PREDICT, TEST, TRAIN, VALIDATION
 from fastloop_tools.inference.chunks import predict_dataset
 from fastloop_tools.trainer import runs
 from fastloop_tools.trainer.arguments import as_metrics, check_arguments, check_plugins
@@ -104,9 +105,9 @@ class Trainer:
         self._has_batch_size = "batch_size" in train
         splits = {}
         for split, name, loader in (
-            ("train", "train_loader", train_loader),
-            ("validation", "eval_loader", eval_loader),
-            ("test", "test_loader", test_loader),
+            (TRAIN, "train_loader", train_loader),
+            (VALIDATION, "eval_loader", eval_loader),
+            (TEST, "test_loader", test_loader),
         ):
             if loader is not None:
                 splits[split] = read_loader(name, loader, self._has_batch_size)
@@ -114,10 +115,10 @@ class Trainer:
             train["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
             optimizer = None
         own = UserOptimizer(model, optimizer, scheduler, train)
-        sampler = splits["train"].sampler
+        sampler = splits[TRAIN].sampler
         if sampler is not None:
             train.setdefault("batch_size", sampler.batch_size)
-        if isinstance(splits["train"].dataset, IterableDataset) and "max_steps" not in train:
+        if isinstance(splits[TRAIN].dataset, IterableDataset) and "max_steps" not in train:
             train.setdefault("epochs", 1)
         named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
         self._objects = [plugin for plugin in plugins if isinstance(plugin, Plugin)]
@@ -178,19 +179,19 @@ class Trainer:
             UsageError: There is nothing to evaluate.
             Exception: The original exception of user code, as in ``fit``.
         """
-        if data is None and "validation" not in self.task.splits:
+        if data is None and VALIDATION not in self.task.splits:
             raise UsageError(
                 "found no data.",
                 code="no-dataset",
                 place="validate",
                 remedy="Pass a loader or a dataset, or eval_loader= to Trainer.",
             )
-        task = self.task if data is None else self._with_split("validation", data)
+        task = self.task if data is None else self._with_split(VALIDATION, data)
 
         def evaluate() -> dict[str, float]:
-            with self._inference(task, "validation") as run:
-                loop.evaluate(run, "validation")
-                return run.state.metrics["validation"]
+            with self._inference(task, VALIDATION) as run:
+                loop.evaluate(run, VALIDATION)
+                return run.state.metrics[VALIDATION]
 
         return runs.call(task, evaluate)
 
@@ -212,11 +213,11 @@ class Trainer:
             UsageError: The loader's sampler leaves samples out or repeats them, or the model returned no outputs.
             Exception: The original exception of user code, as in ``fit``.
         """
-        task = self._with_split("predict", data, keeps_order=True)
+        task = self._with_split(PREDICT, data, keeps_order=True)
 
         def predict() -> dict[str, Any]:
-            with self._inference(task, "predict") as run:
-                return runs.stack(predict_dataset(run, run.eval_loaders["predict"]))
+            with self._inference(task, PREDICT) as run:
+                return runs.stack(predict_dataset(run, run.eval_loaders[PREDICT]))
 
         return runs.call(task, predict)
 
@@ -232,7 +233,7 @@ class Trainer:
         path = Path(folder)
 
         def save() -> Path:
-            with nullcontext(self.run) if hasattr(self, "run") else self._inference(self.task, "train") as run:
+            with nullcontext(self.run) if hasattr(self, "run") else self._inference(self.task, TRAIN) as run:
                 run.hooks.export_model(run=run, folder=path)
                 if run.is_main:
                     apply_umask(path)

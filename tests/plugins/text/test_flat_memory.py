@@ -19,7 +19,7 @@ from text_helpers import TINY, make_run
 from fastloop import Plugin, hookimpl
 from fastloop_plugins import _mapped
 from fastloop_plugins.rows import column
-from fastloop_plugins.rows.splits import DRAW, draw, hold_out
+from fastloop_plugins.rows.held_out import DRAW, draw, hold_out
 from fastloop_plugins.text.repeats import first_rows
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}

@@ -15,10 +15,12 @@ from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop.recipe.paths import nothing_at
+from fastloop.splits import SPLITS
 from fastloop_plugins._cache import digest
 from fastloop_plugins._names import list_names
+from fastloop_plugins.rows.held_out import divide
+from fastloop_plugins.rows.options import Limit, Splits
 from fastloop_plugins.rows.source import call_source, check_source
-from fastloop_plugins.rows.splits import Limit, Splits, divide
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -29,7 +31,6 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 """Suffixes of images: those of torchvision's ImageFolder, and ``.gif``."""
 SOURCES = {"images": "images (a folder)", "module": "module (a function that returns one)"}
 """Option of ``data`` that names the source of the images -> the option in messages."""
-SPLITS = ("train", "validation", "test")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 """Mean of ImageNet's red, green and blue values from 0 to 1."""
 IMAGENET_STD = (0.229, 0.224, 0.225)

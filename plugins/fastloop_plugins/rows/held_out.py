@@ -1,4 +1,4 @@
-"""The splits of texts and of images: their names, the rows held out of train for validation, and their limits."""
+"""Rows that are held out of train for validation, and rows that ``data.limit`` draws: of texts and of images."""
 
 from __future__ import annotations
 
@@ -6,39 +6,23 @@ import math
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from fastloop import RecipeError, option
+from fastloop import RecipeError
+from fastloop.splits import TRAIN, VALIDATION
 from fastloop_plugins._mapped import flatnonzero, spans, zeros
 from fastloop_plugins.rows.file import BLOCK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fastloop_plugins.rows.options import Limit
+
 DRAW = 0
 """Seed for the selection of samples by ``validation_fraction`` and ``limit``: the same for every ``train.seed``."""
-
-
-@dataclass(kw_only=True)
-class Splits:
-    """``data.splits``."""
-
-    train: str = option("the source's name of the split to train on", default="train")
-    validation: str | None = option("the source's name of the split to evaluate on", default="validation")
-    test: str | None = option("the source's name of the split to test on", default="test")
-
-
-@dataclass(kw_only=True)
-class Limit:
-    """``data.limit``."""
-
-    train: int | None = option("samples", default=None, ge=1)
-    validation: int | None = option("samples", default=None, ge=1)
-    test: int | None = option("samples", default=None, ge=1)
 
 
 class Divisible(Protocol):
@@ -69,11 +53,11 @@ def divide(
     """
     divided = dict(splits)
     note = ""
-    if fraction and "train" in splits:
-        train = splits["train"]
+    if fraction and TRAIN in splits:
+        train = splits[TRAIN]
         train_ids, validation_ids = hold_out(len(train), fraction, classes, where)
-        divided["train"] = train.keep(train_ids)
-        divided["validation"] = train.keep(validation_ids)
+        divided[TRAIN] = train.keep(train_ids)
+        divided[VALIDATION] = train.keep(validation_ids)
         share = f"{fraction:.0%} of train"
         if classes is not None:
             share += ", of each class,"

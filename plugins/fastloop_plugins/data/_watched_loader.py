@@ -20,8 +20,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.queues import Queue
+from queue import Empty
 from time import monotonic
 from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 from torch import _C
@@ -34,7 +36,7 @@ from fastloop import Batch
 from fastloop.data.loader import explain_error
 from fastloop.errors import DataError, FastloopError
 from fastloop.runtime import platform_support
-from fastloop.runtime.files import TOO_MANY_FILES, reached_open_files
+from fastloop.runtime.files import CLOSE_FILES, TOO_MANY_FILES, reached_open_files
 from fastloop.runtime.forks import without_stdin
 from fastloop.runtime.main_module import ADVICE, EXIT_IMPORTED
 
@@ -46,7 +48,16 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     worker: ("_worker_info", "ExceptionWrapper"),
 }
 """Module of torch, or class of Python -> its private names that this file uses."""
-PRIVATE_OF_ITERATOR = ("_workers", "_workers_status", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
+PRIVATE_OF_ITERATOR = (
+    "_workers",
+    "_workers_status",
+    "_worker_pids_set",
+    "_worker_result_queue",
+    "_tasks_outstanding",
+    "_try_put_index",
+    "_try_get_data",
+    "_shutdown_workers",
+)
 """Private attributes of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` keeps that iterator as
 ``_iterator``."""
 POLL_SECONDS = 5.0
@@ -56,7 +67,8 @@ OPEN_FILES_PER_WORKER = 4
 OPEN_FILES = 16
 """Files that all workers together need: their queue of batches, and the connections that send a batch."""
 EXIT_SECONDS = 5.0
-"""Seconds to wait for a worker's exit code after its connections broke."""
+"""Seconds to wait for a worker's exit code after its connections broke, and for the error of its dataset if it did not
+end."""
 NAMED_WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 """The start of torch's error about workers that ended. ``DataLoader worker (pid(s) 71, 72) exited unexpectedly`` gives
 ``71, 72``."""
@@ -141,8 +153,11 @@ class WatchedLoader(DataLoader[Any]):
             number = self._find_ended(error, batches)
             if number is not None:
                 raise self._explain_end(number) from None  # the error shows only where torch noticed it
-            if reached_open_files(error) and not FROM_WORKER.match(str(error)):
-                raise DataError(TOO_MANY_FILES.text, code=TOO_MANY_FILES.code, remedy=TOO_MANY_FILES.remedy) from None
+            if is_unsent(error):
+                sent = None if batches is None else find_sent_error(batches)
+                if sent is not None:
+                    raise _explain(sent) from sent
+                raise _explain_limit(error) from None
             raise _explain(error) from error
 
     def _check_limit(self) -> None:
@@ -212,6 +227,41 @@ class WatchedLoader(DataLoader[Any]):
                 process.kill()  # a hanging worker would block the exit of the interpreter
 
 
+def is_unsent(error: Exception) -> bool:
+    """Whether a batch was read, and a worker that did not end could not hand it over: the connection broke, or no file
+    is left for the memory that the batch is in."""
+    message = str(error)
+    if FROM_WORKER.match(message) and "shared memory" not in message:
+        return False
+    return reached_open_files(error) or isinstance(error, EOFError | ConnectionError) or PIN_THREAD_ENDED in message
+
+
+def find_sent_error(batches: Any) -> Exception | None:
+    """The error of the dataset or the collator that a worker sends in place of a later batch. None: none arrives in
+    ``EXIT_SECONDS``.
+
+    A dataset that leaves files open reaches the limit in its own line, or when the worker hands a batch over. Then one
+    of the next batches fails in the dataset's line. An error needs no further file to be sent.
+    """
+    end = monotonic() + EXIT_SECONDS
+    while True:
+        batches._tasks_outstanding -= 1
+        batches._try_put_index()  # the worker reads one more batch
+        try:
+            _, data = batches._worker_result_queue.get(timeout=max(end - monotonic(), 0.0))
+        except Empty:
+            return None
+        except (OSError, EOFError, RuntimeError):  # one more batch that the worker could not hand over
+            continue
+        if isinstance(data, ExceptionWrapper):
+            try:
+                data.reraise()  # type: ignore[no-untyped-call]
+            except Exception as error:
+                if FROM_WORKER.match(str(error)) and not is_unsent(error):
+                    error.__suppress_context__ = True
+                    return error
+
+
 def first_ended(processes: dict[int, Any]) -> int | None:
     """The number of the first worker that failed, else of the first one that ended; None: all run.
 
@@ -246,8 +296,8 @@ def check_open_files(needed: int) -> None:
 
 @contextmanager
 def completing_workers() -> Iterator[None]:
-    """If a worker cannot be started, let torch's iterator end the workers before it. Torch notes their states after the
-    last one, and without them, its destructor prints a traceback."""
+    """If a worker cannot be started, such as at the limit of processes, let torch's iterator end the workers before it.
+    Torch notes their states after the last one, and without them, its destructor prints a traceback."""
     try:
         yield
     except OSError as error:
@@ -259,9 +309,27 @@ def completing_workers() -> Iterator[None]:
         raise
 
 
+def _explain_limit(error: Exception) -> DataError:
+    """The error of a process that reached its limit of open files, in a line that is not the user's.
+
+    Args:
+        error: One that names the limit, or that of a connection to a worker that did not end.
+    """
+    if reached_open_files(error):
+        return DataError(TOO_MANY_FILES.text, code=TOO_MANY_FILES.code, remedy=TOO_MANY_FILES.remedy)
+    return DataError(
+        "a worker that reads data could not hand a batch over, and did not end: it has reached its limit of open "
+        "files.",
+        code=TOO_MANY_FILES.code,
+        remedy=CLOSE_FILES,
+    )
+
+
 def _explain(error: Exception) -> DataError:
     message = explain_error(error)
     is_full = "shared memory" in message or getattr(error, "errno", 0) == errno.ENOSPC
+    if reached_open_files(error):
+        is_full = False
     return DataError(f"{message}. {shared_memory_advice()}" if is_full else message, code="reading-failed")
 
 
@@ -281,6 +349,7 @@ def start_worker(number: int, init: Callable[[int], None] | None) -> None:
     """Set up signals and errors of worker ``number``, show the user's dataset in ``get_worker_info()``, and call the
     user's ``init``."""
     _ignore_signals()
+    sys.excepthook = _print_unless_limited
     worker.ExceptionWrapper = WorkerError  # type: ignore[attr-defined]
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
     info = get_worker_info()
@@ -288,6 +357,13 @@ def start_worker(number: int, init: Callable[[int], None] | None) -> None:
     object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined] # frozen
     if init is not None:
         init(number)
+
+
+def _print_unless_limited(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught error, but not one about the limit of open files. Python's thread that hands batches over calls
+    this, and the training process reports the limit."""
+    if not reached_open_files(error):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _send_error(queue: Any, error: Exception, item: Any) -> None:

@@ -436,7 +436,18 @@ EXTRA = [
     Case(kind="class", note="was-regression", base={"changes": '{"problem_type": "regression"}'}),
     Case(kind="topics", note="was-single", base={"changes": '{"problem_type": "single_label_classification"}'}),
 ]  # fmt: skip
-CASES = [*_pairs(), *EXTRA]
+LONG_ONLY = {
+    "tags-bert-bare-unmerged", "tags-modernbert-bare-unmerged", "tags-deberta-bare-unmerged", "image-resnet-bare-full",
+    "document-tied-llama-bare-unmerged", "class-bare-unmerged-best", "class-headed-full-ema",
+    "class-bare-merged-frozen", "completion-headed-unmerged-packed", "class-bare-merged-all-linear",
+    "class-bare-merged-dora", "document-tied-llama-headed-unmerged-head", "document-tied-llama-headed-merged-embedding",
+    "document-headed-full-padded", "completion-headed-full-new-token", "class-headed-full-new-token",
+    "document-tied-llama-headed-merged-new-token", "chat-headed-full-new-marks", "number-other-full-of-classes",
+    "class-headed-full-wider", "image-headed-unmerged-wider", "class-headed-full-other-padding",
+    "completion-headed-full-bos", "class-headed-full-bfloat16", "completion-headed-merged-float16",
+}  # fmt: skip
+"""Names of the cases of the long form: another one has the same value of ``note``, and one the same architecture."""
+CASES = [case for case in (*_pairs(), *EXTRA) if LONG or case.name not in LONG_ONLY]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,16 @@ def runs(python: str) -> bool:
         return False
 
 
+CLOSED = {
+    "sweep": ("sweep", "recipe.yaml", "train.lr=1e-3,1e-4", "output=closed"),
+    "search": ("sweep", "recipe.yaml", "train.lr=1e-3,1e-4", "output=closed", "--trials", "2", "--mode", "min"),
+    "bench": ("bench", "recipe.yaml", "--output", "closed"),
+    "profile": ("profile", "recipe.yaml", "--output", "closed"),
+    "train": (*TRAIN, "output=closed"),
+}
+"""Name -> a command that writes into the folder ``closed``."""
+
+
 @pytest.fixture(scope="module")
 def python() -> str:
     """A Python that both users can run: this one may lie in the home folder of root."""
@@ -107,6 +117,17 @@ def test_a_cache_of_two_users(public, fastloop):
         assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in (public / "cache").iterdir()) == ["user-0", f"user-{OTHER}"]
     assert done.stdout.count("texts from cache/user-") == 3
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_an_empty_folder_of_another_user(public, fastloop, name):
+    """an empty output folder that this user may not write to: refused before training, by the same code"""
+    if name == "search":
+        pytest.importorskip("optuna")
+    (public / "closed").mkdir(mode=0o555)
+    refused = error(fastloop(*CLOSED[name], user=OTHER, XDG_CACHE_HOME=str(public)))
+    assert refused.endswith("Give another folder. [folder-not-writable]")
+    assert list((public / "closed").iterdir()) == []
 
 
 def test_another_users_run_folder(public, fastloop):

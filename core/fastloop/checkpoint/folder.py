@@ -49,6 +49,7 @@ def check(run: Run) -> None:
             f"{run.folder} cannot be written: {existing} is not a folder that this user may write to.",
             code="folder-not-writable",
             place=f"{run.recipe.where}: output",
+            remedy="Give another folder.",
         )
     has_lock = existing == run.folder and (existing / ".lock").exists()
     if has_lock and ranks.rank() == 0:
@@ -102,6 +103,7 @@ def make(run: Run) -> None:
             f"{run.folder} cannot be written: {clause(error)}.",
             code="folder-not-writable",
             place=f"{run.recipe.where}: output",
+            remedy="Give another folder.",
         ) from error
 
 

@@ -325,12 +325,12 @@ def make_folder(folder: Path) -> Path:
         UsageError: The folder cannot be created.
     """
     from fastloop.runtime import files
-    from fastloop_tools.shared.output_folders import explain_output_errors
+    from fastloop_tools.shared.output_folders import explain_output_errors, make_writable
 
     with explain_output_errors(folder):
         if (folder / "bench.json").is_file():
             typer.echo(f"an earlier ablation was in {folder}: moved to {files.move_aside(folder)}")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_writable(folder)
     files.check_links(folder)
     return folder
 

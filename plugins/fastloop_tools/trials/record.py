@@ -18,7 +18,7 @@ from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop_tools.shared.json_files import MALFORMED, read_json
-from fastloop_tools.shared.output_folders import explain_output_errors
+from fastloop_tools.shared.output_folders import explain_output_errors, make_writable
 from fastloop_tools.shared.svg import number
 from fastloop_tools.shared.tables import Cell, ReportTable, show_table
 from fastloop_tools.trials.runs import TrialRun, parse_runs
@@ -72,7 +72,7 @@ class Record:
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise used_folder(folder, "sweep")
         with explain_output_errors(folder, "output"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_writable(folder)
         self.write()
 
     def _take_over(self, earlier: dict[str, Any]) -> None:

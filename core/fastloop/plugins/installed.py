@@ -9,8 +9,9 @@ import importlib.metadata
 import os
 import re
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,17 +208,43 @@ def entry_points(group: str) -> importlib.metadata.EntryPoints:
     return _entry_points(_metadata_folders()).get(group, importlib.metadata.EntryPoints())
 
 
-def _metadata_folders() -> tuple[tuple[str, int], ...]:
+@contextmanager
+def unchanged_packages() -> Iterator[None]:
+    """Look once for changed metadata of packages, however often the block asks: it installs none. ``auto`` asks
+    hundreds of times."""
+    if _known_folders.get() is not None:
+        yield
+        return
+    token = _known_folders.set({})
+    try:
+        yield
+    finally:
+        _known_folders.reset(token)
+
+
+Folders = tuple[tuple[str, int], ...]
+"""Folders with metadata of packages, and the time of change of each."""
+_known_folders: ContextVar[dict[tuple[str, ...], Folders] | None] = ContextVar("known_folders", default=None)
+"""In a block of ``unchanged_packages``: import path -> its folders."""
+
+
+def _metadata_folders() -> Folders:
     """The folders of ``sys.path`` that have metadata of packages, with their times of change. Reading all metadata
     takes up to a second, so the results are kept until one of them changes. A run writes into the current folder, which
     usually has none."""
+    known = _known_folders.get()
+    path = tuple(sys.path)
+    if known is not None and path in known:
+        return known[path]
     folders = []
-    for path in sys.path:
+    for entry in path:
         with suppress(OSError):
-            folder = _absolute(path) or str(Path(path).absolute())
+            folder = _absolute(entry) or str(Path(entry).absolute())
             changed = os.stat(folder).st_mtime_ns  # noqa: PTH116  # a Path takes most of the time
             if _has_metadata(folder, changed):
                 folders.append((folder, changed))
+    if known is not None:
+        known[path] = tuple(folders)
     return tuple(folders)
 
 
@@ -233,7 +260,7 @@ def _has_metadata(folder: str, changed: int) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.metadata.EntryPoints]:
+def _entry_points(folders: Folders) -> dict[str, importlib.metadata.EntryPoints]:
     for other in importlib.metadata.distributions(name="fastloop"):
         raise UsageError(
             "two distributions with the import name fastloop are installed, and their files overwrite each other: "

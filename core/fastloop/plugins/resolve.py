@@ -18,7 +18,7 @@ from typing import Any, Literal
 from fastloop.distributed.ranks import world_size
 from fastloop.errors import FastloopError, PluginError
 from fastloop.plugins import declarations
-from fastloop.plugins.installed import check_class, defaults, installed, load
+from fastloop.plugins.installed import check_class, defaults, installed, load, unchanged_packages
 from fastloop.plugins.manager import PluginSet, origin
 from fastloop.plugins.order import order
 from fastloop.plugins.packages import PLUGINS, suggest_plugin
@@ -77,7 +77,8 @@ def resolve(
             or implement one *first* hook, the ordering constraints are circular, or a numerics class is unknown.
         RecipeError: An option of a plugin is invalid.
     """
-    resolved = _collect(expand(recipe, machine), objects)
+    with unchanged_packages():
+        resolved = _collect(expand(recipe, machine), objects)
     if not any_machine:
         check_requirements(resolved, machine)
     return resolved

@@ -180,30 +180,26 @@ def quiet() -> Iterator[None]:
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
-    datasets = sys.modules.get("datasets")  # if it is not imported, it logs nothing; importing it takes a second
-    level = transformers_logging.get_verbosity()
+    datasets = sys.modules.get("datasets")  # if it is not imported, it draws nothing; importing it takes a second
     drawn = transformers_logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
-    transformers_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if drawn:
         enable_progress_bars()  # transformers disables these together with its own
     if datasets is not None:
-        datasets_level = datasets.logging.get_verbosity()
         datasets_drawn = not datasets.are_progress_bars_disabled()
-        datasets.logging.set_verbosity_error()
         datasets.disable_progress_bars()
-    logging.disable(logging.WARNING)  # saving imports deepspeed if installed, which logs warnings
+    disabled = logging.root.manager.disable
+    if disabled < logging.WARNING:  # else in such a block already; a change clears the caches of all loggers
+        logging.disable(logging.WARNING)  # also those of deepspeed, which saving imports if it is installed
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
-        transformers_logging.set_verbosity(level)
+        if disabled < logging.WARNING:
+            logging.disable(disabled)
         if drawn:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-        if datasets is not None:
-            datasets.logging.set_verbosity(datasets_level)
-            if datasets_drawn:
-                datasets.enable_progress_bars()
+        if datasets is not None and datasets_drawn:
+            datasets.enable_progress_bars()
 
 
 def config_from_scratch(given: dict[str, Any], where: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 UNCHANGEABLE = frozenset({NoneType, bool, bytes, float, int, str})
 """Types of most attributes of a model, in which there is nothing to restore."""
+CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
+"""Types of nearly all parts of a model: a module has a dozen dicts for its hooks."""
 
 
 @contextmanager
@@ -71,13 +74,17 @@ def remember(model: nn.Module, loss: Any = None) -> list[Callable[[], None]]:
     from fastloop.runtime.random_states import read_generators, restore_generators
 
     restoring = list[Callable[[], None]]()
+    empty = list[Any]()  # nearly all containers
     parts = [*_parts_of(model, loss)]
     for value in parts:
-        if isinstance(value, Tensor):
-            if value.grad_fn is None and not value.is_meta:
-                restoring.append(partial(_put_back_values, value, value.detach().clone()))
-        elif isinstance(value, dict | list | set):
-            restoring.append(partial(_put_back_items, value, value.copy()))
+        if isinstance(value, dict | list | set):
+            if len(value):
+                restoring.append(partial(_put_back_items, value, value.copy()))
+            else:
+                empty.append(value)
+        elif isinstance(value, Tensor) and value.grad_fn is None and not value.is_meta:
+            restoring.append(partial(_put_back_values, value, value.detach().clone()))
+    restoring.append(partial(_empty_again, empty))
     generators = _find_in_parts(model, parts)
     restoring.append(partial(restore_generators, generators, read_generators(generators)))
     return restoring
@@ -102,7 +109,7 @@ def _find_in_parts(model: nn.Module, parts: Iterable[Any]) -> list[RandomGenerat
 
     others = list[Any]()
     for value in parts:
-        if not isinstance(value, Tensor | dict | list | set | tuple):
+        if not isinstance(value, dict | list | set | tuple) and not isinstance(value, Tensor):
             others.append(value)
     for kind in {type(module) for module in model.modules()}:
         others.append(kind.forward)
@@ -119,24 +126,26 @@ def _parts_of(model: nn.Module, loss: Any) -> Iterator[Any]:
     waiting = list[Any]([loss, getattr(loss, "__dict__", None), model])
     while waiting:
         value = waiting.pop()
-        if type(value) in UNCHANGEABLE:
-            continue
-        if id(value) in known or isinstance(value, nn.Parameter):
+        kind = type(value)
+        if kind in UNCHANGEABLE or id(value) in known:
             continue
         known.add(id(value))
-        if isinstance(value, nn.Module):
-            known.add(id(value._parameters))  # a strategy exchanges them in forward passes
-            waiting.append(vars(value))
-            continue
-        if hasattr(type(value), "to_dict") and hasattr(value, "__dict__"):  # a configuration of transformers
-            waiting.append(vars(value))
-            continue
-        if isinstance(value, MethodType):
-            waiting.append(value.__self__)  # a module, or an object that may keep a generator
-            continue
-        if isinstance(value, partial):
-            waiting += [value.func, value.args, value.keywords]
-            continue
+        if kind not in CONTAINERS:
+            if isinstance(value, nn.Parameter):
+                continue
+            if isinstance(value, nn.Module):
+                known.add(id(value._parameters))  # a strategy exchanges them in forward passes
+                waiting.append(vars(value))
+                continue
+            if hasattr(kind, "to_dict") and hasattr(value, "__dict__"):  # a configuration of transformers
+                waiting.append(vars(value))
+                continue
+            if isinstance(value, MethodType):
+                waiting.append(value.__self__)  # a module, or an object that may keep a generator
+                continue
+            if isinstance(value, partial):
+                waiting += [value.func, value.args, value.keywords]
+                continue
         if isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, list | set | tuple):
@@ -159,6 +168,12 @@ def _put_back_values(tensor: Any, values: Any) -> None:
     if not torch.equal(tensor, values):
         with torch.no_grad():
             tensor.copy_(values)
+
+
+def _empty_again(containers: Iterable[Any]) -> None:
+    for container in containers:
+        if len(container):
+            container.clear()
 
 
 def _put_back_items(container: Any, items: Any) -> None:

@@ -300,11 +300,18 @@ def listed(task: Mapping[str, Any]) -> list[str]:
 
 
 def single_groups() -> list[Group]:
-    """Each plugin of ``ROWS``. Bitwise ones are trained under one strategy here, and in pairs under ``fsdp``."""
+    """Each plugin of ``ROWS``. Bitwise plugins are trained under one strategy here, and in pairs under ``fsdp``. So
+    are, in the short form, plugins that a pair trains under ``fsdp``, unless they compute in a lower precision."""
+    sharded: set[str] = set()
+    for group in pair_groups():
+        if "fsdp" in group.strategies:
+            sharded |= {*group.plugins}
     groups = []
     for name, row in ROWS.items():
+        numerics = load(name).numerics
+        is_short = not LONG and numerics != "reduced-precision" and name in sharded
         strategies = row.strategies
-        if row.task in PAIRED_TASKS and load(name).numerics == "bitwise":
+        if row.task in PAIRED_TASKS and (numerics == "bitwise" or is_short):
             strategies = strategies[:1]
         groups.append(Group(row.task, (name,), strategies))
     # the row of cpu-layers trains its kernels of BERT

@@ -81,6 +81,7 @@ starting._context()
 server = forkserver._forkserver
 server.ensure_running()
 server.ensure_running = resource_tracker.ensure_running  # in a suite, whose child the server is not
+selected = [] if "FASTLOOP_RELIABILITY" in os.environ else ["-m", "not slow", "-k", "not ConformanceOf"]
 codes = []
 for folder in sys.argv[1:]:
     sys.stdout.flush()
@@ -88,15 +89,15 @@ for folder in sys.argv[1:]:
         os.chdir(folder)
         ignored = "ignore::pytest.PytestAssertRewriteWarning"  # fastloop.testing is imported above
         options = ["-q", "-W", "error", "-W", ignored, "-p", "no:cacheprovider", "-p", "no:xdist"]
-        code = pytest.main([*options, "-m", "not slow", "-k", "not ConformanceOf", "tests"])
+        code = pytest.main([*options, *selected, "tests"])
         sys.stdout.flush()
         os._exit(code)
     codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
 sys.exit(any(codes))
 """
 """Runs the tests of several projects, each in a process forked from this one, so that all share its imports and its
-server of forked processes. A second conformance class of a project takes a minute, and is left out, and so are slow
-tests: `make test-slow` runs them in the checkout."""
+server of forked processes. Slow tests, and a second conformance class of a project, which takes a minute, run in the
+long form alone: see ``long_form.py``."""
 
 
 def build_wheels(into: Path, *projects: Path) -> list[Path]:

@@ -88,17 +88,17 @@ BESIDE = {
     "checkpointing": ("texts", {"states": "mse"}, ("activation-checkpointing",), 1e-5),
     "amp": ("language", {"states": "mse"}, ("amp",), 0.05),
 }
+MARKS = {"compile": pytest.mark.slow}
 
 
-def test_losses_are_the_same_beside_other_plugins():
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in BESIDE])
+def test_losses_are_the_same_beside_other_plugins(case):
+    kind, options, plugins, tolerance = BESIDE[case]
     keys = {"micro_batch_size": 4, "evaluate_every": None}
-    plain = {}
-    for case, (kind, options, plugins, tolerance) in BESIDE.items():
-        given = (kind, *options)
-        plain[given] = plain.get(given) or train(recipe(kind, options=options, **keys)).losses
-        found = train(recipe(kind, *plugins, options=options, **keys))
-        assert found.losses == pytest.approx(plain[given], rel=tolerance), case
-        assert not found.hooks, case
+    plain = train(recipe(kind, options=options, **keys))
+    found = train(recipe(kind, *plugins, options=options, **keys))
+    assert found.losses == pytest.approx(plain.losses, rel=tolerance)
+    assert not found.hooks
 
 
 @pytest.mark.parametrize("kind", ["texts", "language"])

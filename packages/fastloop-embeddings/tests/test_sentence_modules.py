@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from fastloop.testing import run_commands
+from fastloop import FastloopError
+from fastloop.testing import run_commands, train
 from safetensors.torch import load_file
 from sentence_bases import IDENTITY, LENGTH, NEW, SIZE, current, dense, legacy, train_model, write_base, write_json
 from text_runs import DATA, SCORED, refused, run_python, train_divided, write_recipe
@@ -225,10 +226,18 @@ def test_modules_that_are_not_supported_are_refused_by_name(bases, tmp_path):
     refused(tmp_path, cases)
 
 
-def test_dense_is_refused_where_weights_are_sharded(bases, tmp_path):
+def train_and_catch(recipe):
+    """The message of the error that ends a training."""
+    with pytest.raises(FastloopError) as caught:
+        train(recipe)
+    return str(caught.value)
+
+
+def test_dense_is_refused_where_weights_are_sharded(bases, tmp_path, processes):
     write_recipe(tmp_path, {}, {}, "fsdp", model={"name": str(bases / "mean, dense")})
-    (output,) = run_commands([(tmp_path, "train", "recipe.yaml", "--nproc", "2")], code=2)
-    assert "Dense" in output
+    recipe = json.loads((tmp_path / "recipe.yaml").read_text())
+    for ended in processes(2, train_and_catch, recipe, folder=tmp_path):
+        assert "Dense" in ended.result
 
 
 def test_a_base_of_the_hub_is_read_from_its_cache(bases, tmp_path, monkeypatch, caplog):
@@ -296,23 +305,23 @@ def write_scoring_base(bases, folder, config, own, labels, modules=("Transformer
 @pytest.fixture(scope="module")
 def scored(bases, tmp_path_factory):
     """A folder for each of ``SCORES``, with a reranker in ``run`` and the scores of ``PAIRS``."""
-    return train_rerankers(bases, tmp_path_factory)
+    return train_rerankers(bases, tmp_path_factory, SCORES)
 
 
 @pytest.fixture(scope="module")
 def adapted(bases, tmp_path_factory):
-    """``scored`` with the adapters of `lora`, which are not merged."""
+    """Two of ``scored`` with the adapters of `lora`, which are not merged."""
     pytest.importorskip("peft")
     adapter = {"lora": {"r": 2, "target_modules": ["query", "value"], "merge": False}}
-    return train_rerankers(bases, tmp_path_factory, adapter)
+    return train_rerankers(bases, tmp_path_factory, ("of a base", "of none"), adapter)
 
 
-def train_rerankers(bases, tmp_path_factory, *plugins):
+def train_rerankers(bases, tmp_path_factory, names, *plugins):
     folders = {}
     commands = []
-    for name, arguments in SCORES.items():
+    for name in names:
         folders[name] = folder = tmp_path_factory.mktemp("scored")
-        write_scoring_base(bases, folder / "base", *arguments)
+        write_scoring_base(bases, folder / "base", *SCORES[name])
         model = {"name": str(folder / "base")}
         write_recipe(folder, {"loss": "binary"}, SCORED, *plugins, task="reranker", model=model, epochs=1)
         (folder / "pairs.csv").write_text("\n".join(map(",".join, [("first", "second"), *PAIRS])))

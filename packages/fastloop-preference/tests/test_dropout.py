@@ -21,7 +21,21 @@ CASES = {
 """Case -> task and options."""
 EQUAL_POLICIES = {"dpo": math.log(2), "ipo": 1.0, "kto": 0.5}
 """Case -> the loss of a policy that equals its reference."""
+ADAPTERS = [("dpo", False), ("dpo", True), ("ipo", True), ("orpo", False), ("kto", True), ("reward-model", False)]
+"""Case, and whether adapters are trained. The other combinations are slow tests, and so are those of ``KEPT``."""
+KEPT = [("dpo", False), *((case, True) for case in CASES)]
+"""Case, and whether dropout is disabled."""
 STEPS = {"epochs": None, "max_steps": 2, "save_every": None}
+
+
+def each_case(few):
+    """Each case with False and True. Combinations that are not in ``few`` are slow."""
+    parameters = []
+    for case in CASES:
+        for value in (False, True):
+            marks = [] if (case, value) in few else [pytest.mark.slow]
+            parameters.append(pytest.param(case, value, marks=marks))
+    return parameters
 
 
 class StopAtFirstStep(Plugin):
@@ -57,8 +71,7 @@ def make(folder, case, model, plugins=(), **options):
     return recipe(folder, task, {**given, **options}, plugins=plugins, model={"name": str(model)}, **STEPS)
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "adapters"), each_case(ADAPTERS))
 def test_a_model_with_dropout_trains_without_it(case, adapters, models, tmp_path):
     plugins = [LORA] if adapters else []
     still = [{"lora": {**LORA["lora"], "dropout": 0.0}}] if adapters else []
@@ -81,8 +94,7 @@ def test_dropout_can_be_kept(case, models, tmp_path):
     assert abs(kept.losses[0] - without.losses[0]) > 1e-5
 
 
-@pytest.mark.parametrize("disable_dropout", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "disable_dropout"), each_case(KEPT))
 def test_a_resumed_run_equals_a_whole_one_to_the_bit(case, disable_dropout, models, tmp_path):
     given = {"disable_dropout": disable_dropout}
     whole = train(make(tmp_path / "whole", case, models / "dropping", [LORA], **given))

@@ -12,23 +12,27 @@ from test_trl import model
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 METHODS = {"full": [], "merged": [{"lora": LORA}], "unmerged": [{"lora": {**LORA, "merge": False}}]}
-CASES = [("dpo", "unmerged"), ("kto", "full"), ("kto", "merged"), ("kto", "unmerged")]
-CASES += [("reward-model", "merged"), ("reward-model", "unmerged")]
-"""Task and method. ``test_runs`` has the others."""
+CASES = [("dpo", "unmerged"), ("kto", "merged"), ("reward-model", "unmerged")]
+"""Task and method: each task and each method once. ``test_runs`` has others."""
+SLOW = [("kto", "full"), ("kto", "unmerged"), ("reward-model", "merged")]
+"""The other combinations, which repeat what these show."""
+PARAMETERS = [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 PAIRS = [(row["prompt"], row["chosen"]) for row in rows(50)[-4:]]
 """Prompts with the completions to predict."""
 BETA = 0.1
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with ``base``, a language model, and a run of each case, with its predictions and its evaluation."""
+def trained(request, tmp_path_factory):
+    """A folder with ``base``, a language model, and a run of each selected case, with its predictions and its
+    evaluation."""
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("trained")
+    is_short = request.config.option.markexpr == "not slow"
     model(3).save_pretrained(folder / "base")
     tokenizer().save_pretrained(folder / "base")
     commands = []
-    for task, method in CASES:
+    for task, method in CASES if is_short else [*CASES, *SLOW]:
         given = {"model": {"name": str(folder / "base")}, "epochs": 1, "lr": 0.05}
         case = write_recipe(folder / f"{task}-{method}", task, plugins=METHODS[method], **given)
         name = "completion" if task == "kto" else "chosen"
@@ -65,7 +69,7 @@ def log_probability(model, tokens, start):
     return float(every.gather(1, tokens[0, 1:, None])[start - 1 :].sum())
 
 
-@pytest.mark.parametrize(("task", "method"), CASES)
+@pytest.mark.parametrize(("task", "method"), PARAMETERS)
 @torch.no_grad()
 def test_an_exported_model_gives_the_rewards_of_the_run(trained, task, method):
     from transformers import AutoModelForCausalLM
@@ -86,7 +90,7 @@ def test_an_exported_model_gives_the_rewards_of_the_run(trained, task, method):
     assert max(map(abs, expected)) > 1e-3
 
 
-@pytest.mark.parametrize(("task", "method"), CASES)
+@pytest.mark.parametrize(("task", "method"), PARAMETERS)
 def test_an_evaluation_of_the_export_gives_the_metrics_of_the_run(trained, task, method):
     folder = trained / f"{task}-{method}"
     summary = json.loads((folder / "run" / "summary.json").read_text())["test"]

@@ -291,6 +291,7 @@ KEYS = {
         "validation",
         "test",
         "best",
+        "checkpoints",
         "metric_modes",
         "model_metrics",
         "model_step",

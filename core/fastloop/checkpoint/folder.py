@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from fastloop.checkpoint.lock import Lock
 from fastloop.distributed import ranks
+from fastloop.distributed.ranks import torchrun_job
 from fastloop.errors import RecipeError
 from fastloop.problem import clause
 from fastloop.recipe import anchored, secrets
 from fastloop.recipe.paths import broken_link
 from fastloop.runtime import files, platform_support
+from fastloop.runtime.step_folders import JOB_FILE
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -95,6 +97,7 @@ def make(run: Run) -> None:
             lock = _create_and_lock(run)
             after_error.callback(_give_up, lock, run.folder)
             _write_recipe(run)
+            _write_job(run.folder)
             after_error.pop_all()
         run._until_closed.callback(lock.release)
     except OSError as error:
@@ -168,6 +171,13 @@ def _write_recipe(run: Run) -> None:
         recipe = dataclasses.replace(recipe, references=anchored(recipe.references, recipe.source.parent))
     text = OmegaConf.to_yaml(OmegaConf.create(secrets.hidden(recipe.to_dict())))
     files.write(run.folder / "recipe.yaml", text, hidden=True)
+
+
+def _write_job(folder: Path) -> None:
+    """Write the name of the torchrun job, whose restarts resume the run in its folder."""
+    job = torchrun_job()
+    if job is not None:
+        files.write(folder / JOB_FILE, job, hidden=True)
 
 
 def _nearest_existing(folder: Path) -> Path:

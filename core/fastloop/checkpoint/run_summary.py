@@ -12,6 +12,7 @@ from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop.runtime.memory import peak_memory
+from fastloop.runtime.step_folders import manifest_digests
 from fastloop.splits import TEST, VALIDATION
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "best": state.best,
         "metric_modes": metric_modes(run),
         **_exported_weights(run),
+        "checkpoints": manifest_digests(run.folder),
         "save_errors": run.saver.errors,
     }
     if state.unreadable:

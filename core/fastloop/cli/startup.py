@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.cli.launch import LAUNCHER
-from fastloop.distributed.ranks import world_size
+from fastloop.distributed.ranks import torchrun_job, world_size
 from fastloop.errors import PluginError
 from fastloop.plugins.installed import entry_points
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, check_requirements, resolve
 from fastloop.runtime.hardware import Machine
 from fastloop.runtime.platform_support import signal_at_end_of_parent
+from fastloop.runtime.step_folders import JOB_FILE
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -197,14 +198,13 @@ def _restarts() -> int:
 
 
 def _is_from_this_job(output: Path) -> bool:
-    """Whether this torchrun job created the run folder. If processes fail early, the folder may belong to an older
-    run."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/0/error.json
+    """Whether this torchrun job wrote the run folder. If processes fail early, the folder may belong to an older run.
+    No time is compared: a clock may be set back."""
     try:
-        started = Path(error_file).parents[1].with_name("attempt_0").stat().st_mtime if error_file else 0.0
-        return (output / "recipe.yaml").stat().st_mtime >= started
+        job = (output / JOB_FILE).read_text(encoding="utf-8")
     except OSError:
         return False
+    return job == torchrun_job() and (output / "recipe.yaml").is_file()
 
 
 def started_from(path: Path) -> Path:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 from fastloop.errors import UsageError
 from fastloop.problem import agree
@@ -55,6 +56,16 @@ def world_size() -> int:
 def rank() -> int:
     """Index of this process, from 0."""
     return _from_environment(*RANKS) or 0
+
+
+def torchrun_job() -> str | None:
+    """The name of the torchrun job that started this process, equal on all of its restarts: the folder of its log
+    files, which torchrun creates under a new name. None: torchrun did not start it."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return None
+    # JOB/attempt_1/0/error.json: the attempt, then the rank
+    return str(Path(error_file).parents[2])
 
 
 def check_variables(trains: bool) -> None:

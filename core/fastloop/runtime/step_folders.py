@@ -4,9 +4,13 @@ Does not import torch, because the launcher uses it."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+from contextlib import suppress
 from pathlib import Path
 
+JOB_FILE = ".torchrun-job"
+"""The file in a run folder with the name of the torchrun job that trained the run last."""
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)(?:\.old)?\.partial")
 """A complete checkpoint, one that is being written, or an old one that is being replaced."""
 
@@ -25,6 +29,17 @@ def step_of(path: Path) -> int | None:
 def checkpoints(folder: Path) -> list[Path]:
     """Folders of a run's complete checkpoints, oldest step first."""
     return _by_step(folder, "step-*")
+
+
+def manifest_digests(folder: Path) -> dict[str, str]:
+    """The complete checkpoints of a run: name -> 16 hex digits of the SHA-256 of its manifest, which identify its
+    content. A checkpoint that is saved anew under the same name gets others."""
+    digests = {}
+    for checkpoint in checkpoints(folder):
+        with suppress(OSError):  # a run that still trains removes checkpoints
+            manifest = (checkpoint / "manifest.json").read_bytes()
+            digests[checkpoint.name] = hashlib.sha256(manifest).hexdigest()[:16]
+    return digests
 
 
 def resume_remedy(folder: Path) -> str:

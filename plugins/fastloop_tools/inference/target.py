@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import mimetypes
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -20,7 +20,7 @@ from fastloop.plugins.declarations import warn_once
 from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.files import check_links, read_json_object
-from fastloop.runtime.step_folders import checkpoints, step_of
+from fastloop.runtime.step_folders import manifest_digests, step_of
 from fastloop_plugins.models.hub import check_one_export
 
 if TYPE_CHECKING:
@@ -186,19 +186,17 @@ def warn_about_older_model(model: Path) -> None:
     """Log that the run of an exported model has trained on since: it was resumed, and still trains, was stopped or
     failed. Call it after ``show_messages``."""
     run = model.parent
-    file = run / "summary.json"
-    summary = read_json_object(file)
+    summary = read_json_object(run / "summary.json")
     steps = summary.get("steps")
     if model.name != "model" or not isinstance(steps, int):
         return
     is_older = "model_step" in summary and summary["model_step"] is None
-    for checkpoint in checkpoints(run):
-        with suppress(OSError):  # a run that still trains removes checkpoints
-            is_newer = (checkpoint / "manifest.json").stat().st_mtime > file.stat().st_mtime
-            step = step_of(checkpoint) or 0
-            if is_newer and step > steps:
-                is_older = True
-                steps = step
+    listed = summary.get("checkpoints") or {}
+    for name, digest in manifest_digests(run).items():  # no time is compared: a clock may be set back
+        step = step_of(Path(name)) or 0
+        if listed.get(name) != digest and step > steps:
+            is_older = True
+            steps = step
     if is_older:
         warn_once(  # an export opens the model several times
             Problem(

@@ -24,6 +24,7 @@ from fastloop.checks.launcher import check_recipe
 from fastloop.cli import app, launch, startup
 from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import make_recipe
+from fastloop.runtime.step_folders import JOB_FILE
 from fastloop.testing import assert_problem, find_problems
 
 CODE = """
@@ -275,16 +276,16 @@ def test_accelerate_config_file_is_compared_with_recipe():
 
 def test_torchrun_restart_resumes_only_its_own_run(tmp_path, monkeypatch):
     """An attempt that died before it made its folder leaves the folder of another run, which must not be resumed."""
-    run, first = tmp_path / "run", tmp_path / "log" / "attempt_0"
+    run = tmp_path / "run"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "log" / "attempt_1" / "0" / "error.json"))
     run.mkdir()
     (run / "recipe.yaml").touch()
-    os.utime(run / "recipe.yaml", (1e9, 1e9))
-    first.mkdir(parents=True)
+    (run / JOB_FILE).write_text(str(tmp_path / "log of another job"))
     assert startup.resume_from(None, run) is None
     assert startup.resume_from("elsewhere", run) == Path("elsewhere")
-    (run / "recipe.yaml").touch()
+    (run / JOB_FILE).write_text(str(tmp_path / "log"))
+    os.utime(run / "recipe.yaml", (1e9, 1e9))  # as if the clock had been set back
     assert startup.resume_from(None, run) == startup.resume_from("elsewhere", run) == run
     (run / "recipe.yaml").unlink()
     assert startup.resume_from(None, run) is None

@@ -5,8 +5,8 @@
 
 Importing this package imports nothing. Each name is loaded on its first use, and torch only with names that need it.
 
-To read the core, begin with ``hookspecs``, and read ``loop``, ``run`` and ``lifecycle`` beside it. Each folder lists
-its files in its ``__init__``. The files beside this one::
+To read the core, begin with ``hookspecs``, and read ``loop``, ``run`` and ``lifecycle`` beside it. The files beside
+this one::
 
     hookspecs                 # every hook, in the order in which it fires
     core_modules, default_hooks   # the modules that implement hooks for every run, and small implementations
@@ -26,6 +26,20 @@ its files in its ``__init__``. The files beside this one::
     options                   # declares and checks the options of plugins and of recipe sections
     errors, problem           # the errors that users see, and their fields
     no_code, probing          # ``--no-code``, and forward passes on trial
+
+Each folder lists its files in its ``__init__``::
+
+    recipe                    # recipes: typed settings from YAML files and overrides
+    plugins                   # plugins: found, resolved, ordered, and called
+    data                      # batches from datasets, and the order of samples
+    optimizers                # the optimizer of a recipe, and several optimizers with their schedulers
+    distributed               # several processes, signals and exit codes
+    checkpoint                # checkpoints, the run folder, and resuming
+    export                    # the exported model and its README
+    checks                    # checks that every run makes
+    cli                       # the command line
+    runtime                   # clock, files, hardware and random states of a process
+    testing                   # helpers for tests of plugins and packages
 """
 
 from __future__ import annotations

@@ -1,11 +1,22 @@
 """fastloop's own plugins: one a file, registered by the same entry points that a third party uses.
 
-A file ``_name.py`` is the helper of a plugin beside it, or of several. These folders hold no plugin::
+A file ``_name.py`` is the helper of a plugin beside it, or of several. The folders of plugins::
 
-    rows       # readers of file formats, and tables of rows
-    text       # the toolkit of text tasks: data, labels, tokens, batches, generation
-    models     # pretrained models: found, checked and loaded
-    datasets   # datasets that need no download
+    tasks                     # a task is a plugin that defines model, data, loss and metrics
+    training                  # change the training: schedules, adapters, averages, early stopping
+    data                      # load, order and pack samples
+    precision, kernels, memory   # compute in fewer bits, faster, or in less memory
+    strategies                # train in several processes
+    checkpoints               # keep the best weights, write in a thread, upload
+    guards                    # detect invalid numbers and hanging processes
+    observe                   # log, show progress, trace
+
+These folders hold no plugin::
+
+    rows                      # readers of file formats, and tables of rows
+    text                      # the toolkit of text tasks: data, labels, tokens, batches, generation
+    models                    # pretrained models: found, checked and loaded
+    datasets                  # datasets that need no download
 
 The files beside this one::
 

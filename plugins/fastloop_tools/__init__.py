@@ -3,6 +3,7 @@
 bench, profile            # measure a recipe, its plugins and its steps
 sweep                     # train a recipe with several values of keys
 plan, samples             # shows what would run, its memory and its samples
+prepare                   # reads and tokenizes the data of a recipe ahead
 inference                 # ``evaluate`` and ``predict``
 export, report, new       # write a model, a page about runs, or a package
 trainer                   # ``fastloop.Trainer``

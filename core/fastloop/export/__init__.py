@@ -4,6 +4,6 @@ model           # the weights
 card            # the README
 earlier_files   # files of an earlier export in the folder
 
-The plugin ``lora`` writes adapters.
+Tasks write the tokenizer or image processor beside the weights. The plugin ``lora`` writes adapters.
 The command ``fastloop export`` converts an exported model afterwards: ``fastloop_tools.export``.
 """

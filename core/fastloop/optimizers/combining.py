@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate.optimizer import AcceleratedOptimizer
 
 from fastloop.errors import PluginError
-from fastloop.optimizers.schedulers import Schedulers
 from fastloop.optimizers.several import Optimizers
+from fastloop.optimizers.several_schedulers import Schedulers
 from fastloop.plugins.plugin import hookimpl
 
 if TYPE_CHECKING:

@@ -8,4 +8,6 @@ sample_audit              # the ids of trained samples; _audit_files reads and w
 skip_unreadable           # skips samples that cannot be read; _skipping_reader is its reader
 token_cache               # the cache of token ids, which ``fastloop_plugins._cache`` reads and writes
 _padding_multiples        # multiples to pad lengths to, so that a run has few shapes
+
+The core makes samples, batches and their order, and logs the samples that were skipped: ``fastloop.data``.
 """

@@ -8,4 +8,7 @@ warm_start                # ``model.weights``
 adapters                  # folders of LoRA adapters: found, loaded and merged; the plugin ``lora`` writes them
 wrapped                   # the model inside wrappers, and the type of a recipe's model
 blocks                    # the repeated blocks of any model, such as the layers of a transformer
+
+The keys of the section ``model`` are in ``text/model_options.py``, and ``text/model.py`` builds the model of a text
+task; those of images are in ``tasks/image/model.py``.
 """

@@ -220,7 +220,7 @@ class Module(Plugin):
         from torch import nn
 
         from fastloop_plugins.tasks.shared.broadcasts import BroadcastCheck
-        from fastloop_plugins.tasks.shared.token_losses import loss_for_model
+        from fastloop_plugins.tasks.shared.user_losses import loss_for_model
 
         self.broadcasts = BroadcastCheck()
 

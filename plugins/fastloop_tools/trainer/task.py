@@ -20,7 +20,7 @@ from fastloop_plugins.tasks.shared.collate import DefaultCollator, TargetCounter
 from fastloop_plugins.tasks.shared.forward import compute_output, outputs, warn_of_unused_loss
 from fastloop_plugins.tasks.shared.losses import check_mean, warn_of_untrained
 from fastloop_plugins.tasks.shared.micro_batches import warn_of_other_means
-from fastloop_plugins.tasks.shared.token_losses import loss_for_model
+from fastloop_plugins.tasks.shared.user_losses import loss_for_model
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.user_loader import UserLoader
 

@@ -1,4 +1,4 @@
-"""The loss of a script or a recipe beside a model of transformers that has logits for each token."""
+"""The loss that a user gives to `module` or `Trainer`, beside a model of transformers with logits for each token."""
 
 from __future__ import annotations
 

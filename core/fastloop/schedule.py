@@ -117,7 +117,12 @@ class Schedule:
         return is_due and self.needs_evaluation()
 
     def save_due(self, epoch_ended: bool = False) -> bool:
-        """Whether to save now."""
+        """Whether to save now. At the end of an epoch, the loop asks twice: after the last step, and with
+        ``epoch_ended`` after the evaluation of the epoch, so that a checkpoint of the epoch has its metrics.
+
+        With ``save_every: 4`` and epochs of 10 steps, the first call saves steps 4, 8, 12, ... With ``save_every:
+        epoch``, the second call saves steps 10, 20, ... It also saves the last step of a run that ends with an epoch.
+        """
         state = self._state
         every = self._train.save_every
         if state.save_requested:
@@ -129,5 +134,5 @@ class Schedule:
         is_period_end = isinstance(every, int) and state.step % every == 0
         if is_period_end:
             return True
-        # at the end of an epoch, the call with epoch_ended saves
+        # a run that stops saves its last step: here in the middle of an epoch, at its end with epoch_ended
         return self.should_stop() and not self.is_epoch_done()

@@ -1,4 +1,7 @@
-"""The hook train_step, and the two helpers of every step: run.accumulate_gradients and run.apply_gradients."""
+"""Implementations of the hook train_step, and how they call run.accumulate_gradients and run.apply_gradients.
+
+``test_same_numbers.py`` compares what these two compute, such as clipped gradients, with plain PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     plugins:
       - packing
 
-Only the shape of batches changes, from (samples, longest) to (1, all tokens). For transformers models with selectable
+Only the shape of batches changes, from (samples, longest) to (1, all tokens). No sequence is cut or left out: this is
+done by ``data.max_length`` and by the task, before. For transformers models with selectable
 attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). A trial before training refuses a model whose results
 differ, as with a short sliding window.
 

@@ -226,14 +226,43 @@ HANGING = 240
 """Seconds after which a forked run shows where it waits, and ends. A run takes less than 20, also under load."""
 
 
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder of uninterrupted runs, and their results by plugins and arguments: many tests compare with the same."""
+    return tmp_path_factory.mktemp("wholes"), {}
+
+
 @pytest.fixture
-def train(tiny_run):
+def train(tiny_run, wholes):
     """``train(folder, ...)``: three epochs of nine steps, saved every fourth, evaluated at every fifth; ``dies`` forks,
-    and is killed."""
+    and is killed. Runs in the folder ``whole`` with the same named plugins and settings are trained once."""
+
+    kept, results = wholes
+
+    def run_whole(plugins: list[Any], arguments: dict[str, Any]) -> Any:
+        key = json.dumps([plugins, arguments], sort_keys=True)
+        if key in results:
+            number = [*results].index(key)
+            shutil.copytree(kept / str(number), "whole")
+            shutil.copy(kept / f"{number}.audit", "whole.audit")
+            return results[key]
+        result = run("whole", plugins, shared=False, **arguments)
+        shutil.copytree("whole", kept / str(len(results)))
+        shutil.copy("whole.audit", kept / f"{len(results)}.audit")
+        results[key] = result
+        return result
 
     def run(
-        folder: str, plugins: list[Any], dies: Dies | None = None, resume: bool | str = False, **arguments: Any
+        folder: str,
+        plugins: list[Any],
+        dies: Dies | None = None,
+        resume: bool | str = False,
+        shared: bool = True,
+        **arguments: Any,
     ) -> Any:
+        is_named = all(isinstance(plugin, str | dict) for plugin in plugins)
+        if folder == "whole" and is_named and shared and not {"data", "output"} & arguments.keys():
+            return run_whole(plugins, arguments)
         defaults = {
             "data": Indexed(),
             "epochs": 3,

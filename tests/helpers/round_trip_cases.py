@@ -200,7 +200,7 @@ class Case:
 
 
 QUICK = {
-    "pair-headed-full", "tags-bare-merged", "class-bare-unmerged", "chat-headed-full", "seq2seq-headed-merged",
+    "pair-headed-full", "tags-bare-merged", "chat-headed-full", "seq2seq-headed-merged",
 }  # fmt: skip
 """Names of the cases that are not marked slow."""
 METHODS: tuple[Method, ...] = ("full", "merged", "unmerged")

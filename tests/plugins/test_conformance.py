@@ -129,7 +129,7 @@ ON_PROCESSES = (
 """Plugins whose work involves the other processes."""
 
 
-QUICK = ("amp", "ddp", "ema", "fsdp", "log", "module", "nan-guard")
+QUICK = ("amp", "ddp", "ema", "fsdp", "module", "nan-guard")
 """A plugin of each kind whose checks need no text. Those of the other plugins train in `make test-slow`."""
 TRAINING = ("declared", "numerics", "batch_norm", "saved_and_loaded", "killed", "off", "cost")
 """The checks that train, on one process."""

@@ -71,8 +71,10 @@ def refused(cli: Any, *arguments: Any) -> str:
     return error
 
 
-@pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
-@pytest.mark.parametrize("source", ["rows.csv", "rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize(
+    ("source", "out"),
+    [("rows.csv", "out.parquet"), ("rows.jsonl", "out.csv"), ("rows.parquet", "out.jsonl")],
+)  # the rows of a chunk are lists between reading and writing
 def test_kept_columns_stand_before_the_predictions_of_their_rows(run, cli, source, out):
     path = write(Path(source), ROWS)
     plain = predict(cli, run, path, out, "--chunk", "7")

@@ -174,11 +174,19 @@ def test_attention_as_chosen_is_asked_for_each_sequence(implementation):
     assert_same(made(bert, Attention(implementation=implementation), Packing()), made(bert))
 
 
-@pytest.mark.parametrize("more", [[], [Multiple()]], ids=["alone", "to a multiple"])
 @pytest.mark.parametrize(
-    "config", [ENCODERS["bert"], ENCODERS["distilbert"], ENCODERS["roberta"]], ids=["bert", "distilbert", "roberta"]
+    ("name", "more"),
+    [
+        pytest.param("bert", [], id="bert-alone"),
+        pytest.param("distilbert", [], id="distilbert-alone"),
+        pytest.param("roberta", [Multiple()], id="roberta-to a multiple"),
+        pytest.param("bert", [Multiple()], marks=pytest.mark.slow, id="bert-to a multiple"),
+        pytest.param("distilbert", [Multiple()], marks=pytest.mark.slow, id="distilbert-to a multiple"),
+        pytest.param("roberta", [], marks=pytest.mark.slow, id="roberta-alone"),
+    ],
 )
-def test_the_last_layer_may_be_computed_at_first_tokens_alone(config, more):
+def test_the_last_layer_may_be_computed_at_first_tokens_alone(name, more):
+    config = ENCODERS[name]
     assert_same(made(config, ClsLastLayer(), Packing(), *more), made(config))
 
 

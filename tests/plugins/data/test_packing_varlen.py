@@ -39,9 +39,23 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("more", [[], [Multiple()]], ids=["alone", "to a multiple"])
-@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_loss_and_gradients_are_those_of_padded_batches(config, more):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *(pytest.param(name, [], id=f"{name}-alone") for name in MODELS),
+        *(
+            pytest.param(
+                name,
+                [Multiple()],
+                marks=[] if name in ("bert", "grouped") else pytest.mark.slow,  # an encoder and a decoder
+                id=f"{name}-to a multiple",
+            )
+            for name in MODELS
+        ),
+    ],
+)
+def test_loss_and_gradients_are_those_of_padded_batches(name, more):
+    config = MODELS[name]
     packed = made(config, Packing(), *more)
     assert packed.unwrap_model().config._attn_implementation == "fastloop_varlen"
     # the row of the end token has a gradient from each text, which adds up in another order

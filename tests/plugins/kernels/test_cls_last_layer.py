@@ -82,8 +82,13 @@ def trained(model: dict[str, Any], *plugins: Plugin, **train: Any) -> tuple[Keep
     return keep, execute(run)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", MODELS)
+EAGER = [
+    pytest.param(kind, "eager", marks=[] if kind == "bert" else pytest.mark.slow)  # one function of transformers
+    for kind in MODELS
+]
+
+
+@pytest.mark.parametrize(("kind", "attention"), [*((kind, "sdpa") for kind in MODELS), *EAGER])
 def test_losses_gradients_and_metrics_are_those_of_the_whole_layer(kind, attention):
     kernel = Attention(implementation=attention)
     (plain, expected), (short, found) = trained(MODELS[kind], kernel), trained(MODELS[kind], kernel, ClsLastLayer())

@@ -81,13 +81,17 @@ def task_of(run: Any, name: str) -> Any:
     return next(plugin for plugin in run.plugins if plugin.name == name)
 
 
+QUICK = ((2, False), (3, True))
+"""Index of the checkpoint's settings, and whether the recipe has options: a pair of each runs in the quick tests."""
+
+
 # -- the same settings everywhere --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
-        pytest.param(settings, options, marks=[pytest.mark.slow] if index not in (2, 3) else [])
+        pytest.param(settings, options, marks=[pytest.mark.slow] if (index, bool(options)) not in QUICK else [])
         for index, settings in enumerate(GENERATION)
         for options in ({}, {"num_beams": 2, "generation": {"min_length": 6, "length_penalty": 0.5}})
     ],

@@ -101,7 +101,8 @@ class UnsteppedParameters:
         """Divide the gradients by the scale of the loss inside the block, where clipping unscales those of the
         optimizer alone, and computes the norm of both. An overflow lowers the scale of later steps.
 
-        The division rounds gradients in float16 to multiples of 6e-8, the smallest number of that dtype.
+        Gradients in float16 are in float32 inside the block: a scaler refuses them in float16, and division would round
+        them to multiples of 6e-8, the smallest number of that dtype.
 
         Args:
             scaler: None: losses are not scaled.
@@ -117,25 +118,23 @@ class UnsteppedParameters:
         if not parameters:
             yield
             return
-        given: list[Tensor] = []
-        halves: list[Tensor] = []
+        halves: list[tuple[Tensor, Tensor]] = []
         for parameter in parameters:
             gradient = parameter.grad
             assert gradient is not None
-            if gradient.dtype == torch.float16:  # a scaler refuses them
-                given.append(_stand_in(gradient))
-                halves.append(gradient)
-            else:
-                given.append(parameter)
-        holder = SGD(given, lr=0.0)  # a scaler takes gradients from an optimizer
-        scaler.unscale_(holder)
-        scale = scaler.scale(torch.ones((), device=given[0].device))
-        for gradient in halves:
-            _multiply(gradient, 1 / scale)
+            if gradient.dtype == torch.float16:
+                halves.append((parameter, gradient))
+                _set_gradient(parameter, gradient.float())
+        scaler.unscale_(SGD(parameters, lr=0.0))  # it takes gradients from an optimizer
+        scale = scaler.scale(torch.ones((), device=parameters[0].device))
         yield
         for parameter in parameters:
             assert parameter.grad is not None
             _multiply(parameter.grad, scale)
+        for parameter, gradient in halves:
+            assert parameter.grad is not None
+            gradient.copy_(parameter.grad)
+            _set_gradient(parameter, gradient)
 
     def _find_unstepped(self) -> None:
         """List the parameters, anew if a plugin has added a group to the optimizer."""
@@ -158,35 +157,23 @@ class UnsteppedParameters:
         )
 
 
-def _stand_in(gradient: Tensor) -> Tensor:
-    """A float32 tensor, 0-dim, whose gradient is finite if all elements of ``gradient`` are: in float16, their sum. If
-    it is a ``DTensor``, every process must call this."""
-    import torch
-
-    from fastloop.distributed.tensors import gather_full
-
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    total = gather_full(values.sum(dtype=torch.float32))
-    stand_in = torch.zeros_like(total)
-    stand_in.grad = total
-    return stand_in
+def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Give a parameter a gradient of another dtype."""
+    parameter.grad = None
+    parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
 
 
 def _multiply(gradient: Tensor, factor: Tensor) -> None:
     """Multiply a gradient in place.
 
     Args:
-        factor: 0-dim, float32. It may be more than float16 holds, 65504: then torch would multiply by infinity.
+        factor: 0-dim, float32.
     """
-    import torch
     from torch.distributed.tensor import DTensor
 
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()  # shares its memory
     if gradient.is_sparse:
         gradient = gradient._values()  # shares its memory
-    factor = factor.to(gradient.device)
-    if gradient.dtype == torch.float16:
-        gradient.copy_(gradient.float() * factor)
-    else:
-        gradient.mul_(factor)
+    gradient.mul_(factor.to(gradient.device))

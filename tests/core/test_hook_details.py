@@ -210,6 +210,26 @@ def test_in_fp16_gradients_outside_of_the_optimizer_count_and_are_clipped_as_in_
         torch.testing.assert_close(half.weights[name], weight, rtol=rounding, atol=rounding)
 
 
+def test_in_fp16_clipping_keeps_the_digits_of_float16_gradients(tiny_run, monkeypatch):
+    """They are multiplied by one factor. Divided by the loss scale, they would be near 6e-8, float16's smallest."""
+    before: list[torch.Tensor] = []
+    after: list[torch.Tensor] = []
+
+    def keep(self, run):
+        before.append(run.unwrap_model().body.weight.grad.float())
+
+    def read(self, run):
+        after.append(run.unwrap_model().body.weight.grad.float())
+
+    hooks = plugin("reads", after_backward=keep, before_optimizer_step=read)
+    plugins = [fp16(monkeypatch, LARGE_SCALE), OwnUpdates(), hooks]
+    tiny_run(plugins, model=HalfBody(), max_grad_norm=1e-5, max_steps=1)
+    large = before[0].abs() > before[0].abs().max() / 100
+    factors = after[0][large] / before[0][large]
+    assert 0 < factors.mean() < 1
+    torch.testing.assert_close(factors, factors.mean().expand_as(factors), rtol=2e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_in_fp16_an_overflow_outside_of_the_optimizer_lowers_the_scale(tiny_run, monkeypatch, model):
     scales: list[float] = []

@@ -300,19 +300,21 @@ def listed(task: Mapping[str, Any]) -> list[str]:
 
 
 def single_groups() -> list[Group]:
-    """Each plugin of ``ROWS``. Bitwise plugins are trained under one strategy here, and in pairs under ``fsdp``. So
-    are, in the short form, plugins that a pair trains under ``fsdp``, unless they compute in a lower precision."""
-    sharded: set[str] = set()
+    """Each plugin of ``ROWS``. Pairs train each plugin under both strategies, so some are trained under fewer here:
+    bitwise ones under one, in the short form under none; in the short form, others under one, unless they compute in a
+    lower precision."""
+    paired = {"ddp": set[str](), "fsdp": set[str]()}
     for group in pair_groups():
-        if "fsdp" in group.strategies:
-            sharded |= {*group.plugins}
+        paired[group.strategies[0]] |= {*group.plugins}
     groups = []
     for name, row in ROWS.items():
         numerics = load(name).numerics
-        is_short = not LONG and numerics != "reduced-precision" and name in sharded
         strategies = row.strategies
-        if row.task in PAIRED_TASKS and (numerics == "bitwise" or is_short):
-            strategies = strategies[:1]
+        if name in paired["ddp"] & paired["fsdp"] and row.task in PAIRED_TASKS:
+            if numerics == "bitwise":
+                strategies = strategies[:1] if LONG else ()
+            elif numerics != "reduced-precision" and not LONG:
+                strategies = strategies[:1]
         groups.append(Group(row.task, (name,), strategies))
     # the row of cpu-layers trains its kernels of BERT
     groups.append(Group("decoder", ("cpu-layers",), ("ddp", "fsdp")))

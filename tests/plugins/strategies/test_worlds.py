@@ -44,6 +44,9 @@ class Worlds:
         write_texts(folder)
         alone: dict[str, Case] = {}
         in_group: dict[str, Case] = {}
+        for group in groups:
+            if not group.strategies:
+                alone[group.alone().name] = group.alone()
         for _, group, strategy in self.cases():
             case = group.reference(strategy)
             (alone if group.rounds_as_alone(strategy) else in_group)[case.name] = case
@@ -138,7 +141,7 @@ def pairs(processes: Callable[..., list[ProcessResult]], folder: Path) -> Worlds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", dict.fromkeys(group.name for group in single_groups() if group.strategies))
 def test_two_processes_train_a_plugin_as_one_does(singles: Worlds, name: str):
     assert {case: own for case, own in singles.problems.items() if f" {name} " in case} == {}
 

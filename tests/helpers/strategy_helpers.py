@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from long_form import LONG
 
 COMPILER = [  # warnings that torch's compiler ignores by default
     pytest.mark.filterwarnings(f"ignore:{line}")
@@ -26,6 +27,16 @@ def same(
     for key in keys:
         assert run[key] == pytest.approx(plain[key][-len(run[key]) :], rel=tolerance), key
     assert run["lrs"] == plain["lrs"][-len(run["lrs"]) :]
+
+
+def of_this_form(runs: Iterable[Any], long_only: Container[str]) -> list[Any]:
+    """The runs, names, or tuples that begin with a name, but those that only the long form has."""
+    chosen = []
+    for run in runs:
+        name = run["name"] if isinstance(run, dict) else run if isinstance(run, str) else run[0]
+        if LONG or name not in long_only:
+            chosen.append(run)
+    return chosen
 
 
 def save_at_end(starts: Iterable[Iterable[dict[str, Any]]], step: int, keep: Container[str] = ()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from long_form import LONG
 from safetensors.torch import load_file
-from strategy_helpers import COMPILER, logged_norms, same, save_at_end
+from strategy_helpers import COMPILER, logged_norms, of_this_form, same, save_at_end
 from strategy_runs import MODELS, all_of, data
 
 from fastloop import checkpoint
@@ -126,18 +127,13 @@ LONG_ONLY = {
     "fsdp 4 of one group",
 }
 LONG_ONLY |= {"ddp 2 to ddp 4", "fsdp 2 to fsdp 4", "hsdp 4 held", "hsdp 4 meta", "fsdp 2 async to plain"}
-LONG_ONLY |= {"ddp 2 bf16", "ddp 2 best", "ddp 2 compiled", "ddp 2 ema", "fsdp 2 best"}
+LONG_ONLY |= {"ddp 2 bf16", "ddp 2 best", "ddp 2 compiled", "ddp 2 ema", "fsdp 2 bf16", "fsdp 2 best"}
+LONG_ONLY |= {"ddp 2 stream", "ddp 2 uneven", "ddp 2 weighted", "ddp 4", "ddp 4 to plain"}
+LONG_ONLY |= {"hsdp 4 uneven", "hsdp 4 async", "hsdp 4 to fsdp 2", "hsdp 4 to plain"}
 """Runs of the long form: another one has the same option, the other strategy or more. ``test_worlds.py`` compares
 `amp`, `checkpoint-best`, `compile` and `ema` under both strategies."""
-
-
-def chosen(runs: list[Any]) -> list[Any]:
-    """The runs, names, or tuples that begin with a name, of this form."""
-    names = [run["name"] if isinstance(run, dict) else run if isinstance(run, str) else run[0] for run in runs]
-    return [run for run, name in zip(runs, names, strict=True) if LONG or name not in LONG_ONLY]
-
-
-STARTS = [(1, PLAIN), (2, chosen(TWO)), (4, chosen(FOUR)), (2, TWO_AFTER_FOUR), (1, chosen(AFTER))]
+chosen = partial(of_this_form, long_only=LONG_ONLY)
+STARTS = [(1, PLAIN), (2, chosen(TWO)), (4, chosen(FOUR)), (2, chosen(TWO_AFTER_FOUR)), (1, chosen(AFTER))]
 """Number of processes, and the runs of one start."""
 save_at_end(
     (runs for _, runs in STARTS),
@@ -164,7 +160,7 @@ def results(ended: list[ProcessResult]) -> dict[str, dict[str, Any]]:
     return {name: result for process in ended for name, result in process.result.items()}
 
 
-@pytest.mark.parametrize("name", ["ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "hsdp 4"])
+@pytest.mark.parametrize("name", chosen(["ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "hsdp 4"]))
 def test_numbers_are_those_of_one_process(results, folder, name):
     same(results[name], results["plain"], 1e-6)
     assert len(results["plain"]["losses"]) == 16
@@ -364,7 +360,7 @@ def test_a_sharded_checkpoint_holds_no_pickle(folder, results):
     assert state["optimizer"]["state"].keys() == plain_state["optimizer"]["state"].keys()
 
 
-@pytest.mark.parametrize("name", ["fsdp 2", "hsdp 4"])
+@pytest.mark.parametrize("name", ["fsdp 2", "hsdp 4"] if LONG else ["fsdp 2"])
 def test_shards_saved_in_the_background_are_those_saved_in_the_foreground(results, folder, name):
     assert results[f"{name} async"]["losses"] == results[name]["losses"]
     for step in (4, 8, 12, 16):

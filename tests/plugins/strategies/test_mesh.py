@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from strategy_helpers import same, save_at_end
+from strategy_helpers import of_this_form, same, save_at_end
 from strategy_runs import all_of
 from test_tensor_parallel import EVEN, LLAMA, MIXTURE, QWEN, TIED, TRAIN, run
 
@@ -33,6 +34,10 @@ def classify(name: str, *plugins: Any) -> dict[str, Any]:
     return {"name": name, "recipe": CLASSES, "plugins": ["text-classification", *plugins], "train": SHORT}
 
 
+LONG_ONLY = {"plain tied", "mesh tied", "plain ema", "mesh ema", "mesh to fsdp", "fsdp to mesh"}
+"""Runs of the long form: ``test_tensor_parallel.py`` divides tied weights, ``test_worlds.py`` compares `ema` under
+``fsdp``, and other runs resume on a mesh and from one."""
+chosen = partial(of_this_form, long_only=LONG_ONLY)
 PLAIN = [
     run("plain"),
     run("plain qwen", config=QWEN, train=SHORT),
@@ -65,6 +70,8 @@ AFTER = [
     run("experts to plain", resume="mesh experts", config=EXPERTS, train=SHORT),
 ]
 THREE = [run("uneven mesh", MESH)]
+STARTS = [(1, chosen(PLAIN)), (4, chosen(FOUR)), (1, AFTER), (3, THREE)]
+"""Number of processes, and the runs of one start."""
 save_at_end([PLAIN, FOUR, AFTER], 12)
 
 
@@ -79,13 +86,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(processes: Callable[..., list[ProcessResult]], folder: Path) -> dict[str, dict[str, Any]]:
     """Results of the first processes, by name."""
-    starts = [
-        processes(count, all_of, runs, folder=folder) for count, runs in ((1, PLAIN), (4, FOUR), (1, AFTER), (3, THREE))
-    ]
+    starts = [processes(count, all_of, runs, folder=folder) for count, runs in STARTS]
     return {name: result for start in starts for name, result in start[0].result.items()}
 
 
-@pytest.mark.parametrize("kind", ["", " qwen", " tied", " lora", " ema", " classes", " experts"])
+COMPARED = ["mesh", "mesh qwen", "mesh tied", "mesh lora", "mesh ema", "mesh classes", "mesh experts"]
+
+
+@pytest.mark.parametrize("kind", [name.removeprefix("mesh") for name in chosen(COMPARED)])
 def test_numbers_are_those_of_one_process(results, folder, kind):
     mesh, plain = results[f"mesh{kind}"], results[f"plain{kind}"]
     same(mesh, plain, 1e-5)
@@ -96,7 +104,9 @@ def test_numbers_are_those_of_one_process(results, folder, kind):
     assert all(torch.allclose(weights[key], whole[key], rtol=1e-4, atol=1e-5) for key in whole)
 
 
-@pytest.mark.parametrize("name", ["mesh to copies", "plain to mesh", "mesh to fsdp", "fsdp to mesh", "mesh to plain"])
+@pytest.mark.parametrize(
+    "name", chosen(["mesh to copies", "plain to mesh", "mesh to fsdp", "fsdp to mesh", "mesh to plain"])
+)
 def test_resume_on_another_mesh(results, name):
     assert len(results[name]["losses"]) == (4 if name == "fsdp to mesh" else 8)
     same(results[name], results["plain"], 1e-5)

@@ -175,13 +175,13 @@ class MaskedSequences(Sequences):
         self.dropped = 0
         for span in spans(len(lengths)):
             starts = self.ends[span] - lengths[span]
-            last = last_trained(ids, starts, starts + np.minimum(lengths[span], max_length))
-            has_loss = last > starts  # the first token of a row is no target
+            limits = starts + np.minimum(lengths[span], max_length)
+            # rows [~5 ~6 7 ~8] and [~9 ~4] with starts [0, 4] and ends [3, 4]: samples of 3 tokens, and of none
+            cut_ends = ends_of_losses(ids, starts, limits)
+            has_loss = cut_ends > starts
             is_kept = has_loss | (not drop)
-            ends.extend(last[is_kept] + 1)
-            # rows [~5 ~6 7 ~8] and [~9 ~4] with starts [0, 4] and last [2, 4]: 3 tokens of the first, and none of the
-            # second, which has no loss
-            kept_lengths.extend(np.where(has_loss, last - starts + 1, 0)[is_kept])
+            ends.extend(cut_ends[is_kept])
+            kept_lengths.extend((cut_ends - starts)[is_kept])
             self.cut += int((lengths[span] > max_length).sum())
             self.dropped += int((~has_loss).sum())
         self.ends = ends.finish()
@@ -225,29 +225,30 @@ class MaskedSequences(Sequences):
         return np.unique(rows[is_target])
 
 
-def last_trained(ids: NDArray[np.int32], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The place of the last token with a loss before each of ``ends``; -1: there is none.
+def ends_of_losses(ids: NDArray[np.int32], starts: NDArray[np.int64], limits: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where rows end after their last token with a loss: the place that follows it. A row without one ends where it
+    starts. The first token of a row is no target, so it has no loss.
 
-    For ids ``[~5, 6, ~7, ~8, 9]`` and ends ``[1, 3, 4, 5]``, it is ``[-1, 1, 1, 4]``.
+    For ids ``[~5, 6, ~7, ~8, 9]``, starts ``[0, 3, 4]`` and limits ``[3, 4, 5]``, it is ``[2, 3, 4]``: of three rows,
+    the first one has a loss, at place 1.
 
     Args:
         ids: See ``MaskedSequences``.
         starts: Where each row begins. Rows are in order.
-        ends: Places in the rows, one for each.
+        limits: Where each row ends at the latest.
     """
-    last = np.empty(len(ends), np.int64)
-    before = -1  # the last token with a loss before the rows of a pass
+    ends = np.empty(len(starts), np.int64)
     first = 0
-    while first < len(ends):
+    while first < len(starts):  # the next rows of AT_ONCE tokens together, or one longer row
         begin = starts[first]
-        stop = int(np.searchsorted(ends, begin + AT_ONCE, side="right"))
+        stop = int(np.searchsorted(limits, begin + AT_ONCE, side="right"))
         rows = slice(first, max(stop, first + 1))
-        trained = begin + np.flatnonzero(ids[begin : ends[rows.stop - 1]] >= 0)
-        trained = np.concatenate([[before], trained])
-        last[rows] = trained[np.searchsorted(trained, ends[rows]) - 1]
-        before = last[rows.stop - 1]
+        places = begin + np.flatnonzero(ids[begin : limits[rows.stop - 1]] >= 0)
+        places = np.concatenate([[-1], places])  # -1: no token before a limit has a loss
+        last = places[np.searchsorted(places, limits[rows]) - 1]
+        ends[rows] = np.where(last > starts[rows], last + 1, starts[rows])
         first = rows.stop
-    return last
+    return ends
 
 
 def find_ids(ids: NDArray[np.int32], matches: Callable[[NDArray[np.int32]], NDArray[np.bool_]]) -> NDArray[np.int64]:

@@ -260,3 +260,29 @@ def test_output_in_an_encoding_that_lacks_characters(variables):
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("error: caf\\"), done.stderr
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("train quickstart output=caf\u00e9", "invalid-yaml"),
+        ("train caf\u00e9.yaml", "file-missing"),
+        ("train recipe.yaml", "file-missing"),
+        ("evaluate caf\u00e9", "not-a-run"),
+    ],
+)
+def test_a_path_that_the_encoding_of_file_names_lacks(command, expected):
+    """a locale in which Python reads file names as ASCII: the error of a path proposes UTF-8"""
+    data = 'data: {files: {train: "caf\\u00e9.csv"}, text: text, label: label}'  # escapes of YAML
+    Path("recipe.yaml").write_text(f"model: {{name: model}}\n{data}\noutput: run\n")
+    assert_problem(shell(command, **ASCII).stderr, f"{expected} PYTHONUTF8=1")
+
+
+def test_a_missing_file_with_an_ascii_name_needs_no_other_encoding():
+    """the same locale, and a path that it has: the error does not propose UTF-8"""
+    done = shell("train new.yaml", **ASCII)
+    assert_problem(done.stderr, "file-missing new.yaml")
+    assert "PYTHONUTF8" not in done.stderr

@@ -37,6 +37,13 @@ PAGES = {
 }
 """Subject -> the page of docs/ that explains what is checked."""
 
+UNDECODED = re.compile("[\udc80-\udcff]")
+"""A byte of a command line that Python could not decode."""
+USE_UTF8 = (
+    "Python's encoding of file names here is not UTF-8: set the environment variable PYTHONUTF8=1, or a locale such as "
+    "LC_ALL=C.UTF-8."
+)
+"""The remedy for paths with characters that the encoding of file names lacks."""
 
 JSON_VARIABLE = "FASTLOOP_JSON"
 """Environment variable: 1 in the processes of `fastloop --json COMMAND`."""
@@ -190,6 +197,16 @@ def unreadable_package() -> Problem | None:
     return None
 
 
+def has_undecoded_path(problem: Problem) -> bool:
+    """Whether a problem is about a path that Python cannot encode or has decoded wrongly, because its encoding of file
+    names is not UTF-8."""
+    text = str(problem)
+    if sys.getfilesystemencoding() == "utf-8" or text.isascii():
+        return False
+    in_override = problem.code == "invalid-yaml" and UNDECODED.search(text) is not None
+    return in_override or problem.code.startswith(("file-", "folder-", "not-a-"))
+
+
 def exit_with(error: BaseException) -> NoReturn:
     """Report an error that ended a command, and exit with its code. Raises an error that is a bug."""
     is_limited = reached_open_files(error)
@@ -205,6 +222,8 @@ def exit_with(error: BaseException) -> NoReturn:
         problem = error.problem
         if is_limited:
             problem = with_remedy(problem, CLOSE_FILES)
+        if has_undecoded_path(problem):
+            problem = with_remedy(problem, USE_UTF8)
         print_error(problem)
         sys.exit(error.exit_code)
     if isinstance(error, OSError):  # not of a plugin: those are explained

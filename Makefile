@@ -130,6 +130,7 @@ BUILD_TOOLS = packaging|setuptools
 # of this project, for the processes that tests start; some packages have files that do not compile.
 $(VENV)/ready: export PIP_NO_COMPILE = 1
 $(VENV)/ready: pyproject.toml $(PACKAGES:%=%/pyproject.toml) constraints.txt requirements.txt
+	@echo "Setting up $(VENV): pip installs the pinned packages, about 2.5 GiB. It prints nothing for some minutes."
 	$(PYTHON) -m venv $(VENV)
 	sed -nE '/^($(BUILD_TOOLS))==/,/[^\\]$$/p' requirements.txt | $(BIN)/pip install --quiet --require-hashes --requirement /dev/stdin
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes --requirement requirements.txt

@@ -120,6 +120,13 @@ def test_templates_and_hooks_parse():
     assert all(entry.split()[0].removeprefix(".venv/bin/") in makefile for entry in hooks)
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_set_up_says_how_long_it_takes():
+    command = ["make", "--dry-run", "--always-make", "quickstart"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert re.match(r'echo "Setting up .+ pip .+ some minutes', done.stdout), "pip prints nothing"
+
+
 def test_no_file_is_too_long():
     files = [file for folder in ("core", "plugins") for file in (ROOT / folder).rglob("*.py")]
     assert {

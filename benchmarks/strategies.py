@@ -227,6 +227,14 @@ computes, like `ddp` with `find_unused_parameters: true`: weights differ by less
 `fsdp` and ZeRO stage 3 agree on the order of modules in the first forward pass. Calling a module that no process called then is an error with
 its name. Stage 3 with activation checkpointing also refuses to leave a module out. For such models, use `ddp`, or stage 2.
 
+## Launchers
+
+On one machine, each of these commands starts the same run, with the same numbers:
+
+    fastloop train recipe.yaml --nproc 2
+    torchrun --nproc-per-node 2 -m fastloop train recipe.yaml
+    accelerate launch --multi_gpu --num_processes 2 -m fastloop train recipe.yaml      # also on a CPU, without --cpu
+
 ## Several machines
 
     export GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1      # on each machine; `ip address` lists its interfaces

@@ -225,7 +225,7 @@ def with_probabilities(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The same metrics of logits (N, classes), with probabilities for those that compute with them.
 
     torchmetrics takes logits for probabilities if all of an update are between 0 and 1, as a model before training may
-    give them.
+    give them. So does a class that inherits ``update``. A class with an ``update`` of its own gets logits.
     """
     from torchmetrics.classification import (
         MulticlassCalibrationError,
@@ -237,23 +237,35 @@ def with_probabilities(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     of_probabilities = (MulticlassCalibrationError, MulticlassHingeLoss, MulticlassPrecisionRecallCurve)
     made = dict(metrics)
     for name, metric in metrics.items():
-        if isinstance(metric, of_probabilities):
+        if isinstance(metric, of_probabilities) and not _has_own_update(metric):
             made[name] = LambdaInputTransformer(metric, transform_pred=_probabilities)
     return made
 
 
 def with_sigmoids(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The same metrics of logits, with probabilities for those of two classes and of sets of classes. See
-    ``with_probabilities``. A class that is derived from one of torchmetrics gets what the model returns."""
+    ``with_probabilities``, also about a class with an ``update`` of its own."""
     from torchmetrics.wrappers import LambdaInputTransformer
 
     made = dict(metrics)
     for name, metric in metrics.items():
-        cls = type(metric)
-        is_of_torchmetrics = cls.__module__.partition(".")[0] == "torchmetrics"
-        if is_of_torchmetrics and cls.__name__.startswith(("Binary", "Multilabel")):
+        names = [base.__name__ for base in type(metric).__mro__ if _is_of_torchmetrics(base)]
+        is_of_sigmoids = any(base.startswith(("Binary", "Multilabel")) for base in names)
+        if is_of_sigmoids and not _has_own_update(metric):
             made[name] = LambdaInputTransformer(metric, transform_pred=sigmoids)
     return made
+
+
+def _has_own_update(metric: Metric) -> bool:
+    """Whether a class of a user defines the metric's ``update``, and not one of torchmetrics."""
+    for cls in type(metric).__mro__:
+        if "update" in vars(cls):
+            return not _is_of_torchmetrics(cls)
+    return False
+
+
+def _is_of_torchmetrics(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "torchmetrics"
 
 
 def sigmoids(logits: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,12 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.testing import TEXTS, assert_problem, expect_problem, write_texts
-from fastloop_plugins.tasks.shared.metrics import classifier_metrics, scored_metrics
+from fastloop_plugins.tasks.shared.metrics import (
+    classifier_metrics,
+    scored_metrics,
+    with_probabilities,
+    with_sigmoids,
+)
 from fastloop_plugins.tasks.shared.two_classes import Decision
 from fastloop_plugins.tasks.tags.metrics import tag_metrics
 
@@ -278,6 +284,54 @@ class Doubled(BinaryFBetaScore):
 
     def __init__(self) -> None:
         super().__init__(beta=2.0)
+
+
+class OneOfSeveral(MulticlassAUROC):
+    """A metric of a user."""
+
+
+class OwnExponentials(MulticlassAUROC):
+    """A metric of a user, of logits."""
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        super().update(preds.exp(), target)
+
+
+class OwnThreshold(BinaryFBetaScore):
+    """A metric of a user, of logits."""
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        super().update((preds > 0).long(), target)
+
+
+@pytest.mark.parametrize(
+    ("make", "metric", "is_inherited"),
+    [
+        (with_probabilities, OneOfSeveral(3), True),
+        (with_probabilities, OwnExponentials(3), False),
+        (with_sigmoids, Doubled(), True),
+        (with_sigmoids, OwnThreshold(beta=2.0), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_derived_metric_gets_probabilities_unless_it_has_an_update_of_its_own(make, metric, is_inherited):
+    generator = torch.Generator().manual_seed(0)
+    if make is with_probabilities:
+        logits = torch.rand(40, 3, generator=generator)
+        labels = torch.randint(3, (40,), generator=generator)
+        probabilities = logits.softmax(1)
+    else:
+        logits = torch.rand(40, generator=generator) - 0.5 * (not is_inherited)
+        labels = torch.randint(2, (40,), generator=generator)
+        probabilities = logits.sigmoid()
+    expected = copy.deepcopy(metric)
+    expected.update(probabilities if is_inherited else logits, labels)
+    other = copy.deepcopy(metric)
+    other.update(logits if is_inherited else probabilities, labels)
+    made = make({"m": metric})["m"]
+    made.update(logits, labels)
+    assert made.compute() == pytest.approx(expected.compute().item())
+    assert made.compute() != pytest.approx(other.compute().item())
 
 
 @pytest.mark.parametrize(

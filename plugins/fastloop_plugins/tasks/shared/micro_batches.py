@@ -72,8 +72,6 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     Args:
         task: The task. Its own method is called, because wrappers of the hook may count the calls.
     """
-    from torch.distributed.tensor import DTensor
-
     implementations = run.plugins.manager.hook.compute_loss.get_hookimpls()
     for implementation in implementations:
         if implementation.plugin is not task and not implementation.wrapper:
@@ -84,8 +82,6 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     if not keys:
         return
     model = run.unwrap_model()
-    if any(isinstance(parameter, DTensor) or not parameter.numel() for parameter in model.parameters()):
-        return
     for index in _measurable_indices(run, batches[:MOST]):
         of_processes = run.processes.all_gather_object(_measure(task, model, batches[index]))
         if None in of_processes:
@@ -113,9 +109,11 @@ def _warn(run: Run, measured: MeasuredLoss, keys: list[str]) -> None:
 
 
 def _measurable_indices(run: Run, batches: list[Batch]) -> list[int]:
-    """The indices of the micro-batches that every process can measure, up to the first one that cannot be cut."""
+    """The indices of the micro-batches that every process can measure, up to the first one that cannot be cut. None, if
+    a strategy shards the weights: then a parameter may be empty in one process alone."""
     own = set[int]()
-    for index, batch in enumerate(batches):
+    candidates = [] if _are_sharded(run.unwrap_model()) else batches
+    for index, batch in enumerate(candidates):
         if batch.samples < 2 or batch.loss_weight != batch.samples:
             continue
         if not _can_cut(batch):
@@ -123,6 +121,13 @@ def _measurable_indices(run: Run, batches: list[Batch]) -> list[int]:
         own.add(index)
     of_processes: list[set[int]] = run.processes.all_gather_object(own)
     return sorted(set.intersection(*of_processes))
+
+
+def _are_sharded(model: nn.Module) -> bool:
+    """Whether this process lacks a part of the weights. Other processes may have all of them."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) or not parameter.numel() for parameter in model.parameters())
 
 
 def _sizes_that_matter(run: Run, batches: list[Batch], task: ComputesLoss) -> list[str]:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from fastloop import Batch, Trainer
+from fastloop.distributed import ranks
 from fastloop_plugins.tasks.shared import micro_batches
 from fastloop_tools.trainer import task
 
@@ -321,17 +322,27 @@ def train_on_processes(kind: str, collate: Any) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fastloop").addHandler(handler)
     torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    if kind == "a shard":
+        elements = 1 - ranks.rank()
+        model.register_parameter("shard", nn.Parameter(torch.ones(elements), requires_grad=False))
+        model._ddp_params_and_buffers_to_ignore = ["shard"]  # type: ignore[assignment]
     data = torch.utils.data.DataLoader(masked_data(), batch_size=SAMPLES, collate_fn=collate)
     usual: dict[str, Any] = {"output": "run", "save_every": None, "device": "cpu", "plugins": ["ddp"]}
-    Trainer(nn.Linear(8, 8), data, loss=ExchangingLoss(kind), micro_batch_size=4, max_steps=1, **usual).fit()
+    Trainer(model, data, loss=ExchangingLoss(kind), micro_batch_size=4, max_steps=1, **usual).fit()
     return messages
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "collate", "warnings"),
-    [("noise", None, 0), ("a masked mean", None, 1), ("a mean of samples", counted_on_second, 0)],
-    ids=["noise", "no mean", "counted targets"],
+    [
+        ("noise", None, 0),
+        ("a masked mean", None, 1),
+        ("a mean of samples", counted_on_second, 0),
+        ("a shard", None, 0),
+    ],
+    ids=["noise", "no mean", "counted targets", "an empty shard"],
 )
 def test_processes_measure_the_same_number_of_losses(processes, tmp_path, kind, collate, warnings):
     """Also if process 1 alone finds a reason to stop: a loss with a collective operation waits for all. Process 0

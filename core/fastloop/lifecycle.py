@@ -241,9 +241,10 @@ def _proposing_resume(run: Run) -> Iterator[None]:
     try:
         yield
     except FastloopError as error:
-        remedy = resume_remedy(run.folder)
-        if remedy and error.problem.code in LOST_PROCESS:
-            add_remedy(error, remedy)
+        if error.problem.code in LOST_PROCESS:
+            remedy = resume_remedy(run.folder)
+            if remedy:
+                add_remedy(error, remedy)
         raise
 
 

@@ -284,12 +284,19 @@ def argument(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         shown: str = parameter.metavar or parameter.name.upper()
         return (shown if parameter.required else f"[{shown}]") + "..." * (parameter.nargs != 1)
-    return f"{', '.join(parameter.opts)} {parameter.metavar or ''}".rstrip()
+    names = ", ".join(parameter.opts)
+    if parameter.default is True:
+        names += f" / {', '.join(parameter.secondary_opts)}"  # --numerics / --no-numerics
+    return f"{names} {parameter.metavar or ''}".rstrip()
 
 
 def described(parameter: Any) -> str:
     """An argument or an option with its default and its meaning, as an entry of a list."""
-    default = "" if parameter.default in (None, "", False) else f" (`{parameter.default}`)"
+    default = ""
+    if parameter.default is True:
+        default = f" (`{', '.join(parameter.opts)}`)"
+    elif parameter.default not in (None, "", False):
+        default = f" (`{parameter.default}`)"
     return f"- `{argument(parameter)}`{default} {parameter.help or ''}"
 
 

@@ -441,6 +441,18 @@ def test_a_budget_that_is_too_small_names_the_options_that_shorten_a_process(rec
         measured.check_budget({"process_seconds": 95.0, "seconds_a_step": seconds_a_step})
 
 
+@pytest.mark.parametrize(("budget", "proposed"), [(60, "--budget 5m"), (150, "--budget 5m, or measure fewer plugins")])
+def test_a_budget_for_one_plugin_proposes_to_measure_fewer(recipe, budget, proposed):
+    settings = ablation.AblationSettings(repeats=5, numerics=False, budget=budget)
+    plan = make_ablation(load_recipe(recipe("honest", "early")), [], leave_one_out=False)
+    measured = ablation.Bench(plan, settings, None, {}, print, lambda record: None)
+    assert measured.processes() == 15
+    with expect_problem("budget-too-small", UsageError) as refused:
+        measured.check_budget({"process_seconds": 18.0, "seconds_a_step": 1.8})
+    assert f" Give {proposed}" in str(refused.value)
+    assert ("fewer plugins" in str(refused.value)) == ("fewer plugins" in proposed)
+
+
 def test_an_ablation_that_exceeds_its_budget_ends_after_the_first_measurement(recipe, bench, monkeypatch):
     monkeypatch.setattr(ablation.Bench, "processes", lambda self: 10**9)
     recipe_file = recipe("honest")

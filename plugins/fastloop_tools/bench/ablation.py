@@ -180,7 +180,9 @@ class Bench:
         choices = [f"--budget {math.ceil(self.processes() * seconds / 60)}m"]
         choices += self._fitting_options(seconds, seconds_a_step)
         remedy = f"Give {' or '.join(choices)}."
-        if len(choices) == 1 and len(self.ablation.plugins) > 1:
+        plugins = len(self.ablation.plugins)
+        one_fits = plugins > 1 and self.processes() / plugins * seconds <= self.settings.budget
+        if len(choices) == 1 and one_fits:
             remedy = (
                 f"Give {choices[0]}, or measure fewer plugins, such as --without {list(self.ablation.plugins)[-1]}."
             )

@@ -304,6 +304,18 @@ PLANTED = {
         EVALUATES.format(body='metrics["accuracy"] = round(metrics["accuracy"], 1)'),
         {"round(": "max(", ", 1)": ", 0.0)"},
     ),
+    "evaluates-again": Planted(
+        "numerics",
+        f"{TRAINING}. Found: 11 evaluations instead of 10",
+        """
+        numerics = "bitwise"
+
+        @hookimpl
+        def after_fit(self, run):
+            loop.evaluate(run, "validation")
+        """,
+        {'loop.evaluate(run, "validation")': "pass"},
+    ),
     "leaks-a-hook": Planted(
         "off",
         "to leave no hook of a run on the model. Found: forward hook of first",
@@ -410,7 +422,7 @@ HEAD = '''"""A plugin of a test.
 import numpy as np
 import torch
 
-from fastloop import Plugin, PluginError, hookimpl
+from fastloop import Plugin, PluginError, hookimpl, loop
 from fastloop.evaluation_results import evaluating
 from fastloop.runtime.random_states import preserve_random_states
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop.cli.numerics import BOUNDS, HOLDS, compare
+from fastloop.problem import counted
 from fastloop.testing.differences import distance, few, packed, unequal
 from fastloop.testing.runs import Trained
 
@@ -168,10 +169,11 @@ def check_bits(ours: Trained, plain: Trained) -> BrokenPromise | None:
     """Compare everything that a bitwise plugin leaves alone beside the losses. It may add metrics."""
     differences = []
     common = []
-    # a run with fewer evaluations gives a shorter list, which differs
     for (split, metrics), (_, expected) in zip(ours.metrics, plain.metrics, strict=False):
         common.append((split, {name: metrics.get(name) for name in expected}))
-    if common != plain.metrics:
+    if len(ours.metrics) != len(plain.metrics):
+        differences.append(f"{counted(len(ours.metrics), 'evaluation')} instead of {len(plain.metrics)}")
+    elif common != plain.metrics:
         differences.append("other metrics of evaluations")
     weights = unequal(ours.weights, plain.weights)
     if weights:

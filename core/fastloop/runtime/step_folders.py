@@ -34,8 +34,12 @@ def checkpoints(folder: Path) -> list[Path]:
 def manifest_digests(folder: Path) -> dict[str, str]:
     """The complete checkpoints of a run: name -> 16 hex digits of the SHA-256 of its manifest, which identify its
     content. A checkpoint that is saved anew under the same name gets others."""
-    digests = {}
-    for checkpoint in checkpoints(folder):
+    digests: dict[str, str] = {}
+    try:
+        found = checkpoints(folder)
+    except OSError:  # a process at its limit of open files ends with the error that took them
+        return digests
+    for checkpoint in found:
         with suppress(OSError):  # a run that still trains removes checkpoints
             manifest = (checkpoint / "manifest.json").read_bytes()
             digests[checkpoint.name] = hashlib.sha256(manifest).hexdigest()[:16]

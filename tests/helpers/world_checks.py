@@ -17,6 +17,7 @@ from fastloop.testing.runs import Trained
 
 MEASURED = (
     "allocator",
+    "checkpoints",
     "compile",
     "compile_seconds",
     "evaluate_seconds",

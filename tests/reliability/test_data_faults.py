@@ -91,8 +91,8 @@ class Kills(Plugin):
 # torch's handler may raise within a finaliser: found later
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, record_property):
-    """a worker killed at any moment: an error names the worker, its signal and what to do. It proposes to resume only a
-    run with a checkpoint."""
+    """a worker killed at any moment: an error names the worker, its signal and what to do, and proposes to resume only
+    a run with a checkpoint"""
     draw = random.Random(0)
     for number in range(TIMES):
         moment = ("before a step", "in a step", "in an evaluation")[number % 3]

@@ -122,7 +122,7 @@ def test_templates_and_hooks_parse():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_set_up_says_how_long_it_takes():
-    command = ["make", "--dry-run", "--always-make", "quickstart"]
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "quickstart"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert re.match(r'echo "Setting up .+ pip .+ some minutes', done.stdout), "pip prints nothing"
 

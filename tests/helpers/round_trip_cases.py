@@ -199,9 +199,7 @@ class Case:
         return {"config": ARCHITECTURES[self.family], "tokenizer": {"kind": "word"}}
 
 
-QUICK = {
-    "pair-headed-full", "tags-bare-merged", "chat-headed-full", "seq2seq-headed-merged",
-}  # fmt: skip
+QUICK = {"pair-headed-full", "chat-headed-full", "seq2seq-headed-merged"}
 """Names of the cases that are not marked slow."""
 METHODS: tuple[Method, ...] = ("full", "merged", "unmerged")
 WITH_CLASSES = ("class", "topics", "tags", "image")

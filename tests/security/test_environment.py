@@ -268,10 +268,10 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("train quickstart output=caf\u00e9", "invalid-yaml"),
-        ("train caf\u00e9.yaml", "file-missing"),
+        pytest.param("train quickstart output=caf\u00e9", "invalid-yaml", marks=pytest.mark.slow),
+        pytest.param("train caf\u00e9.yaml", "file-missing", marks=pytest.mark.slow),
         ("train recipe.yaml", "file-missing"),
-        ("evaluate caf\u00e9", "not-a-run"),
+        pytest.param("evaluate caf\u00e9", "not-a-run", marks=pytest.mark.slow),
     ],
 )
 def test_a_path_that_the_encoding_of_file_names_lacks(command, expected):

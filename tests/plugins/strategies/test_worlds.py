@@ -25,8 +25,8 @@ from fastloop.testing.tasks import write_texts
 
 pytestmark = COMPILER
 
-QUICK = ("amp", "ema", "text-classification")
-"""Rows that the quick tests train: one that rounds, one that replaces weights, and one that pads."""
+QUICK = ("amp", "text-classification")
+"""Rows that the quick tests train: one that rounds, and one that pads."""
 
 
 class Worlds:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import Problem
 from fastloop.errors import RecipeError
-from fastloop.problem import agree, counted_of
+from fastloop.problem import counted_of
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.batches import Sequences, describe_cut
-from fastloop_plugins.text.columns import Text, each_text, join_columns, token_types
+from fastloop_plugins.text.columns import Text, are_empty, each_text, join_columns, token_types
 from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class EmptyTexts:
         """
         if self.empty:
             empty = counted_of(self.empty, self.total, texts)
-            verb = f"{agree(self.empty, 'is', 'are')} empty or {agree(self.empty, 'has', 'have')} only spaces"
+            verb = are_empty(self.empty)
             logger.warning(
                 Problem(
                     f"{empty} {verb}. The prediction of an empty text means nothing.",

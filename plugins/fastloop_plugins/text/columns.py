@@ -60,6 +60,11 @@ def describe_empty(parts: Sequence[Table]) -> list[Problem]:
     return [Problem(text, code="empty-file", place=empty[0], remedy=remedy)]
 
 
+def are_empty(count: int) -> str:
+    """The predicate of a sentence about ``count`` texts that ``data.drop`` calls empty."""
+    return f"{agree(count, 'is', 'are')} empty or {agree(count, 'has', 'have')} only spaces"
+
+
 def check_texts(
     blank: Mapping[str, BlankTexts], total: int, parts: Sequence[Table], keys: Mapping[str, str]
 ) -> list[Problem]:
@@ -85,7 +90,7 @@ def check_texts(
         if of_column.count:
             first = f"the first in {name_of_row(parts, of_column.first)}: column {name!r} (data.{key})"
             empty = counted_of(of_column.count, total, "texts")
-            verb = f"{agree(of_column.count, 'is', 'are')} empty or {agree(of_column.count, 'has', 'have')} only spaces"
+            verb = are_empty(of_column.count)
             remedy = drop_line(name, "empty: true")
             problems.append(Problem(f"{empty} {verb}, {first}.", code="empty-texts", place=where, remedy=remedy))
     return problems

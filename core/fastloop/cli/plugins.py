@@ -238,11 +238,11 @@ def requirement(need: Any) -> str:
 def documentation(cls: type[Plugin]) -> tuple[str, str]:
     """The docstring of a plugin's module in two parts: the text, and the recipe that it shows. Without one, the recipe
     lists the name."""
-    import inspect
     import textwrap
 
-    module = sys.modules.get(cls.__module__)
-    text = inspect.cleandoc(getattr(module, "__doc__", None) or cls.__doc__ or "")
+    from fastloop.cli.recipe_schema import docstring
+
+    text = docstring(cls)
     indented_blocks = re.findall(r"(?m)(?:^ {4}.*\n?)(?:(?:^ {4}.*|^[ ]*)\n?)*", text)
     for block in indented_blocks:
         if re.search(r"(?m)^ {4}plugins:", block):

@@ -72,10 +72,15 @@ def recipe_schema(every: bool = False, others: bool = True) -> tuple[dict[str, A
     return _assemble(definitions, descriptions, sections, opaque), problems
 
 
+def docstring(cls: type[Plugin]) -> str:
+    """The docstring of a plugin's module, or of its class if the module has none."""
+    module = sys.modules.get(cls.__module__)
+    return inspect.cleandoc(getattr(module, "__doc__", None) or cls.__doc__ or "")
+
+
 def summary(cls: type[Plugin]) -> str:
     """First line of the docstring of a plugin's module or class."""
-    module = sys.modules.get(cls.__module__)
-    return inspect.cleandoc(getattr(module, "__doc__", None) or cls.__doc__ or "").partition("\n")[0]
+    return docstring(cls).partition("\n")[0]
 
 
 def _mapping(cls: type, name: str, description: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class SpeedCheck(Plugin):
         if self.steps == WARM_UP + STEPS:
             run.plugins.unsubscribe(self, "before_step")
             seconds = (perf_counter() - self.started) / STEPS
-            if run.is_main and (run.total_steps is None or (run.total_steps - run.state.step) * seconds >= LEFT):
+            if run.is_main and is_worth_a_restart(run, seconds):
                 self.show(run, self.profile(run, seconds, (page_faults() - self.faults) / STEPS))
             self.longest.clear()
         elif self.steps >= WARM_UP:
@@ -96,7 +96,7 @@ class SpeedCheck(Plugin):
         saving = run.clock.seconds["save"]
         training = run.clock.seconds["train"]
         step = run.state.step
-        if run.total_steps is not None and step and (run.total_steps - step) * training / step < LEFT:
+        if step and not is_worth_a_restart(run, training / step):
             return
         if run.is_main and not self.saving and saving >= SAVING and saving >= (WORTH - 1) * training:
             self.saving = True
@@ -171,6 +171,15 @@ class SpeedCheck(Plugin):
                     remedy=f"`--with {name}`, estimated {speedup:.1f}x. `fastloop profile` shows more.",
                 )
             )
+
+
+def is_worth_a_restart(run: Run, seconds: float) -> bool:
+    """Whether the remaining steps take ``LEFT`` seconds at least, or their number is not known.
+
+    Args:
+        seconds: The time of a step.
+    """
+    return run.total_steps is None or (run.total_steps - run.state.step) * seconds >= LEFT
 
 
 def multiplications(model: nn.Module) -> float:

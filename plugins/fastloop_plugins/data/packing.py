@@ -4,9 +4,9 @@
       - packing
 
 Only the shape of batches changes, from (samples, longest) to (1, all tokens). No sequence is cut or left out: this is
-done by ``data.max_length`` and by the task, before. For transformers models with selectable
-attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). A trial before training refuses a model whose results
-differ, as with a short sliding window.
+done by ``data.max_length`` and by the task, before. For transformers models with selectable attention (BERT,
+DistilBERT, RoBERTa, GPT-2, Llama and similar). A trial before training refuses a model whose results differ, as with a
+short sliding window.
 
 On CUDA in half precision one kernel computes a whole row, padded to a multiple of ``data.pad_to_multiple_of`` tokens,
 so ``compile`` makes few graphs. Elsewhere attention is called once a sequence, and under ``compile`` a graph ends at

@@ -262,6 +262,18 @@ def machine(*packages: str) -> dict[str, Any]:
     return {"cpu": cpu_model(), "cores": os.cpu_count(), "versions": versions, "commit": commit()}
 
 
+def product_speeds() -> dict[str, float]:
+    """Floating-point operations a second of matrix products on the CPU, by dtype.
+
+    Two virtual machines of one name differ by a factor of two in bf16. Ratios of arms in fp32 and bf16 depend on it.
+    """
+    import torch
+
+    from fastloop_plugins.observe._machine_speed import peaks
+
+    return peaks(torch.device("cpu"), ("fp32", "bf16"))
+
+
 def commit() -> str | None:
     """The commit of the checkout; None: there is no git, or no repository."""
     command = ["git", "rev-parse", "HEAD"]
@@ -279,7 +291,11 @@ def show_machine(facts: Mapping[str, Any]) -> str:
         if name not in ("python", "fastloop-train"):
             versions.append(f"{name} {installed or 'not installed'}")
     device = facts.get("device", facts["cpu"])
-    return f"{device}, {facts['cores']} cores; {', '.join(versions)}."
+    shown = f"{device}, {facts['cores']} cores; {', '.join(versions)}."
+    if "products" in facts:
+        speeds = [f"{speed / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, speed in facts["products"].items()]
+        shown += f" Matrix products reach {' and '.join(speeds)}."
+    return shown
 
 
 def cpu_model() -> str:

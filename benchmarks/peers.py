@@ -51,10 +51,12 @@ from _measure import (
     every_run,
     load,
     machine,
+    product_speeds,
     ratio,
     rounds,
     show_machine,
     show_ratio,
+    source,
     spawn,
     table,
     write,
@@ -138,13 +140,13 @@ def work(arm: str, folder: Path, seed: int, more: list[str]) -> dict[str, Any]:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def draw(source: Path, folder: Path, steps: int, seed: int) -> None:
+def draw(reviews: Path, folder: Path, steps: int, seed: int) -> None:
     """Write the tokenized reviews of a round: the same number from each part of all reviews sorted by length."""
     import pyarrow.compute
     from pyarrow import parquet
     from transformers import AutoTokenizer
 
-    rows = parquet.read_table(source, columns=["text", "label"])
+    rows = parquet.read_table(reviews, columns=["text", "label"])
     tokenizer = AutoTokenizer.from_pretrained(minilm())
     lengths = pyarrow.compute.utf8_length(rows["text"]).to_numpy()
     splits = {}
@@ -256,9 +258,9 @@ def main() -> None:
         print(json.dumps(work(options.arm, options.data, options.seed, options.plugins)))
         return
 
-    source = options.data / "train.parquet"
-    if not source.is_file():
-        parser.error(f"{source}: no such file. --data names the folder.")
+    reviews = options.data / "train.parquet"
+    if not reviews.is_file():
+        parser.error(f"{reviews}: no such file. --data names the folder.")
     minilm()
     arms = []
     missing = []
@@ -285,7 +287,7 @@ def main() -> None:
             folder = Path(temporary) / str(number)
             if not folder.exists():
                 folder.mkdir()
-                draw(source, folder, options.steps, number)
+                draw(reviews, folder, options.steps, number)
             name = arm.removesuffix(ALLOCATED)
             environment = dict(plain)
             if arm != name:
@@ -301,7 +303,8 @@ def main() -> None:
 
     rows = [summarize(results, arm, arms) for arm in arms]
     shown = show_table(rows)
-    facts = machine(*PACKAGES) | {"device": f"{machine()['cpu']} (CPU)", "threads": results[0][arms[0]]["threads"]}
+    facts = machine(*PACKAGES) | {"products": product_speeds()}
+    facts |= {"device": f"{facts['cpu']} (CPU)", "threads": results[0][arms[0]]["threads"]}
     every = every_run(results)
     record = {
         "machine": facts,

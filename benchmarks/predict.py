@@ -36,6 +36,7 @@ from _measure import (
     caution,
     load,
     machine,
+    product_speeds,
     ratio,
     rounds,
     run_command,
@@ -166,7 +167,7 @@ def main() -> None:
         compared = {arm: compare_probabilities(folder, arm) for arm in ("predict", "predict, auto")}
         ours, theirs = (json.loads((folder / f"{name}.json").read_text()) for name in ("evaluate", "trainer"))
         accuracy = {"evaluate": ours["metrics"]["accuracy"], "Trainer.evaluate": theirs["eval_accuracy"]}
-    facts = machine(*PACKAGES)
+    facts = machine(*PACKAGES) | {"products": product_speeds()}
     results = {
         "machine": facts,
         "rows": options.rows,

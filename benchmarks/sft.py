@@ -42,6 +42,7 @@ from _measure import (
     load,
     machine,
     memory,
+    product_speeds,
     ratio,
     run_arms,
     show_machine,
@@ -359,7 +360,7 @@ def compare_arms(results: Results) -> dict[str, dict[str, Any]]:
 
 def report(results: Results, model: str, steps: int, folder: Path) -> None:
     """Print and write the results, and the section of docs/benchmarks.md if they go to ``benchmarks/results``."""
-    facts = machine(*PACKAGES)
+    facts = machine(*PACKAGES) | {"products": product_speeds()}
     every = [row for one in results for row in one.values()]
     ratios = compare_arms(results)
     arms = tabulate_arms(results)

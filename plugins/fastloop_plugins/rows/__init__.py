@@ -18,6 +18,7 @@ From a file to rows::
     roles                     # roles of messages, such as ``user`` and ``assistant``
     index, order              # row groups of a stream, and the order of its rows
     content_hashes            # whether a file has changed, for caches
+    kept_results              # entries of a cache for results that depend on files
 
 The names of splits are in ``fastloop.splits``.
 """

@@ -27,6 +27,14 @@ class FileState:
     changed: int
     inode: int
 
+    def was_written_since(self, earlier: FileState) -> bool:
+        """Whether the file was written or replaced after an earlier state.
+
+        A new mode or link changes only ``changed``, and some network file systems number files anew: such a file still
+        has its content.
+        """
+        return (self.size, self.modified) != (earlier.size, earlier.modified)
+
     def is_settled(self) -> bool:
         """Whether the last change is long enough ago that the next one will change this state."""
         return time.time() - self.changed / 1e9 > SETTLED

@@ -7,8 +7,8 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pyarrow import ArrowException
 
-from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop.problem import clause, counted
 from fastloop_plugins import _cache
-from fastloop_plugins.rows.content_hashes import state_of
+from fastloop_plugins.rows.content_hashes import FileState, state_of
 from fastloop_plugins.rows.features import StreamedNames
 from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.formats import ROWS_AT_ONCE, FileLayout, explain_reading
+from fastloop_plugins.rows.kept_results import kept_entry
 from fastloop_plugins.rows.paths import URL, find_files
-from fastloop_plugins.rows.remote import RemoteError, find_remote_files, remote_state
+from fastloop_plugins.rows.remote import RemoteError, find_remote_files
 from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, format_of
 from fastloop_plugins.rows.table import show
 
@@ -109,6 +109,7 @@ class Index:
         class_names: Column -> the names of its numbers, for each column of which the files have them.
         lines: (row groups,) the line of the first row of each, 0 in a format without lines.
         layout: How the files are read; None: a row of the index is no row of a file.
+        states: The state of each file before it was indexed; None: it is at a URL.
     """
 
     paths: list[str]
@@ -121,6 +122,7 @@ class Index:
     lines: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     layout: FileLayout | None = None
     class_names: dict[str, list[str]] = field(default_factory=dict)
+    states: list[FileState | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.firsts = np.cumsum(self.rows) - self.rows
@@ -188,12 +190,15 @@ def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, list
     Raises:
         RecipeError: A file has no rows or not these columns, cannot be read, or has too many labels.
     """
+    states = [_local_state(path) for path in paths]  # before the files are read
     about = [*layout.columns, str(label), str(lists), str(layout.how), str(layout.drop), str(layout.names)]
     entry = kept_entry(["index with names of classes", *about], paths)
     saved = None if entry is None else _read_kept(entry, paths, layout)
     if saved is not None:
+        saved.states = states
         return saved
     index = _scan(paths, layout, label, lists)
+    index.states = states
     if entry is not None and all(isinstance(value, str | int | float | None) for value in index.labels):
         content = {
             "groups": [array.tolist() for array in (index.file, index.key, index.rows, index.lines)],
@@ -366,25 +371,13 @@ def _place_in_block(path: str, block: Block, row: int, before: int) -> str:
     return f"{path}, line {block.lines[row]}"
 
 
-def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
-    """The folder in the cache of ``token-cache`` for a result that depends on files; None: the result cannot be
-    kept."""
-    folder = _cache.use_token_folder()
-    states = [_state_of(path) for path in paths] if folder is not None else []
-    if folder is None or not all(states):
-        return None
-    return folder / _cache.digest(["stream", __version__, *about, *map(str, states)])
-
-
-def _state_of(path: str) -> str | None:
-    """A string that changes when a file is written; None: the file's store has none, or the file has just been
-    written."""
+def _local_state(path: str) -> FileState | None:
+    """The state of a file; None: it is at a URL, or cannot be found, which reading it reports."""
     if URL.match(path):
-        return remote_state(path)
-    state = state_of(Path(path))
-    if not state.is_settled():
         return None
-    return f"{Path(path).resolve()} {astuple(state)}"
+    with suppress(OSError):
+        return state_of(Path(path))
+    return None
 
 
 class Reader:
@@ -413,10 +406,12 @@ class Reader:
         count = skip
         self.rows_read += skip
         with self._explaining(group):
+            self._check_unchanged(number)
             file = self._file(number)
             layout = self.layout.of_file(number)
             columns = layout.own_names(self.columns)
             for block in layout.drop.blocks(file, columns, key, ROWS_AT_ONCE, skip):
+                self._check_unchanged(number)  # after its rows were read
                 if file.has_groups and block.start != key:
                     break
                 for values in islice(block.tuples(columns), rows - count):
@@ -431,6 +426,23 @@ class Reader:
             place=str(self.index.paths[number]),
             remedy="Start it again.",
         )
+
+    def _check_unchanged(self, number: int) -> None:
+        """Check that a local file was not written since it was indexed. Its numbers of rows may be the same.
+
+        Raises:
+            DataError: It was written or replaced.
+            OSError: It cannot be found.
+        """
+        indexed = self.index.states[number]
+        path = self.index.paths[number]
+        if indexed is not None and state_of(Path(path)).was_written_since(indexed):
+            raise DataError(
+                "the file was written or replaced since the run started, so its rows may be others.",
+                code="data-changed",
+                place=str(path),
+                remedy="Resume the run, which compares the rows with those of its checkpoint, or start it again.",
+            )
 
     @contextmanager
     def _explaining(self, group: int) -> Iterator[None]:

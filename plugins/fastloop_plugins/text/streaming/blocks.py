@@ -18,7 +18,8 @@ import numpy as np
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.formats import ROWS_AT_ONCE
-from fastloop_plugins.rows.index import Index, Reader, Row, RowName, kept_entry
+from fastloop_plugins.rows.index import Index, Reader, Row, RowName
+from fastloop_plugins.rows.kept_results import kept_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -319,11 +319,31 @@ def test_a_row_without_text_names_its_file_and_row():
         list(loader(classify(write_lines("a.jsonl", table))).batches())
 
 
-def test_a_file_that_was_changed_after_the_start_is_an_error():
-    run = classify(write_lines("a.jsonl", rows(60, NAMES)))
-    write_lines("a.jsonl", rows(20, NAMES))
-    with expect_problem("data-changed", DataError):
-        list(loader(run).batches())
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("write", "name"), [(write_lines, "a.jsonl"), (write_parquet, "a.parquet")])
+def test_a_file_that_was_replaced_by_one_of_as_many_rows_is_an_error(write, name, workers):
+    table = rows(60, NAMES)
+    run = classify(write(name, table))
+    read = loader(run, workers=workers)
+    assert len(list(read.steps(0))) == 4
+    Path(name).chmod(0o600)
+    assert len(list(read.steps(1))) == 4, "another mode changes no row"
+    Path(write("other", table[::-1])).replace(name)
+    with expect_problem(f"data-changed {name} Resume", DataError):
+        list(read.steps(2))
+    read.close()
+
+
+def test_a_file_at_a_url_with_fewer_rows_than_at_the_start_is_an_error():
+    system = fsspec.filesystem("memory")
+    system.pipe("/shards/a.jsonl", Path(write_lines("a.jsonl", rows(60, NAMES))).read_bytes())
+    try:
+        run = classify("memory://shards/a.jsonl")
+        system.pipe("/shards/a.jsonl", Path(write_lines("a.jsonl", rows(20, NAMES))).read_bytes())
+        with expect_problem("data-changed 20 60", DataError):
+            list(loader(run).batches())
+    finally:
+        system.rm("/shards", recursive=True)
 
 
 def test_the_fingerprint_follows_the_rows():

@@ -146,6 +146,28 @@ class LeftOut(nn.Module):
         return self.head(hidden)
 
 
+class Detached(nn.Module):
+    """Gives an output that depends on no weight, from the third step on.
+
+    Args:
+        everywhere: On each process, and not on process 1 alone.
+    """
+
+    def __init__(self, everywhere: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(8, 9)
+        self.head = nn.Linear(9, 3)
+        self.everywhere = everywhere
+        self.step = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.step < 2 or (torch.distributed.get_rank() == 0 and not self.everywhere):  # the plugin sets the step
+            output: torch.Tensor = self.head(self.first(inputs))
+            return output
+        return torch.zeros(len(inputs), 3, requires_grad=True)
+
+
 class Routed(nn.Module):
     """Uses one of two layers, chosen by a micro-batch's first sample, and a third one in half of the steps.
 
@@ -225,6 +247,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "normed": Normed,
     "unused": Unused,
     "left out": LeftOut,
+    "detached": Detached,
+    "detached everywhere": lambda: Detached(everywhere=True),
 }
 DATA: dict[str, Callable[[], Any]] = {
     "even": lambda: data(64, 0),

@@ -37,11 +37,13 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 def _post_backward(group: Any, post_backward: Callable[[], None], gradients: Gradients, *unused: Any) -> None:
     import torch
 
-    if group.reduce_grads:
-        for parameter in group.fsdp_params:
-            full = getattr(parameter, "_unsharded_param", None)  # None before it was gathered once
-            if full is None or not parameter.sharded_param.requires_grad:
-                continue
+    for parameter in group.fsdp_params:
+        full = getattr(parameter, "_unsharded_param", None)  # None before it was gathered once
+        if full is None or not parameter.sharded_param.requires_grad:
+            continue
+        if full.grad is not None:
+            gradients.has_any = True
+        if group.reduce_grads:
             if full.grad is not None or parameter.unsharded_accumulated_grad is not None:
                 gradients.add(parameter.sharded_param)
             else:

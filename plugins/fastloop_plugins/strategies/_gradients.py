@@ -7,10 +7,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from fastloop import PluginError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fastloop import Run
+
+
+def detached_loss(run: Run, strategy: str) -> PluginError:
+    """The error for a backward pass that reached no trained parameter on this process, and so did not take part in the
+    exchange of gradients."""
+    return PluginError(
+        f"the loss does not depend on any trained parameter of the model on process {run.rank}. Another process may "
+        "wait for its gradients.",
+        code="unused-parameters",
+        place=f"{run.recipe.where}: plugins.{strategy}: step {run.state.step + 1}",
+        remedy="Compute the loss from the output of the model.",
+    )
 
 
 class Gradients:
@@ -22,12 +36,16 @@ class Gradients:
     Args:
         run: The run.
         parameters: The parameters of the model, in the same order on every process.
+
+    Attributes:
+        has_any: Whether the newest backward pass has computed a gradient on this process.
     """
 
     def __init__(self, run: Run, parameters: Iterable[Tensor]) -> None:
         self.run = run
         self.parameters = list(parameters)
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.has_any = False
         self.used: set[int] = set()  # ids of the parameters that got a gradient on this process
         self.flags: list[bool] = []  # as they were exchanged last: whether each parameter is used
         self.flags_on_device: Tensor | None = None  # (parameters,) float32; usual steps have the same, and copy none

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import Device, PluginError, Recommendation, When, hookimpl, option
 from fastloop.distributed.ranks import world_size
 from fastloop.unstepped import by_module
+from fastloop_plugins.strategies._gradients import detached_loss
 from fastloop_plugins.strategies._timeout import TimedStrategy
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class DDP(TimedStrategy):
         self.frozen: list[tuple[str, nn.Parameter]] = []  # when DistributedDataParallel was built
         self._reduced_names: list[str] = []  # in the order of DistributedDataParallel's indices
         self._wrapped: DistributedDataParallel | None = None
+        self._has_gradient = False  # whether the last backward pass has reached a parameter that DDP reduces
         if self.compress is not None:
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
@@ -129,11 +131,14 @@ class DDP(TimedStrategy):
             # not those of an earlier run
             self.frozen = []
             self._reduced_names = []
+            reduced: list[nn.Parameter] = []
             for name, parameter in model.named_parameters():
                 if not parameter.requires_grad:
                     self.frozen.append((name, parameter))
                 elif name not in wrapped.parameters_to_ignore:  # type: ignore[operator]
                     self._reduced_names.append(name)
+                    reduced.append(parameter)
+            self._record_gradients(reduced)
             if not model.state_dict().keys() & dict(model.named_buffers()).keys():
                 # training changes no buffer that is not saved
                 wrapped.broadcast_buffers = False  # type: ignore[assignment]
@@ -141,9 +146,29 @@ class DDP(TimedStrategy):
                 compress_gradients(wrapped, self.compress)
         return wrapped, optimizer
 
+    def _record_gradients(self, reduced: list[nn.Parameter]) -> None:
+        """Let a backward pass set ``_has_gradient`` if it computes the gradient of a parameter.
+
+        One parameter stands for all of them: DDP reports a pass that reaches others without it. With options that
+        permit unused parameters, each one counts.
+        """
+
+        def record(*gradients: Any) -> None:
+            self._has_gradient = True
+
+        if not self.find_unused_parameters and not self.static_graph:
+            reduced = reduced[:1]
+        for parameter in reduced:
+            # the node that adds to the gradient: a hook of the parameter itself would keep step-graph from recording
+            accumulator = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            accumulator.register_hook(record)  # type: ignore[union-attr]  # DDP keeps the node
+
     def backward(self, run: Run, loss: Tensor) -> None:
+        self._has_gradient = False
         super().backward(run, loss)
         self._check_reduction(run)
+        if self._wrapped is not None and self._wrapped.require_backward_grad_sync and not self._has_gradient:
+            raise detached_loss(run, self.name)
 
     def _check_reduction(self, run: Run) -> None:
         """Raise if this process has not taken part in the all-reduce of each gradient. Another process may wait for it,

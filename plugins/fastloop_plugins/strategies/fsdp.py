@@ -28,7 +28,7 @@ from fastloop import Device, PluginError, Problem, When, hookimpl, option
 from fastloop_plugins.models.blocks import transformer_blocks
 from fastloop_plugins.strategies._fsdp_gradients import fill_gradients, held_back
 from fastloop_plugins.strategies._fsdp_meshes import Meshes, make_meshes
-from fastloop_plugins.strategies._gradients import Gradients
+from fastloop_plugins.strategies._gradients import Gradients, detached_loss
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
 from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrategy, TensorGroup, step_one_by_one
@@ -248,9 +248,14 @@ class FSDP(DividingStrategy):
         return (yield)
 
     def backward(self, run: Run, loss: Tensor) -> None:
+        if self.gradients is None:
+            super().backward(run, loss)
+            return
+        self.gradients.has_any = False
         super().backward(run, loss)
-        if self.gradients is not None:
-            self.gradients.attach()
+        if not self.gradients.has_any:
+            raise detached_loss(run, self.name)
+        self.gradients.attach()
 
     @hookimpl(tryfirst=True)  # before plugins that read gradients
     def after_backward(self) -> None:

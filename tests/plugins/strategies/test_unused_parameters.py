@@ -114,3 +114,27 @@ def test_ddp_refuses_a_layer_that_one_process_leaves_out(processes, tmp_path, na
     error = second.result[name]["error"]
     for part in ("step 3", "middle (weight, bias)", "on process 1", "Set plugins.ddp.find_unused_parameters: true"):
         assert part in error
+
+
+@pytest.mark.parametrize("model", ["detached", "detached everywhere"])
+@pytest.mark.parametrize(
+    ("plugin", "micro"),
+    [
+        ("ddp", 4),
+        ("ddp", 2),
+        ({"ddp": {"find_unused_parameters": True}}, 4),
+        ({"ddp": {"static_graph": True}}, 4),
+        ("fsdp", 4),
+        ({"fsdp": {"hold_gradients": True}}, 2),
+    ],
+)
+def test_a_loss_that_depends_on_no_weight_is_refused(processes, tmp_path, model, plugin, micro):
+    spec = {"name": "detached", "plugins": [plugin], "model": model, "train": {"micro_batch_size": micro}}
+    ended = processes(2, all_of, [spec], folder=tmp_path, limit=120.0)
+    first, second = (process.result["detached"]["error"] for process in ended)
+    for part in ("step 3", "does not depend on any trained parameter", "on process 1", "Compute the loss from"):
+        assert part in second
+    if model == "detached":
+        assert first.startswith("ProcessLost: process 0 of 2")
+    else:
+        assert "does not depend on any trained parameter of the model on process 0" in first

@@ -47,9 +47,12 @@ def why_undefined(metric: Metric, value: float) -> str | None:
     """Why the newest value of a metric says nothing, or None.
 
     Every process must call it with the same value: states are reduced over processes. A metric that was given a
-    ``zero_division`` other than 0 has a value by definition.
+    ``zero_division`` other than 0 has a value by definition, and so has a metric of a class with a ``compute`` of its
+    own, which is derived from one of torchmetrics.
     """
     metric = unwrapped(metric)
+    if not _is_of_torchmetrics(metric, "compute"):
+        return None
     for rule in _rules():
         if not isinstance(metric, rule.kinds):
             continue
@@ -64,17 +67,26 @@ def why_undefined(metric: Metric, value: float) -> str | None:
     return None
 
 
+def _is_of_torchmetrics(metric: Metric, method: str) -> bool:
+    """Whether a class of torchmetrics defines a method of the metric, and not one that is derived from it."""
+    for cls in type(metric).__mro__:
+        if method in vars(cls):
+            return cls.__module__.startswith("torchmetrics.")
+    return False
+
+
 def misreads_nan(metric: Metric) -> bool:
     """Whether a metric gives a number for predictions that are NaN: those of torchmetrics take NaN for the first class,
     or for a probability of 0.
 
     Some have a rule for NaN: those of aggregation, of nominal values (``nan_strategy``), and ``MultioutputWrapper``
-    (``remove_nans``). A metric of a task or of a user may use NaN for values that do not count.
+    (``remove_nans``). A metric of a task or of a user with an ``update`` of its own may use NaN for values that do not
+    count.
     """
     from torchmetrics.aggregation import BaseAggregator
 
     metric = unwrapped(metric)
-    if not type(metric).__module__.startswith("torchmetrics.") or isinstance(metric, BaseAggregator):
+    if not _is_of_torchmetrics(metric, "update") or isinstance(metric, BaseAggregator):
         return False
     return not hasattr(metric, "nan_strategy") and not getattr(metric, "remove_nans", False)
 

@@ -157,6 +157,40 @@ def test_wrapped_metrics_and_values_by_definition():
     assert evaluate(classification.BinaryF1Score(zero_division=1), *negative) == 1.0
 
 
+class FalseAlarms(classification.BinaryPrecision):
+    """The number of wrong positive predictions."""
+
+    def compute(self) -> torch.Tensor:
+        return self.fp
+
+
+class Renamed(classification.BinaryF1Score):
+    """A metric of a user that computes as torchmetrics does."""
+
+
+class KnownOnly(classification.BinaryF1Score):
+    """Leaves out predictions that are NaN."""
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        super().update(preds[~preds.isnan()], target[~preds.isnan()])
+
+
+@pytest.mark.parametrize(
+    ("metric", "predictions", "targets", "expected"),
+    [
+        (FalseAlarms(), [0.1, 0.2], [0, 0], 0.0),
+        (Renamed(), [0.1, 0.2], [0, 0], math.nan),
+        (Renamed(), [0.9, math.nan], [1, 0], math.nan),
+        (KnownOnly(), [0.9, math.nan], [1, 0], 1.0),
+    ],
+)
+def test_a_derived_metric_is_judged_as_torchmetrics_where_it_computes_as_torchmetrics(
+    metric, predictions, targets, expected
+):
+    value = evaluate(metric, torch.tensor(predictions), torch.tensor(targets))
+    assert value == pytest.approx(expected, nan_ok=True)
+
+
 def test_ignored_targets_do_not_define_a_metric():
     metric = classification.BinaryAUROC(ignore_index=1)
     assert math.isnan(evaluate(metric, torch.tensor([0.1, 0.9, 0.4]), torch.tensor([0, 1, 0])) or 0.0)

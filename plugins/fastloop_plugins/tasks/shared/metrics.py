@@ -158,7 +158,7 @@ def classifier_metrics(
     Metrics of two classes, such as ``BinaryAUROC``, get the probability of the positive class, and ``f1`` of two
     classes is its own: see ``binary_metrics``. Metrics of probabilities, such as ``MulticlassAUROC``, get those: see
     ``with_probabilities``. With a threshold, metrics of predicted classes, such as ``MulticlassRecall``, get the
-    classes that it decides.
+    classes that it decides. A class of several classes with an ``update`` of its own gets logits.
 
     Raises:
         RecipeError: A name is taken, or a metric is for two classes and there are others.
@@ -189,7 +189,8 @@ def classifier_metrics(
     binary = binary_metrics(metric_classes, options)
     for name, cls in metric_classes.items():
         # also what a class such as MatthewsCorrCoef makes, by its argument ``task``
-        if threshold is not None and isinstance(metrics[name], MulticlassStatScores | MulticlassConfusionMatrix):
+        is_of_classes = isinstance(metrics[name], MulticlassStatScores | MulticlassConfusionMatrix)
+        if threshold is not None and is_of_classes and not _has_own_update(metrics[name]):
             metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decision.classes)
         if name not in binary:
             continue

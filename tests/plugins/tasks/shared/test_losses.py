@@ -16,6 +16,7 @@ from torch.optim import AdamW
 from torchmetrics import AUROC, AveragePrecision, F1Score, MatthewsCorrCoef
 from torchmetrics.classification import (
     BinaryFBetaScore,
+    MulticlassAccuracy,
     MulticlassAUROC,
     MulticlassAveragePrecision,
     MulticlassCalibrationError,
@@ -332,6 +333,24 @@ def test_a_derived_metric_gets_probabilities_unless_it_has_an_update_of_its_own(
     made.update(logits, labels)
     assert made.compute() == pytest.approx(expected.compute().item())
     assert made.compute() != pytest.approx(other.compute().item())
+
+
+class OwnRule(MulticlassAccuracy):
+    """A metric of a user, of logits."""
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        super().update((preds[..., 1] > 1).long(), target)
+
+
+def test_a_derived_metric_with_an_update_of_its_own_gets_logits_beside_a_threshold():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 2, generator=generator)
+    labels = torch.randint(2, (40,), generator=generator)
+    metrics = classifier_metrics({"m": OwnRule}, {"m": {}}, "r", 2, Decision(threshold=0.4))
+    expected = OwnRule(2)
+    metrics["m"].update(logits, labels)
+    expected.update(logits, labels)
+    assert metrics["m"].compute() == pytest.approx(expected.compute().item())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,22 @@ CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
 @contextmanager
 def probing(model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Eval mode without gradients and without torch's compiler. Afterwards, the model and the random states are what
-    they were, also after an error.
+    they were: see ``restoring``.
+
+    Args:
+        loss: As in ``restoring``.
+    """
+    import torch
+
+    from fastloop.evaluation_results import evaluating
+
+    with restoring(model, loss), evaluating(model), torch.no_grad(), uncompiled():
+        yield
+
+
+@contextmanager
+def restoring(model: nn.Module, loss: Any = None) -> Iterator[None]:
+    """After the block, the model and the random states are what they were, also after an error.
 
     A forward pass may change a model for good. For example, BigBird keeps full attention after one short text, and
     rotary embeddings keep the longest length. The block may also change the model itself, such as its attention or its
@@ -35,16 +50,12 @@ def probing(model: nn.Module, loss: Any = None) -> Iterator[None]:
     Args:
         loss: A loss function. Its attributes and the generators that it keeps are restored, too.
     """
-    import torch
-
-    from fastloop.evaluation_results import evaluating
     from fastloop.runtime.random_states import random_states, restore_random_states
 
     states = random_states()
     restore = remember(model, loss)
     try:
-        with evaluating(model), torch.no_grad(), uncompiled():
-            yield
+        yield
     finally:
         for put_back in restore:
             put_back()
@@ -67,7 +78,7 @@ def remember(model: nn.Module, loss: Any = None) -> list[Callable[[], None]]:
     """Functions that restore everything that a model consists of, except its parameters.
 
     Args:
-        loss: As in ``probing``.
+        loss: As in ``restoring``.
     """
     from torch import Tensor
 
@@ -96,7 +107,7 @@ def own_generators(model: nn.Module, loss: Any = None) -> list[RandomGenerator]:
     hold; see ``find_generators``.
 
     Args:
-        loss: As in ``probing``.
+        loss: As in ``restoring``.
     """
     return _find_in_parts(model, _parts_of(model, loss))
 

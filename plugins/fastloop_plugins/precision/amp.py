@@ -163,13 +163,14 @@ class Amp(Plugin):
 
     @hookimpl(wrapper=True)
     def compute_loss(self, run: Run, model: nn.Module, batch: Any) -> Generator[None, Output, Output]:
+        unchanged = copied(batch)  # a model may change its inputs before it fails
         try:
             output = yield
         except Exception as error:
             if "model" not in vars(run):  # a trial of another plugin, which reports the error
                 raise
             run.plugins.unsubscribe(self, "compute_loss")
-            problem = self.explain(run, batch, error)
+            problem = self.explain(run, unchanged, error)
             if problem is None:
                 raise
             raise PluginError(problem, code="unsupported-precision") from error
@@ -188,7 +189,7 @@ class Amp(Plugin):
             batch = next(iter(run.to_device([batch] for batch in run.eval_loaders[split].batches())))[0].inputs
             with probing(run.unwrap_model()):
                 try:
-                    run.hooks.compute_loss(run=run, model=run.unwrap_model(), batch=batch)
+                    run.hooks.compute_loss(run=run, model=run.unwrap_model(), batch=copied(batch))
                 except Exception as error:
                     problem = self.explain(run, batch, error)
                     if problem:
@@ -197,19 +198,22 @@ class Amp(Plugin):
 
     def explain(self, run: Run, batch: Any, error: Exception) -> str | None:
         """The message for a model that computes the loss of a batch without the autocast that Accelerate added to its
-        forward, or None."""
+        forward, or None. The model and the random states stay as they are."""
+        from fastloop.probing import restoring
+        from fastloop_plugins.memory._out_of_memory import is_out_of_memory
+
+        if is_out_of_memory(error):  # fp32 takes more, and a plugin may repeat the step with smaller batches
+            return None
         model: Any = run.unwrap_model()
         # a plugin that selected this one leaves it out
         if self.name in run.recipe.selected or "_original_forward" not in vars(model):
             return None
-        forward = model.forward
-        model.forward = model._original_forward
-        try:
-            run.hooks.compute_loss(run=run, model=model, batch=batch)
-        except Exception:  # the caller raises the first error
-            return None
-        finally:
-            model.forward = forward
+        with restoring(model):
+            model.forward = model._original_forward
+            try:
+                run.hooks.compute_loss(run=run, model=model, batch=batch)
+            except Exception:  # the caller raises the first error
+                return None
         cause = typed_clause(error)
         fails = f"{type(model).__name__} computes in fp32 and fails in {self.precision}: {cause}"
         return f"{run.recipe.where}: plugins.{self.name}: {fails}. Remove {self.name}."
@@ -249,3 +253,11 @@ class Amp(Plugin):
         matmul, convolutions = self.fp32_settings
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def copied(batch: Any) -> Any:
+    """A batch with copies of its containers and tensors."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)

@@ -134,6 +134,49 @@ def test_a_model_that_fails_under_autocast_in_eval_mode_is_refused_in_the_first_
     assert tiny_run([], model=AddsByIndexLater()).summary["status"] == "completed"
 
 
+class TakesInputsOnce(AddsByIndex):
+    """Changes its inputs in place."""
+
+    def __init__(self) -> None:
+        super().__init__(broken=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.isinf().all():
+            raise ValueError("these inputs were taken before")
+        taken = inputs.clone()
+        inputs.fill_(torch.inf)
+        return super().forward(taken)
+
+
+def test_a_model_that_changes_its_inputs_before_it_fails_is_refused_with_the_same_reason(tiny_run):
+    with expect_problem("unsupported-precision plugins.amp TakesInputsOnce fp32 bf16 index_add", PluginError):
+        tiny_run([{"amp": {"dtype": "bf16"}}], model=TakesInputsOnce())
+
+
+class RunsOut(nn.Module):
+    """Has no memory for more than four samples in bf16, and counts its calls in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        if len(inputs) > 4 and torch.is_autocast_enabled("cpu"):
+            raise torch.OutOfMemoryError("no memory")
+        result: torch.Tensor = self.layer(inputs)
+        return result
+
+
+def test_a_step_without_memory_is_left_to_auto_micro_batch(tiny_run):
+    model = RunsOut()
+    plugins = [{"amp": {"dtype": "bf16"}}, {"auto-micro-batch": {"snapshot": False}}]
+    assert tiny_run(plugins, model=model, max_steps=2).summary["status"] == "completed"
+    assert model.calls == 5, "one without memory, and two for each step"
+
+
 def test_fp8_is_refused_with_the_plugin_that_replaces_it(tiny_run):
     with expect_problem("unsupported-precision plugins.amp.dtype 'torchao-fp8'", RecipeError):
         tiny_run([{"amp": {"dtype": "fp8"}}])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastloop.distributed.tensors import as_bytes
+from fastloop.distributed.tensors import as_bytes, in_memory_order
 from fastloop.errors import PluginError
 from fastloop.problem import Problem
 from fastloop.runtime.random_states import random_states
@@ -196,16 +196,8 @@ def _local(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _some_elements(tensor: Tensor) -> Tensor:
-    """The bytes of up to ``ELEMENTS`` elements, evenly spread over the tensor's memory.
-
-    A weight of shape (8, 4, 3, 3) in channels-last has the strides (36, 1, 12, 4): in the order of its strides, (8, 3,
-    3, 4), it is contiguous and can be flattened without a copy.
-    """
-    tensor = tensor.detach()
-    if not tensor.is_contiguous():
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        tensor = tensor.permute(order)
-    flat = tensor.flatten()
+    """The bytes of up to ``ELEMENTS`` elements, evenly spread over the tensor's memory."""
+    flat = in_memory_order(tensor.detach()).flatten()
     step = -(-flat.numel() // ELEMENTS)
     return as_bytes(flat[::step])
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastloop.distributed.tensors import as_bytes
+from fastloop.distributed.tensors import as_bytes, elements_at, in_memory_order
 from fastloop.errors import ProcessesDisagree
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def sample_weights(run: Run) -> dict[str, Tensor]:
     for name, weight in _compared_weights(run).items():
         # 1,000 elements: every fourth, so 250 of them
         spacing = math.ceil(weight.numel() / SAMPLED) or 1
-        samples[name] = weight.reshape(-1)[::spacing].clone()
+        samples[name] = elements_at(weight, torch.arange(0, weight.numel(), spacing, device=weight.device))
     return samples
 
 
@@ -206,12 +206,15 @@ def _compared_weights(run: Run) -> dict[str, Tensor]:
 
 
 def _checksum(weights: Mapping[str, Tensor], device: torch.device) -> str | None:
-    """A checksum of the bits of weights, added up on ``device``. The host waits for it once. None: there are none."""
+    """A checksum of the bits of weights, added up on ``device``. The host waits for it once. None: there are none.
+
+    A sum is the same in each order, so it takes the elements as they lie in memory.
+    """
     if not weights:
         return None
     sums = []
     for weight in weights.values():
-        bits = as_bytes(weight).view(INTEGERS[weight.element_size()])
+        bits = as_bytes(in_memory_order(weight)).view(INTEGERS[weight.element_size()])
         total = torch.zeros((), dtype=torch.int64, device=bits.device)
         for piece in torch.split(bits, SUMMED):
             total += piece.sum(dtype=torch.int64)

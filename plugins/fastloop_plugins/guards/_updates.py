@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastloop import Problem
+from fastloop.distributed.tensors import elements_at
 from fastloop.unstepped import by_module
 from fastloop_plugins.guards._parameters import missing_parameters
 
@@ -121,8 +122,8 @@ class UpdateCheck:
             if id(parameter) not in learning_rates or not _can_be_sampled(gradient, weight):
                 continue
             places = torch.stack([gradient.argmax(), gradient.argmin()])
-            before = weight.reshape(-1)[places]
-            sizes = gradient.reshape(-1)[places].abs()
+            before = elements_at(weight, places)
+            sizes = elements_at(gradient, places).abs()
             self.samples.append(Sample(name, learning_rates[id(parameter)], weight, places, before, sizes))
 
     def _find_parameters(self) -> dict[str, Tensor]:
@@ -225,7 +226,7 @@ def _read(samples: list[Sample], device: torch.device) -> list[Element]:
     """Read the sampled elements after the step. Waits for the device."""
     rows = []
     for sample in samples:
-        change = (sample.weight.reshape(-1)[sample.places] - sample.before).abs()
+        change = (elements_at(sample.weight, sample.places) - sample.before).abs()
         rounding = sample.before.abs() * torch.finfo(sample.weight.dtype).eps
         rows.append(torch.stack([change.float(), sample.gradient.float(), rounding.float()], dim=1).to(device))
     elements = []

@@ -118,6 +118,7 @@ def test_a_digest_changes_with_each_value_and_is_that_of_an_equal_sample():
 
 PEAK = """
 import re
+import sys
 from pathlib import Path
 import torch
 from fastloop.distributed import compared_facts
@@ -127,7 +128,8 @@ def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
-weights = {"weight": torch.ones(50 * 2**20)}
+weight = torch.ones(50 * 2**10, 2**10)
+weights = {"weight": weight.T if sys.argv[1] == "transposed" else weight}
 before = peak()
 assert compared_facts._checksum(weights, torch.device("cpu"))
 print(peak() - before)
@@ -136,10 +138,11 @@ print(peak() - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_checksum_copies_no_weight(tmp_path):
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_a_checksum_copies_no_weight(tmp_path, layout):
     script = tmp_path / "peak.py"
     script.write_text(PEAK)
-    done = forked.run(str(script), timeout=300)
+    done = forked.run(str(script), layout, timeout=300)
     assert done.returncode == 0, done.stderr
     mib = float(done.stdout)
     assert mib < 100, "the weight has 200 MiB"
@@ -155,6 +158,10 @@ def test_a_checksum_counts_each_element(monkeypatch):
         checksums.add(compared_facts._checksum({"weight": weight}, cpu))
     assert len(checksums) == 11
     assert compared_facts._checksum({"weight": torch.zeros(10)}, cpu) in checksums
+    transposed = torch.arange(10.0).view(2, 5).T
+    checksum = compared_facts._checksum({"weight": transposed}, cpu)
+    assert checksum == compared_facts._checksum({"weight": transposed.contiguous()}, cpu)
+    assert checksum not in checksums
 
 
 def test_a_run_of_one_process_exchanges_nothing(tiny_run, monkeypatch):

@@ -325,12 +325,12 @@ def make_folder(folder: Path) -> Path:
         UsageError: The folder cannot be created.
     """
     from fastloop.runtime import files
-    from fastloop_tools.shared.output_folders import explain_output_errors, make_writable
+    from fastloop_tools.shared.output_folders import explain_output_errors, make_output_folder
 
     with explain_output_errors(folder):
         if (folder / "bench.json").is_file():
             typer.echo(f"an earlier ablation was in {folder}: moved to {files.move_aside(folder)}")
-        make_writable(folder)
+    make_output_folder(folder)
     files.check_links(folder)
     return folder
 

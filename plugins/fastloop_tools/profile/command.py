@@ -42,14 +42,13 @@ def profile(
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
     from fastloop_tools.shared.command_lines import command_line, option_words
-    from fastloop_tools.shared.output_folders import explain_output_errors, make_writable
+    from fastloop_tools.shared.output_folders import make_output_folder
     from fastloop_tools.trials.measuring_process import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)
     folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")
-    with explain_output_errors(folder):
-        make_writable(folder)
+    make_output_folder(folder)
     check_links(folder)
     plugins = {"--with": names(with_), "--without": names(without)}
     recipe_words = [recipe, *(overrides or ()), *option_words(plugins)]

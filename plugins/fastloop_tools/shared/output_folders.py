@@ -14,7 +14,7 @@ from fastloop.runtime.files import refuse_full_disk
 
 @contextmanager
 def explain_output_errors(folder: Path, option: str = "--output") -> Iterator[None]:
-    """Explain an error of the block, which makes the folder by ``make_writable``.
+    """Explain an error of the block, which changes the folder.
 
     Args:
         option: The option, or the key of the recipe, that names the folder.
@@ -35,12 +35,17 @@ def explain_output_errors(folder: Path, option: str = "--output") -> Iterator[No
         ) from None
 
 
-def make_writable(folder: Path) -> None:
+def make_output_folder(folder: Path, option: str = "--output") -> None:
     """Create a folder, or check that files can be created in an existing one. Permission bits are not enough: a file
     system may be read-only.
 
+    Args:
+        option: The option, or the key of the recipe, that names the folder.
+
     Raises:
-        OSError: It cannot be created or written.
+        UsageError: The folder cannot be created or written.
+        SaveError: The disk is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
+    with explain_output_errors(folder, option):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()

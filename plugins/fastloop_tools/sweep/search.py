@@ -36,7 +36,7 @@ def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat
     require_optuna()
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import secrets
-    from fastloop_tools.shared.output_folders import explain_output_errors, make_writable
+    from fastloop_tools.shared.output_folders import make_output_folder
     from fastloop_tools.sweep import space
     from fastloop_tools.sweep.study import collect, open_study, read_runs, storage_errors
     from fastloop_tools.sweep.worker import Worker
@@ -58,8 +58,7 @@ def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat
         better = measure_mode(settings, [f"{axis.key}={axis.examples()[0]}" for axis in axes])
     folder = settings.folder
     check_folder(folder)
-    with explain_output_errors(folder, "output"):
-        make_writable(folder)
+    make_output_folder(folder, "output")
     origin = {
         "recipe": {key: value for key, value in settings.base.to_dict().items() if key != "output"},
         "search": {axis.key: axis.text for axis in axes},

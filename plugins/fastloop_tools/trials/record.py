@@ -18,7 +18,7 @@ from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop_tools.shared.json_files import MALFORMED, read_json
-from fastloop_tools.shared.output_folders import explain_output_errors, make_writable
+from fastloop_tools.shared.output_folders import make_output_folder
 from fastloop_tools.shared.svg import number
 from fastloop_tools.shared.tables import Cell, ReportTable, show_table
 from fastloop_tools.trials.runs import TrialRun, parse_runs
@@ -71,8 +71,7 @@ class Record:
             move_earlier_run(folder, self.origin["recipe"])
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise used_folder(folder, "sweep")
-        with explain_output_errors(folder, "output"):
-            make_writable(folder)
+        make_output_folder(folder, "output")
         self.write()
 
     def _take_over(self, earlier: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ are the fields of a ``Problem``, which makes the text::
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from fastloop.problem import Fields, Problem, with_remedy
@@ -154,6 +154,26 @@ class UserCodeError(FastloopError):
     """User code raised: a model, loss, metric or dataset. Names the file and line; ``__cause__`` is the exception."""
 
     code = "user-code-failed"
+
+
+def causes(error: BaseException, implicit: bool = False) -> Iterator[BaseException]:
+    """Yield an error, the ``__cause__`` of it, that of the cause, and so on to the first one.
+
+    Args:
+        implicit: Whether an error that was raised while another one was handled has that as its cause, unless ``from``
+            names one.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        context = cause.__context__ if implicit and not cause.__suppress_context__ else None
+        cause = context if cause.__cause__ is None else cause.__cause__
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The last error of ``causes``."""
+    *_, first = causes(error)
+    return first
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

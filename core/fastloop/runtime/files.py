@@ -14,7 +14,7 @@ from secrets import token_hex
 from time import sleep
 from typing import Any
 
-from fastloop.errors import SaveError, UsageError
+from fastloop.errors import SaveError, UsageError, causes
 from fastloop.problem import Problem
 from fastloop.recipe import secrets
 from fastloop.runtime.platform_support import sync
@@ -88,32 +88,26 @@ def full_disk(error: BaseException, place: Path | None = None, remedy: str = FRE
         remedy: That of the error.
     """
     filename: Any = place
-    while True:
-        if isinstance(error, OSError) and error.filename is not None:
-            filename = error.filename
-        number = getattr(error, "errno", None)
-        if number in FULL or FULL_TEXT.search(str(error)):
-            break
-        if error.__cause__ is None:
-            return None
-        error = error.__cause__
-    reason = os.strerror(number) if number in FULL else os.strerror(errno.ENOSPC)
-    return SaveError(
-        f"{reason}.",
-        code="disk-full",
-        place="a file" if filename is None else str(filename),
-        remedy=remedy,
-    )
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.filename is not None:
+            filename = cause.filename
+        number = getattr(cause, "errno", None)
+        if number in FULL or FULL_TEXT.search(str(cause)):
+            reason = os.strerror(number if number in FULL else errno.ENOSPC)
+            return SaveError(
+                f"{reason}.",
+                code="disk-full",
+                place="a file" if filename is None else str(filename),
+                remedy=remedy,
+            )
+    return None
 
 
 def reached_open_files(error: BaseException) -> bool:
     """Whether the limit of open files of a process caused an error."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error, implicit=True):
         if TOO_MANY_FILES_TEXT.search(str(cause)) or getattr(cause, "errno", None) == errno.EMFILE:
             return True
-        context = None if cause.__suppress_context__ else cause.__context__
-        cause = cause.__cause__ or context
     return False
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from fastloop.errors import RecipeError
+from fastloop.errors import RecipeError, first_cause
 from fastloop.problem import Problem, clause, typed_clause
 
 logger = logging.getLogger("fastloop")
@@ -70,16 +70,12 @@ def repeat_request(url: str, request: Callable[[], Result]) -> Result:
         time.sleep(wait)
 
 
-def root_of(error: BaseException) -> BaseException:
-    """The first cause of an error. fsspec raises ``FileNotFoundError`` for each failed request about a file."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def status_of(error: BaseException) -> int | None:
-    """The status code of HTTP that caused an error; None: the error has none."""
-    root = root_of(error)
+    """The status code of HTTP that caused an error; None: the error has none.
+
+    fsspec raises ``FileNotFoundError`` for each failed request about a file, so only the first cause says more.
+    """
+    root = first_cause(error)
     status = getattr(root, "status", None)  # aiohttp
     response = getattr(root, "response", None)
     if isinstance(response, dict):  # botocore
@@ -94,14 +90,14 @@ def is_temporary(error: BaseException) -> bool:
     status = status_of(error)
     if status is not None:
         return status in TEMPORARY
-    return not isinstance(root_of(error), PERMANENT)
+    return not isinstance(first_cause(error), PERMANENT)
 
 
 def explain_failure(error: BaseException) -> str:
     """The reason of a failed request as a part of a sentence."""
     status = status_of(error)
     if status is None:
-        return f"a request failed: {typed_clause(root_of(error))}"
+        return f"a request failed: {typed_clause(first_cause(error))}"
     try:
         return f"the server answered {status} {HTTPStatus(status).phrase}"
     except ValueError:  # not a code of the standard

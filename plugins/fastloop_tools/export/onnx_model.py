@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastloop.errors import FastloopError, UsageError
+from fastloop.errors import FastloopError, UsageError, first_cause
 from fastloop.problem import typed_clause
 from fastloop.runtime.files import refuse_full_disk
 from fastloop_plugins.tasks.shared.forward import name_elements
@@ -207,11 +207,10 @@ def _shape(tensor: Tensor, axes: Mapping[int, str]) -> str:
 def _reason(error: BaseException) -> str:
     """The first line of the innermost error that the exporter wraps, and the line of the model's code that its message
     names."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    places = re.findall(r'File "(.+)", line (\d+), in \w+', str(error))
+    innermost = first_cause(error)
+    places = re.findall(r'File "(.+)", line (\d+), in \w+', str(innermost))
     line = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
-    return typed_clause(error) + line
+    return typed_clause(innermost) + line
 
 
 @contextmanager

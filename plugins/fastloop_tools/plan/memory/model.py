@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastloop import FastloopError, RecipeError, Strategy, hookimpl
+from fastloop.errors import causes
 from fastloop.problem import clause
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ BUILDING = (
     "build_optimizer",
 )  # fmt: skip
 """A plugin takes part in the estimate if it implements one of these hooks."""
+META_WORDS = ("meta tensor", "Meta tensor", "meta device", "device meta", "FakeTensor", "fake tensor")
+"""Parts of torch's errors about tensors without memory."""
 LEFT_OUT = ("activation-checkpointing", "compile")
 """Plugins that do not take part: the first is estimated separately, and the second would compile the fake step."""
 BATCHES = 16
@@ -170,14 +173,11 @@ def explain(error: BaseException) -> str:
     )
 
 
-def _is_of_meta(error: BaseException | None) -> bool:
-    while error is not None:
-        if any(
-            word in str(error)
-            for word in ("meta tensor", "Meta tensor", "meta device", "device meta", "FakeTensor", "fake tensor")
-        ):
+def _is_of_meta(error: BaseException) -> bool:
+    for cause in causes(error):
+        message = str(cause)
+        if any(words in message for words in META_WORDS):
             return True
-        error = error.__cause__
     return False
 
 

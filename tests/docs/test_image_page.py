@@ -6,11 +6,14 @@ import csv
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from image_helpers import write_image
+
+from fastloop.testing import assert_problem
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks" / "image-classification.md").read_text(encoding="utf-8")
 COLORS = {"cat": (200, 120, 40), "dog": (60, 80, 200)}
@@ -23,6 +26,34 @@ def write_photos() -> None:
         for name, color in COLORS.items():
             for number in range(first, first + count):
                 write_image(Path("photos", split, name, f"{number:03}.jpg"), color, (64, 48))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["photos.parquet", "saved"])
+def test_script_of_the_page_writes_the_images_of_a_dataset(
+    source: str, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
+
+    write_photos()
+    files = sorted(Path("photos/train").rglob("*.jpg"))
+    images = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+    columns = {"image": images, "label": [file.parent.name for file in files]}
+    train = Dataset.from_dict(columns, Features({"image": Image(), "label": ClassLabel(names=list(COLORS))}))
+    if source == "saved":
+        DatasetDict({"train": train}).save_to_disk(source)
+    else:
+        train.to_parquet(source)
+    Path("photos.yaml").write_text(f"model: {{name: torchvision/resnet18}}\ndata: {{images: {source}}}\n")
+    code, _, err = cli("train", "photos.yaml")
+    assert code == 2
+    assert_problem(err, f"wrong-format data.images: {source} CLASS docs/tasks/image-classification.md")
+    (script,) = re.findall(r'(?ms)^```python title="write_images\.py"\n(.*?)^```$', PAGE)
+    monkeypatch.setattr(sys, "argv", ["write_images.py", source, "written"])
+    exec(compile(script, "write_images.py", "exec"), {})
+    written = sorted(Path("written/train").rglob("*.jpg"))
+    assert [file.read_bytes() for file in written] == [file.read_bytes() for file in files]
+    assert [file.parent.name for file in written] == [file.parent.name for file in files]
 
 
 @pytest.mark.slow

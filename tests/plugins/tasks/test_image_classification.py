@@ -358,6 +358,8 @@ def test_folder_error_names_the_place(case, expected):
     [
         (["data.images=nowhere"], "file-missing data.images"),
         (["data.images=r.yaml"], "file-missing r.yaml data.images"),
+        (["data.images=null", "data.name=mnist"], "wrong-format data.name: mnist CLASS docs/tasks"),
+        (["data.images=null", "data.files={train: a.parquet}"], "wrong-format data.files a.parquet"),
         (["data.images=null"], "exclusive-options"),
         (
             ["data.splits.test=exam"],

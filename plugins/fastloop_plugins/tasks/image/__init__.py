@@ -4,5 +4,6 @@ data                      # the ``data`` section: folders of images, or a functi
 processors, transforms    # an image -> the input of a model
 batches                   # decoding, random changes, and batches
 repeats                   # images that repeat each other
+stored_datasets           # datasets with a column of images, which are refused
 model, libraries          # models of transformers, torchvision and timm
 """

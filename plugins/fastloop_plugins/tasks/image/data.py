@@ -21,6 +21,7 @@ from fastloop_plugins._names import list_names
 from fastloop_plugins.rows.held_out import divide
 from fastloop_plugins.rows.options import Limit, Splits
 from fastloop_plugins.rows.source import call_source, check_source
+from fastloop_plugins.tasks.image.stored_datasets import refuse_datasets
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -192,6 +193,8 @@ class ImageData:
         self.recipe = recipe
         self.where = f"{recipe.where}: data"
         self.inference = recipe.inference
+        images = recipe.data.get("images")
+        refuse_datasets(recipe.data, recipe.find(images) if isinstance(images, str) else None, self.where)
         self.options = parse(ImageDataOptions, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")

@@ -103,6 +103,13 @@ class StepProfile:
         return self.region("loss", "backward")
 
     @property
+    def in_operations(self) -> float:
+        """Seconds of operations in forward, loss and backward. Fewer tokens do not shorten the time between them, such
+        as that of Python."""
+        between = sum(self.between_operations.get(region, 0.0) for region in ("loss", "backward"))
+        return self.computing - between
+
+    @property
     def padding(self) -> float:
         """Fraction of the computed tokens that are padding."""
         return 1 - self.real / self.padded if self.padded else 0.0

@@ -17,6 +17,7 @@ import yaml
 from torch._C._autograd import DeviceType
 
 from fastloop.cli import main
+from fastloop.plugins.installed import load
 from fastloop.recipe import make_recipe
 from fastloop.speedup_estimates import StepProfile
 from fastloop_cpu._cpu_attention import unavailable
@@ -283,6 +284,25 @@ def test_estimate_of_amp_has_the_sign_of_what_was_measured(seconds, products, ca
     profile = StepProfile(device="cpu", seconds=seconds, peaks={"fp32": 3.6e11, "bf16": 2.3e12}, **figures)
     estimate = Amp.estimate_speedup(profile, make_recipe({}))
     assert (estimate.seconds > 0) == (measured > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("packing", 0.75), ("length-bucketing", 0.8 * 0.5), ("text-classification", 0.5)]
+)
+def test_estimates_of_padding_leave_out_the_time_between_operations(name, share):
+    """Half of 200 positions are behind the longest sample of a batch, and half of the others are padding, too."""
+    profile = StepProfile(
+        device="cuda",
+        seconds=1.0,
+        regions={"loss": 0.4, "backward": 0.6},
+        between_operations={"loss": 0.3, "backward": 0.5, "log.after_step": 0.1},
+        padded=200,
+        longest=100,
+        real=50,
+    )
+    padding = "max_length" if name == "text-classification" else "longest"
+    estimate = load(name).estimate_speedup(profile, make_recipe({"data": {"padding": padding}}))
+    assert estimate.seconds == pytest.approx(share * 0.2)
 
 
 def test_no_suggestion_if_startup_cost_exceeds_savings():

@@ -70,7 +70,8 @@ class LengthBucketing(Plugin):
             return None
         padding = 1 - profile.real / profile.longest  # a little remains
         return SpeedupEstimate(
-            seconds=0.8 * padding * profile.computing, why=f"{padding:.0%} of a batch is padding to its longest sample."
+            seconds=0.8 * padding * profile.in_operations,
+            why=f"{padding:.0%} of a batch is padding to its longest sample.",
         )
 
     @staticmethod

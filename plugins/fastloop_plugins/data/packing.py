@@ -84,7 +84,7 @@ class Packing(Plugin):
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if cls.name in recipe.plugins or not profile.padding:
             return None
-        seconds = profile.padding * profile.computing
+        seconds = profile.padding * profile.in_operations
         if profile.device == "cpu":
             seconds -= CALL_SECONDS * profile.attention_calls
         return SpeedupEstimate(

@@ -101,7 +101,7 @@ class TextClassification(TwoClassOptions, TextTask):
         if recipe.data.get("padding") != "max_length" or not profile.longest:
             return None
         return SpeedupEstimate(
-            seconds=(1 - profile.longest / profile.padded) * profile.computing,
+            seconds=(1 - profile.longest / profile.padded) * profile.in_operations,
             why=f"Samples are padded to data.max_length: {1 - profile.longest / profile.padded:.0%} of that exceeds "
             "each batch's longest.",
             overrides={"data.padding": "longest"},

@@ -320,6 +320,38 @@ def test_dataset_that_leaves_files_open(workers, limit):
     assert_problem(done.stderr.splitlines()[-1], expected)
 
 
+LEAKING_MODEL = """
+import torch
+
+opened = []
+
+class Net(torch.nn.Linear):
+    def forward(self, inputs):
+        opened.append(open("/dev/null"))
+        return super().forward(inputs)
+
+def net():
+    return Net(4, 1)
+
+def rows():
+    return {"train": torch.utils.data.TensorDataset(torch.ones(4000, 4), torch.ones(4000, 1))}
+"""
+
+
+def test_model_that_leaves_files_open():
+    """a model that closes no file: the error names its line and the remedy, and reads no metadata of packages"""
+    Path("leak.py").write_text(LEAKING_MODEL)
+    write_recipe(
+        model={"module": "leak.py:net"},
+        data={"module": "leak.py:rows"},
+        plugins=[{"module": {"loss": "mse_loss"}}],
+    )
+    command = f"ulimit -n 64; exec {shlex.join([sys.executable, *FASTLOOP, 'recipe.yaml'])}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 1
+    assert_problem(done.stderr.splitlines()[-1], "user-code-failed leak.py:8 forward Close files after use ulimit -n")
+
+
 def test_quota_of_processor_time():
     """a quota of one processor on a machine with more: one thread, and no data worker"""
     group = with_tmpfs("/sys/fs/cgroup", "1m")

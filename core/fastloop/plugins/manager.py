@@ -23,7 +23,8 @@ from fastloop.distributed.signals import Stopped
 from fastloop.errors import FastloopError, PluginCrash, PluginError, SaveError, UsageError, UserCodeError
 from fastloop.plugins.call import HookCallers, make_caller
 from fastloop.plugins.hook_checks import check_hooks
-from fastloop.plugins.installed import GROUP, entry_points
+from fastloop.plugins.installed import GROUP, entry_points, name_and_version
+from fastloop.plugins.packages import IMPORT_NAMES
 from fastloop.plugins.plugin import Plugin
 from fastloop.problem import Problem
 from fastloop.recipe import Recipe, importing
@@ -219,8 +220,11 @@ def origin(cls: type[Plugin]) -> str:
     """The source of a plugin's code: distribution and version, else the recipe's file, else the module."""
     if cls.__module__.startswith(importing.PREFIX):
         return str(sys.modules[cls.__module__].__file__)
-    distribution = distribution_of(cls)  # type: ignore[arg-type]  # mypy takes no class as hashable
-    return f"{distribution.name} {distribution.version}" if distribution else cls.__module__
+    with suppress(OSError):  # it is for an error of the plugin, which may be the limit of open files
+        distribution = distribution_of(cls)  # type: ignore[arg-type]  # mypy takes no class as hashable
+        if distribution is not None:
+            return " ".join(name_and_version(distribution))
+    return cls.__module__
 
 
 @dataclass
@@ -346,7 +350,10 @@ class PluginSet:
     def _user_code_error(self, error: BaseException, task: type[Plugin] | None = None) -> UserCodeError | None:
         """An error that names the line of user code that raised ``error``; None: no user code that fastloop, one of its
         plugins or ``task`` called."""
-        callers = [type(plugin) for plugin in self.plugins if origin(type(plugin)) == origin(Plugin)]
+        callers: list[type[Plugin]] = []
+        for plugin in self.plugins:
+            if type(plugin).__module__.partition(".")[0] in IMPORT_NAMES:
+                callers.append(type(plugin))
         if task is not None:
             callers.append(task)
         place = user_line(error, callers)

@@ -16,6 +16,9 @@ from fastloop.errors import did_you_mean
 DISTRIBUTION = "fastloop-train"
 """Name of fastloop's distribution. The name ``fastloop`` on the package index belongs to another project."""
 
+IMPORT_NAMES = frozenset({"fastloop", "fastloop_plugins", "fastloop_tools"})
+"""Names under which the code of this distribution is imported."""
+
 
 @dataclass(frozen=True)
 class OwnPackage:

@@ -86,9 +86,13 @@ def wait_for_workers() -> None:
 
 
 def worker_activities() -> dict[str, Activity]:
-    """Thread id -> activity, of gloo's threads."""
-    activities = {}
-    for task in TASKS.glob("*"):
+    """Thread id -> activity, of gloo's threads. Empty if the process is at its limit of open files."""
+    activities: dict[str, Activity] = {}
+    try:
+        tasks = [*TASKS.glob("*")]
+    except OSError:
+        return activities
+    for task in tasks:
         with suppress(OSError):  # it has ended
             if (task / "comm").read_text().strip() == WORKER:
                 activities[task.name] = _read_activity(task / "status")

@@ -145,3 +145,23 @@ def test_a_script_ends_without_its_group_and_threads(arguments: list[str], code:
         assert (facts["before"], facts["group"]) == (before, after)
         assert facts["threads"] == ["MainThread"]
         assert facts["asleep"]
+
+
+FEW_FILES = """
+import resource
+
+from fastloop.distributed.at_exit import group_at_exit
+
+group_at_exit.begin(is_made=False)
+opened = open("/dev/null")
+resource.setrlimit(resource.RLIMIT_NOFILE, (opened.fileno() + 1, opened.fileno() + 1))
+"""
+"""A script that ends at its limit of open files."""
+
+
+@LINUX
+def test_a_script_at_its_limit_of_open_files_ends_without_a_traceback():
+    Path("few.py").write_text(FEW_FILES)
+    with start("few.py", env={}) as script:
+        _, error = script.communicate(timeout=120)
+    assert (script.returncode, error) == (0, "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -320,7 +319,7 @@ class Run:
             )
         if self._gradient_norm is None:
             with region("gradient norm"):
-                self._gradient_norm = self.strategy.clip_gradients(self, math.inf)
+                self._gradient_norm = self.strategy.gradient_norm(self)
         return self._gradient_norm.to(self.device, non_blocking=True)
 
     def skip_update(self) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 METHODS = (
-    "prepare", "backward", "clip_gradients", "model_state", "load_model_state", "optimizer_state",
+    "prepare", "backward", "gradient_norm", "clip_gradients", "model_state", "load_model_state", "optimizer_state",
     "load_optimizer_state",
 )  # fmt: skip
 """The methods that a strategy may override, in the order of a run."""
@@ -76,22 +75,33 @@ class Strategy(Plugin):
         scaler = run.accelerator.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
 
-    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
-        """Clip the gradients' total 2-norm to ``max_norm`` after loss scaling is undone. Returns the norm before,
-        0-dim.
+    def gradient_norm(self, run: Run) -> Tensor:
+        """The total 2-norm of the gradients, 0-dim, without the factor of loss scaling. Gradients keep their bits.
 
-        With ``inf``, change no gradient: ``run.gradient_norm()`` reads the norm alone.
+        A class that overrides this method also overrides ``clip_gradients``, and the reverse: the norm that is logged
+        must be the norm that is clipped.
         """
-        from fastloop.distributed.tensors import gather_full, total_norm
+        from fastloop.distributed.tensors import total_norm
 
-        scaler = run.accelerator.scaler
-        if max_norm < math.inf:
-            with run._unstepped.unscaled(scaler):
-                return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
-        # Torch would multiply by inf / norm, which is NaN for an infinite norm, and loss scaling may be undone only
-        # once a step.
         norm = total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
-        return norm if scaler is None else norm / scaler.scale(norm.new_ones(()))
+        scaler = run.accelerator.scaler
+        if scaler is None:
+            return norm
+        scale: Tensor = scaler.scale(norm.new_ones(()))
+        return norm / scale  # the gradients stay scaled: they may be unscaled only once a step
+
+    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
+        """Undo loss scaling of the gradients, and clip their total 2-norm to ``max_norm``. Returns the norm before
+        clipping, as ``gradient_norm`` does.
+
+        Args:
+            max_norm: ``train.max_grad_norm``, which is finite and positive.
+        """
+        from fastloop.distributed.tensors import gather_full
+
+        with run._unstepped.unscaled(run.accelerator.scaler):
+            norm = run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm)
+        return gather_full(norm)
 
     def model_state(self, run: Run) -> dict[str, Tensor]:
         """Weights by name: full tensors, ``DTensor`` shards, or on the main process only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -231,17 +231,16 @@ def test_every_hook_gets_what_its_specification_says(tmp_path):
 
 
 class Norms(Plugin):
-    """Records what torch computes of the unclipped gradients, what ``gradient_norm`` returns, and how often the hook is
-    called."""
+    """Records what torch computes of the unclipped gradients, what ``run.gradient_norm`` returns, and the strategy's
+    methods that compute it."""
 
     name = "norms"
 
-    def __init__(self, ask: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.ask = ask
         self.expected: list[float] = []
         self.found: list[float] = []
-        self.limits: list[float] = []
+        self.computed_by: list[str] = []
 
     @hookimpl
     def after_backward(self, run: Any) -> None:
@@ -250,29 +249,31 @@ class Norms(Plugin):
 
     @hookimpl
     def before_fit(self, run: Any) -> None:
-        clip = run.strategy.clip_gradients
+        for name in ("gradient_norm", "clip_gradients"):
+            setattr(run.strategy, name, self.recording(name, getattr(run.strategy, name)))
 
-        def record(run: Any, max_norm: float) -> Any:
-            self.limits.append(max_norm)
-            return clip(run, max_norm)
+    def recording(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*arguments: Any) -> Any:
+            self.computed_by.append(name)
+            return method(*arguments)
 
-        run.strategy.clip_gradients = record
+        return record
 
     @hookimpl
     def before_optimizer_step(self, run: Any) -> None:
-        if self.ask:
-            first, again = run.gradient_norm(), run.gradient_norm()
-            assert (first.dim(), first is again) == (0, True)
-            self.found.append(first.item())
+        first = run.gradient_norm()
+        again = run.gradient_norm()
+        assert (first.dim(), first is again) == (0, True)
+        self.found.append(first.item())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_norm", [None, 0.01])
-def test_the_gradient_norm_is_computed_once_a_step_and_is_that_of_clipping(tiny_run, max_norm):
+@pytest.mark.parametrize(("max_norm", "method"), [(None, "gradient_norm"), (0.01, "clip_gradients")])
+def test_the_gradient_norm_is_computed_once_a_step_and_is_that_of_clipping(tiny_run, max_norm, method):
     norms = Norms()
     asked = tiny_run([norms], max_grad_norm=max_norm)
     assert norms.found == norms.expected
-    assert norms.limits == [max_norm or float("inf")] * 18
+    assert norms.computed_by == [method] * 18
     plain = tiny_run(max_grad_norm=max_norm)
     assert asked.losses == plain.losses
     assert all(torch.equal(asked.weights[name], plain.weights[name]) for name in plain.weights)

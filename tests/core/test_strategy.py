@@ -122,6 +122,24 @@ def test_a_plugin_in_the_slot_that_is_no_strategy_is_refused(tiny_run):
             tiny_run([plugin])
 
 
+@pytest.mark.parametrize(
+    ("overridden", "inherited"), [("clip_gradients", "gradient_norm"), ("gradient_norm", "clip_gradients")]
+)
+def test_a_strategy_that_overrides_one_of_norm_and_clipping_is_refused(tiny_run, overridden, inherited):
+    class Own(Strategy):
+        name = "own"
+
+    class Derived(Own):
+        """Inherits all methods."""
+
+    setattr(Own, overridden, lambda self, *arguments: getattr(Strategy, overridden)(self, *arguments))
+    for cls in (Own, Derived):
+        with expect_problem(f"method-not-overridden 'own' Own {overridden} {inherited} super()", PluginError):
+            tiny_run([cls()])
+    setattr(Own, inherited, lambda self, *arguments: getattr(Strategy, inherited)(self, *arguments))
+    tiny_run([Derived()], max_steps=1, max_grad_norm=0.1)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_that_is_marked_as_a_hook_is_refused(method):
     plugin = type("Marked", (Plugin,), {"name": "marked", method: hookimpl(lambda self: None)})()

@@ -240,6 +240,7 @@ def check_declarations(plugin: Plugin, where: str) -> None:
 
     Raises:
         PluginError: An attribute of the class resembles a declaration that it lacks, or a declaration has another type.
+            Or a strategy overrides one of two methods that belong together.
     """
     where = f"{where}: plugin {plugin.name!r}"
     if plugin.numerics not in get_args(Numerics):
@@ -279,7 +280,33 @@ def check_declarations(plugin: Plugin, where: str) -> None:
             "'strategy' are its subclasses.",
             code="invalid-declaration",
         )
+    if isinstance(plugin, Strategy):
+        _check_gradient_methods(plugin, where)
     _check_misspelled(plugin, where)
+
+
+def _check_gradient_methods(strategy: Strategy, where: str) -> None:
+    """Check that no class of a strategy overrides one of ``gradient_norm`` and ``clip_gradients`` alone.
+
+    Raises:
+        PluginError: A class does.
+    """
+    for cls in type(strategy).__mro__:
+        has_norm = "gradient_norm" in vars(cls)
+        has_clip = "clip_gradients" in vars(cls)
+        if has_norm and has_clip:
+            return  # ``Strategy`` itself, at the latest
+        if has_norm or has_clip:
+            overridden = "gradient_norm" if has_norm else "clip_gradients"
+            inherited = "clip_gradients" if has_norm else "gradient_norm"
+            raise PluginError(
+                f"its class {cls.__qualname__} overrides {overridden} and inherits {inherited}, so the norm that is "
+                "logged might not be the norm that is clipped.",
+                code="method-not-overridden",
+                place=where,
+                remedy=f"Override both. If the inherited {inherited} is right, return the result of "
+                f"super().{inherited}.",
+            )
 
 
 def _check_misspelled(plugin: Plugin, where: str) -> None:

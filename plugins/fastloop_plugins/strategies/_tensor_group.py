@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, hookimpl
@@ -127,18 +126,19 @@ class DividingStrategy(TimedStrategy):
         if self.group is not None:
             self.group.draw_together(run)
 
+    def gradient_norm(self, run: Run) -> Tensor:
+        """The default's, which counts divided and whole gradients together."""
+        return super().gradient_norm(run)
+
     def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
-        """Torch's own cannot clip divided and whole gradients together."""
+        """Clip divided and whole gradients together, which torch's ``clip_grad_norm_`` cannot do."""
         if self.group is None:
             return super().clip_gradients(run, max_norm)
-        from fastloop.distributed.tensors import total_norm
-
-        gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
-        norm = total_norm(gradients)
-        if max_norm < math.inf:
-            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-            for gradient in gradients:
-                gradient.mul_(scale)
+        norm = self.gradient_norm(run)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
         return norm
 
 

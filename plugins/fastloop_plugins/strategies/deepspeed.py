@@ -16,7 +16,6 @@ devices of offload, and ``deepspeed_config_file``. Others are refused.
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Generator, Iterator, Mapping
@@ -194,19 +193,24 @@ class DeepSpeed(TimedStrategy):
         for parameter in unused:
             parameter.grad = None
 
-    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
-        """The norm before DeepSpeed clips, inside its step. Stage 0 has whole gradients: they are clipped here."""
-        import torch
-
+    def gradient_norm(self, run: Run) -> Tensor:
+        """The norm of ZeRO's shards (stages 1 to 3), or of whole gradients (stage 0)."""
         from fastloop.distributed.tensors import total_norm
         from fastloop_plugins.strategies._deepspeed_gradients import zero_norm
 
         zero = self.sharded.zero
-        if zero is None and max_norm < math.inf:
-            return torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)
         if zero is None:
             return total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
         return zero_norm(zero, self.configuration.stage, run.device)
+
+    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
+        """Clip whole gradients (stage 0). ZeRO itself clips its shards, inside its step: ``Configuration.build`` has
+        set its ``gradient_clipping`` to ``max_norm``."""
+        import torch
+
+        if self.sharded.zero is None:
+            return torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)
+        return self.gradient_norm(run)
 
     def model_state(self, run: Run) -> dict[str, Any]:
         return self.sharded.model_state(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_a_log_point_is_the_mean_of_the_losses_since_the_last(tiny_run):
 
 
 class Norms(Plugin):
-    """Norms of the steps' unclipped gradients, and how often they were computed by the hook."""
+    """Norms of the steps' unclipped gradients, and how often the strategy computed one."""
 
     name = "norms"
 
@@ -55,13 +56,15 @@ class Norms(Plugin):
 
     @hookimpl
     def before_fit(self, run: Any) -> None:
-        clip = run.strategy.clip_gradients
+        for name in ("gradient_norm", "clip_gradients"):
+            setattr(run.strategy, name, self.counted(getattr(run.strategy, name)))
 
-        def count(run: Any, max_norm: float) -> Any:
+    def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any) -> Any:
             self.calls += 1
-            return clip(run, max_norm)
+            return method(*arguments)
 
-        run.strategy.clip_gradients = count
+        return count
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])

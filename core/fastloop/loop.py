@@ -173,8 +173,8 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
     """
-    if run._unstepped.updated_in is not None:  # the last update left gradients
-        run._unstepped.clear_gradients(run._unstepped.updated_in)
+    if run._unstepped.has_kept_gradients:  # of the step before
+        run._unstepped.clear_kept_gradients()
     run.hooks.before_step(run=run, batches=batches)
     totals = run._start_totals(batches)  # exchanged between processes during the first forward pass
     run.updates = 0
@@ -208,8 +208,8 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     The losses of process 0 count by 2/6 and 3/6, and those of process 1 by 4/6 and 3/6. The mean over both processes
     counts them by 2/12, 3/12, 4/12 and 3/12.
     """
-    if run._unstepped.updated_in is not None:  # this is not the first update of the step, and the last left gradients
-        run._unstepped.clear_gradients(run._unstepped.updated_in)
+    if run._unstepped.has_kept_gradients:  # of an earlier update of this step
+        run._unstepped.clear_kept_gradients()
     totals = run._totals_of(batches)
     run._shared_buffers.before_pass()
     world_size = run.processes.world_size
@@ -270,7 +270,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         run.optimizer.zero_grad()
     run._gradients_are_final = False
     if not run._unstepped.all_are_stepped:  # zero_grad has left gradients, which a plugin may apply now
-        run._unstepped.updated_in = run.state.step + 1
+        run._unstepped.keep_gradients(run.state.step + 1)
     run.updates += 1
 
 

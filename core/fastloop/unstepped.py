@@ -51,11 +51,10 @@ def by_module(names: Iterable[str]) -> str:
 
 
 class UnsteppedParameters:
-    """Clears the gradients of parameters that the optimizer does not step, before those of the next update are
-    computed.
+    """The parameters whose gradients are kept after an update, and cleared before those of the next one are computed.
 
-    The optimizer's own ``zero_grad`` leaves them. So they would add up over the updates, and clipping would count them.
-    Until then a plugin may apply them, such as by an optimizer of its own in ``after_step``.
+    The optimizer's own ``zero_grad`` leaves their gradients. In between, a plugin may apply them, such as by an
+    optimizer of its own in ``after_step``. Later they would add up over the updates, and clipping would count them.
 
     Args:
         model: As built, on its device.
@@ -64,7 +63,7 @@ class UnsteppedParameters:
 
     Attributes:
         all_are_stepped: Whether there are no such parameters. It stays so, as no group of an optimizer is removed.
-        updated_in: The number of the step of the last update, whose gradients are still there. None: they are cleared.
+        has_kept_gradients: Whether the last update has left gradients, which are not cleared yet.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, where: str) -> None:
@@ -75,7 +74,21 @@ class UnsteppedParameters:
         self._unstepped: list[tuple[str, Tensor]] = []
         self._stepped_count = -1
         self.all_are_stepped = False
-        self.updated_in: int | None = None
+        self.has_kept_gradients = False
+        self._step_of_update = 0
+
+    def keep_gradients(self, step: int) -> None:
+        """Keep the gradients that the update of a step has left, until those of the next update are computed.
+
+        Args:
+            step: The number of the step.
+        """
+        self.has_kept_gradients = True
+        self._step_of_update = step
+
+    def clear_kept_gradients(self) -> None:
+        """Clear the gradients that the last update has left; see ``clear_gradients``."""
+        self.clear_gradients(self._step_of_update)
 
     def clear_gradients(self, step: int) -> None:
         """Clear the gradients. Warn once of parameters that have one, and were frozen when the optimizer was built: it
@@ -84,7 +97,7 @@ class UnsteppedParameters:
         Args:
             step: The number of the step that computed the gradients.
         """
-        self.updated_in = None
+        self.has_kept_gradients = False
         self._find_unstepped()
         unfrozen = []
         for name, parameter in self._unstepped:

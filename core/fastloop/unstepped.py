@@ -51,10 +51,11 @@ def by_module(names: Iterable[str]) -> str:
 
 
 class UnsteppedParameters:
-    """The parameters whose gradients are kept after an update, and cleared before those of the next one are computed.
+    """The parameters that the optimizer does not step. Their gradients are kept after an update, and cleared before
+    those of the next one are computed.
 
-    The optimizer's own ``zero_grad`` leaves their gradients. In between, a plugin may apply them, such as by an
-    optimizer of its own in ``after_step``. Later they would add up over the updates, and clipping would count them.
+    The optimizer's own ``zero_grad`` leaves them. In between, a plugin may apply them, such as by an optimizer of its
+    own in ``after_step``. Later they would add up over the updates, and clipping would count them.
 
     Args:
         model: As built, on its device.

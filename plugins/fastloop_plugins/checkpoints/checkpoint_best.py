@@ -149,10 +149,14 @@ class CheckpointBest(Plugin):
         self.best_at_saves[step] = best_steps
 
     def _remaining_saves(self, run: Run) -> dict[int, list[int]]:
-        """``best_at_saves`` without the saves whose checkpoints this save will remove: after step 6, those of the steps
-        4 and 6 remain."""
-        steps = {*self.steps_to_resume_from(run), run.state.step}
-        known_steps = sorted(steps.intersection(self.best_at_saves))
+        """``best_at_saves`` for the checkpoint that is saved now: without the saves whose checkpoints are removed once
+        it is written.
+
+        In the example, at the save after step 6, ``step-2`` and ``step-4`` are in the run folder. Of steps 2, 4 and 6,
+        the newest two remain, as ``train.keep_checkpoints`` says.
+        """
+        save_steps = {*self.steps_in_folder(run), run.state.step}
+        known_steps = sorted(save_steps.intersection(self.best_at_saves))
         newest_steps = known_steps[-run.recipe.train.keep_checkpoints :]
         return {step: self.best_at_saves[step] for step in newest_steps}
 
@@ -173,8 +177,8 @@ class CheckpointBest(Plugin):
         return f"checkpoints/best-{step:08d}"
 
     @staticmethod
-    def steps_to_resume_from(run: Run) -> list[int]:
-        """The steps of the checkpoints to resume from, which are in the run folder."""
+    def steps_in_folder(run: Run) -> list[int]:
+        """The steps of the complete checkpoints to resume from, which are in the run folder."""
         from fastloop import checkpoint
 
         steps = [checkpoint.step_of(path) for path in checkpoint.checkpoints(run.folder)]
@@ -246,10 +250,19 @@ class CheckpointBest(Plugin):
             shutil.rmtree(path, ignore_errors=True)
 
     def _forget_removed_saves(self, run: Run) -> None:
-        """Drop the saves from ``best_at_saves`` whose checkpoints are gone, and not those that are still written."""
-        save_steps = self.steps_to_resume_from(run)
-        newest = max(save_steps, default=-1)
+        """Drop the saves whose checkpoints were removed from ``best_at_saves``.
+
+        A save that is not in the run folder is still written if it is later than the newest one in there, and was
+        removed if it is earlier. In the example, while ``step-8`` is written::
+
+            saves in best_at_saves       2    4    6    8
+            checkpoints in the folder         4    6
+            dropped                      2
+        """
+        steps_in_folder = self.steps_in_folder(run)
+        newest_in_folder = max(steps_in_folder, default=-1)
         for step in list(self.best_at_saves):
-            is_removed = step not in save_steps and step <= newest
-            if is_removed:
+            is_missing = step not in steps_in_folder
+            is_being_written = step > newest_in_folder
+            if is_missing and not is_being_written:
                 del self.best_at_saves[step]

@@ -397,36 +397,6 @@ def test_the_first_result_in_the_recipes_order_wins_and_the_rest_are_not_asked()
     assert asked == ["silent", "first"]
 
 
-def test_plugins_steer_by_requests(tiny_run):
-    class Steers(Plugin):
-        name = "steers"
-
-        @hookimpl
-        def after_step(self, run: Any) -> None:
-            if run.state.step == 2:
-                run.state.request_evaluate()
-                run.state.request_save()
-            if run.state.step == 4:
-                run.state.request_stop("enough")
-                run.state.request_stop("more than enough")
-
-    saved: list[int] = []
-
-    class Saves(Plugin):
-        name = "saves"
-
-        @hookimpl
-        def save_state(self, run: Any) -> None:
-            saved.append(run.state.step)
-
-    result = tiny_run([Steers(), Saves()], evaluate_every=None, save_every=None)
-    assert result.summary["status"] == "stopped"
-    assert result.summary["reason"] == "enough"
-    assert result.summary["steps"] == 4
-    assert len(result.recorder.metrics) == 2  # asked for, and at the end
-    assert saved == [2], "save_every: null saves when asked only"
-
-
 @pytest.mark.slow
 def test_an_optimizer_argument_of_a_plugin_reaches_the_optimizer_and_no_later_run(tiny_run):
     class Betas(Plugin):

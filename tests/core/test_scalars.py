@@ -13,9 +13,6 @@ import pytest
 import torch
 
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop.distributed.processes import Processes
-from fastloop.log_points import LogPoint
-from fastloop.scalars import Scalars
 from fastloop.testing import VECTORS, expect_problem, start, tiny_data, train
 
 KEYS = ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")
@@ -232,17 +229,3 @@ def test_names_that_differ_between_processes_are_an_error_on_all(tmp_path):
     for process in ended:
         assert process.code == 1
         assert re.search(r"PluginError: run\.log\('ranks/only'\): .* 0 of 2 ", process.output)
-
-
-def test_a_process_whose_run_failed_logs_what_needs_no_other_process(caplog):
-    scalars = Scalars(enabled=True)
-    scalars.values = {"train/loss": [torch.tensor(1.0), torch.tensor(3.0)], "train/lr": [0.5]}
-    for name, reduce in [("own/here", "main"), ("own/mean", "mean"), ("own/sum", "sum")]:
-        scalars.add(name, 2.0, reduce, torch.device("cpu"))
-    point = LogPoint(10, scalars.take(), {"train/memory_bytes": 7.0})
-    expected = {"train/loss": 2.0, "train/lr": 0.5, "train/memory_bytes": 7.0, "own/here": 2.0}
-    assert list(point.read_alone().items()) == list(expected.items())
-    assert "own/mean, own/sum" in caplog.text
-    everything = expected | {"own/mean": 2.0, "own/sum": 2.0}
-    assert point.read(Processes()) == everything
-    assert scalars.values == {}, "they belong to the log point"

@@ -1,4 +1,4 @@
-"""The length of a run: ``train.epochs``, ``train.max_steps``, both or neither, for data of known and unknown length."""
+"""When a run evaluates, saves and stops: by steps and epochs, and by requests, for data of known and unknown length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from fastloop import Trainer
+from fastloop import Plugin, Trainer, hookimpl
 from fastloop.errors import DataError
 from fastloop.recipe import Train
 from fastloop.testing import expect_problem, find_problems, tiny_data, tiny_model
@@ -50,7 +50,7 @@ class Sized(Stream):
 
 def train(data: Any, **arguments: Any) -> dict[str, Any]:
     usual = {"loss": nn.functional.cross_entropy, "batch_size": 8, "output": "run", "save_every": None}
-    return Trainer(tiny_model(), data, **usual, **arguments).fit()
+    return Trainer(tiny_model(), data, **{**usual, **arguments}).fit()
 
 
 @pytest.mark.parametrize("data", [Stream, lambda: tiny_data(SAMPLES)], ids=["stream", "map-style"])
@@ -69,6 +69,50 @@ def test_a_run_has_as_many_steps_as_its_recipe_says(caplog, data, length, steps)
     assert (summary["steps"], summary["status"]) == (steps, "completed")
     is_cut = "epochs" in length and steps < length.get("max_steps", 0)
     assert bool(find_problems(caplog, "too-few-steps train.epochs train.max_steps")) == is_cut, "the epochs end first"
+
+
+class Events(Plugin):
+    """Keeps the step of each evaluation and each save."""
+
+    name = "events"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluated: list[int] = []
+        self.saved: list[int] = []
+
+    @hookimpl
+    def before_evaluate(self, run: Any) -> None:
+        self.evaluated.append(run.state.step)
+
+    @hookimpl
+    def save_state(self, run: Any) -> None:
+        self.saved.append(run.state.step)
+
+
+@pytest.mark.parametrize(
+    ("stream", "length", "every", "evaluated", "saved"),
+    [
+        (False, {"epochs": 2}, "epoch", [5, 10], [5, 10]),
+        (False, {"epochs": 2}, 4, [4, 8, 10], [4, 8, 10]),
+        (False, {"epochs": 2}, 5, [5, 10], [5, 10, 10]),
+        (False, {"epochs": 2}, None, [10], []),
+        (False, {"max_steps": 7}, "epoch", [5, 7], [5, 7]),
+        (False, {"max_steps": 7}, 3, [3, 6, 7], [3, 6, 7]),
+        (False, {"max_steps": 7}, 7, [7], [7]),
+        (False, {"max_steps": 10}, 4, [4, 8, 10], [4, 8, 10]),
+        (True, {"epochs": 2}, "epoch", [5, 10], [5, 10]),
+        (True, {"epochs": 2}, 4, [4, 8, 10], [4, 8, 10]),
+        (True, {"max_steps": 7}, "epoch", [5, 7], [5, 7]),
+        (True, {"max_steps": 10}, 4, [4, 8, 10], [4, 8, 10]),
+    ],
+)
+def test_a_run_evaluates_and_saves_in_periods_at_epochs_and_at_its_end(stream, length, every, evaluated, saved):
+    events = Events()
+    data = Stream() if stream else tiny_data(SAMPLES)
+    train(data, eval_loader=tiny_data(8), plugins=[events], evaluate_every=every, save_every=every, **length)
+    assert events.evaluated == evaluated, "the final weights are evaluated once"
+    assert events.saved == saved, "with every = 5, the end of the run saves again, with the metrics of the epoch"
 
 
 def test_a_schedule_ends_with_the_steps_of_a_stream():
@@ -130,3 +174,25 @@ def test_a_stream_that_states_a_wrong_length_is_read_to_its_end(caplog, length):
     summary = train(Sized(length), epochs=2)
     assert (summary["steps"], summary["samples"]) == (2 * STEPS_PER_EPOCH, 2 * SAMPLES)
     assert caplog.text.count(f"length of {length}") == 1
+
+
+def test_plugins_steer_by_requests(tiny_run):
+    class Steers(Plugin):
+        name = "steers"
+
+        @hookimpl
+        def after_step(self, run: Any) -> None:
+            if run.state.step == 2:
+                run.state.request_evaluate()
+                run.state.request_save()
+            if run.state.step == 4:
+                run.state.request_stop("enough")
+                run.state.request_stop("more than enough")
+
+    events = Events()
+    result = tiny_run([Steers(), events], evaluate_every=None, save_every=None)
+    assert result.summary["status"] == "stopped"
+    assert result.summary["reason"] == "enough"
+    assert result.summary["steps"] == 4
+    assert events.evaluated == [2, 4], "asked for, and at the end"
+    assert events.saved == [2], "save_every: null saves when asked only"

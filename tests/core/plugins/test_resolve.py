@@ -1,4 +1,4 @@
-"""Plugins: found by metadata, checked together, ordered once, and named when they fail.
+"""Plugins: found by metadata, checked together, and ordered once.
 
 The installed plugins here are real distributions: folders with metadata on the import path.
 """
@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from fastloop import (
     Device,
     Dtype,
     Package,
     Plugin,
-    PluginCrash,
     PluginError,
     Problem,
     RecipeError,
-    Settings,
     When,
     hookimpl,
     option,
 )
-from fastloop.plugins.installed import installed, load
-from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.installed import installed
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime.hardware import Machine
@@ -260,6 +255,11 @@ def test_missing_required_plugin_is_rejected_with_repair():
     assert order(make("a", requires=("b", "slot:x")), make("b", slot="x")) == ["a", "b"]
 
 
+def test_a_task_that_is_required_by_name_is_explained():
+    problem = problem_of(make("a", requires=("module",)), make("my-task", slot="task"))
+    assert_problem(problem, "missing-plugin recipe 'a' 'module' 'my-task' 'slot:task'")
+
+
 # -- needs -------------------------------------------------------------------------------------------------------------
 
 
@@ -362,258 +362,3 @@ def test_invalid_wrapper_is_rejected():
 
     assert_problem(problem_of(Chain()), "invalid-hook 'chain' before_prepare")
     assert_problem(problem_of(Silent()), "invalid-hook 'silent': after_fit")
-
-
-# -- settings and chains -----------------------------------------------------------------------------------------------
-
-
-def writer(name: str, **values: Any) -> Plugin:
-    return make(name, configure=hookimpl(lambda self: values))
-
-
-def configured(*plugins: Plugin, data: dict[str, Any] | None = None, **train: Any) -> Settings:
-    given = make_recipe({"data": data or {}, "train": train})
-    return resolve(given, CPU, plugins).plugins.configure(given)
-
-
-def test_two_plugins_that_set_one_field_are_refused_by_name():
-    with expect_problem("conflicting-values 'a' 'b' num_workers", PluginError):
-        configured(writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2))
-
-
-def test_settings_record_who_set_them_and_reject_unknown_names():
-    settings = configured(writer("a", num_workers=2), writer("b", pin_memory=True), data={"pad_to_multiple_of": 8})
-    assert settings.writers == {"num_workers": "a", "pin_memory": "b"}
-    assert (settings.num_workers, settings.pin_memory, settings.pad_to_multiple_of) == (2, True, 8)
-    assert Settings().num_workers == 0  # each run has its own
-    with expect_problem("unknown-setting 'a' 'num_worker' 'num_workers'", PluginError):
-        configured(writer("a", num_worker=2))
-    with expect_problem("unknown-setting 'a' 'writers'", PluginError):
-        configured(writer("a", writers=2))
-    with expect_problem("wrong-result 'a'", PluginError):
-        configured(writer("a", optimizer="fused"))
-
-
-def test_values_for_a_split_yield_to_those_of_another_plugin_in_any_order():
-    own = {"train": {"num_workers": 2, "timeout": 9.0}, "test": {"num_workers": 3}}
-    task, sets = writer("task", by_split=own), writer("sets", num_workers=1)
-    for plugins in ((task, sets), (sets, task)):
-        settings = configured(*plugins)
-        assert (settings.num_workers, settings.timeout) == (1, 9.0)
-        assert [settings.of(split)["num_workers"] for split in ("train", "test", "validation")] == [1, 1, 1]
-    settings = configured(task)
-    assert settings.num_workers == 2
-    assert [settings.of(split)["num_workers"] for split in ("train", "test", "validation")] == [2, 3, 2]
-    assert settings.writers == {"by_split['train']": "task", "by_split['test']": "task"}
-
-
-def test_a_plugin_reads_the_settings_so_far():
-    def configure(self: Plugin, recipe: Recipe, settings: Settings) -> dict[str, Any] | None:
-        return {"pad_to_multiple_of": 64} if settings.pad_to_multiple_of is None else None
-
-    weak = [make(name, configure=hookimpl(configure)) for name in "ab"]
-    assert configured(*weak).writers == {"pad_to_multiple_of": "a"}
-    assert configured(*weak, data={"pad_to_multiple_of": 8}).pad_to_multiple_of == 8
-
-
-def test_chain_hook_passes_result_to_next_plugin():
-    seen = []
-
-    def link(name: str, result: str | None) -> Plugin:
-        @hookimpl
-        def before_prepare(self: Plugin, model: str) -> str | None:
-            seen.append((self.name, model))
-            return result
-
-        return make(name, before_prepare=before_prepare)
-
-    resolution = resolve(recipe(), CPU, [link("a", "second"), link("b", None), link("c", "third")]).plugins
-    assert resolution.chain("before_prepare", "first", run=None) == "third"
-    assert seen == [("a", "first"), ("b", "second"), ("c", "second")]
-
-
-# -- blame -------------------------------------------------------------------------------------------------------------
-
-
-def blamed(hook: str, *plugins: Plugin, **arguments: Any) -> PluginCrash | None:
-    resolution = PluginSet(list(plugins))
-    with pytest.raises(Exception) as failed:
-        getattr(resolution.hooks, hook)(**arguments)
-    return resolution.attribute_error(failed.value)
-
-
-def deep(depth: int) -> None:
-    if depth == 0:
-        raise ValueError("broken")
-    deep(depth - 1)
-
-
-class Broken(Plugin):
-    name = "broken"
-
-    @hookimpl
-    def before_epoch(self) -> None:
-        deep(5)
-
-    @hookimpl
-    @torch.no_grad()
-    def evaluate(self) -> None:
-        deep(1)
-
-
-class Around(Plugin):
-    name = "around"
-
-    @hookimpl(wrapper=True)
-    def evaluate(self) -> Iterator[None]:
-        return (yield)
-
-
-class Decorated(Plugin):
-    name = "decorated"
-
-    @hookimpl
-    @torch.no_grad()
-    def after_epoch(self) -> None: ...
-
-    @hookimpl
-    @torch.no_grad()
-    def after_fit(self) -> None: ...
-
-
-def test_an_error_in_a_plugin_names_plugin_hook_and_error():
-    crash = blamed("before_epoch", make("other"), Broken(), run=None)
-    assert_problem(crash.problem, f"plugin-crashed 'broken' ({__name__}) before_epoch: ValueError: broken")
-    assert isinstance(crash.__cause__, ValueError)
-    assert crash.exit_code == 1
-
-
-def test_the_distribution_of_an_installed_plugin_is_named(install):
-    install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
-    assert_problem(
-        blamed("after_fit", load("warmth")(), run=None).problem, "plugin-crashed 'warmth' 1.2 after_fit KeyError"
-    )
-
-
-def test_wrapper_is_not_named_for_error_it_passes_on():
-    for plugins in ([Around(), Broken()], [Broken(), Around()]):
-        assert "plugin 'broken' (" in str(blamed("evaluate", *plugins, run=None, split="validation"))
-    assert blamed("evaluate", Around(), run=None, split="validation") is None  # the core's own loop fails without a run
-
-
-def test_wrapper_is_named_for_its_own_error():
-    class Before(Plugin):
-        name = "before"
-
-        @hookimpl(wrapper=True)
-        def evaluate(self) -> Iterator[None]:
-            deep(1)
-            return (yield)
-
-    class After(Plugin):
-        name = "after"
-
-        @hookimpl(wrapper=True)
-        def evaluate(self) -> Iterator[None]:
-            yield
-            deep(1)
-
-    class Answer(Plugin):
-        name = "answer"
-
-        @hookimpl
-        def evaluate(self) -> dict[str, float]:
-            return {}
-
-    assert "plugin 'before' (" in str(blamed("evaluate", Before(), Answer(), run=None, split="validation"))
-    assert "plugin 'after' (" in str(blamed("evaluate", After(), Answer(), run=None, split="validation"))
-
-
-def test_decorated_hook_is_not_named_for_error_of_another():
-    assert "plugin 'broken' (" in str(blamed("evaluate", Broken(), Decorated(), run=None, split="validation"))
-    # the core's own loop is under no_grad too
-    assert blamed("evaluate", Decorated(), run=None, split="validation") is None
-
-
-def test_inherited_hook_error_names_the_failing_plugin():
-    class Base(Plugin):
-        @hookimpl
-        def after_fit(self) -> None:
-            if self.name == "second":
-                deep(1)
-
-    first, second, third = (type(name, (Base,), {"name": name})() for name in ("first", "second", "third"))
-    assert "plugin 'second' (" in str(blamed("after_fit", first, second, third, run=None))
-
-
-def test_error_outside_plugins_names_no_plugin():
-    with pytest.raises(ValueError) as failed:
-        deep(3)
-    assert PluginSet([Broken(), Around()]).attribute_error(failed.value) is None
-
-
-def test_run_error_names_the_plugin(tiny_run):
-    with expect_problem("plugin-crashed 'broken' before_epoch ValueError", PluginCrash):
-        tiny_run([Broken()])
-
-
-@pytest.mark.parametrize(
-    ("hook", "error"),
-    [*((hook, ValueError) for hook in ("check_recipe", "build_scheduler", "before_prepare")), ("load_state", OSError)],
-)
-def test_build_or_load_error_names_the_plugin(tiny_run, hook, error):
-    def fails(self: Any) -> None:
-        raise error("on purpose")
-
-    def saves(self: Any) -> dict[str, int]:
-        return {"a": 1}
-
-    plain = type("Plain", (Plugin,), {"name": "early", "save_state": hookimpl(saves)})
-    broken = type("Broken", (plain,), {hook: hookimpl(fails)})
-    tiny_run([plain()], epochs=1, output="run")
-    with expect_problem(f"plugin-crashed 'early' {hook}: {error.__name__}: on purpose", PluginCrash):
-        tiny_run([broken()], epochs=1, output="run", resume=True)
-
-
-def test_unsaveable_state_error_names_the_plugin(tiny_run):
-    class Odd(Plugin):
-        name = "odd"
-
-        @hookimpl
-        def save_state(self) -> dict[str, object]:
-            return {"what": object()}
-
-    with expect_problem("invalid-state save_state state.plugins.odd.what", PluginError):
-        tiny_run([Odd()], epochs=1)
-
-
-def test_mappings_of_two_plugins_merge_by_key():
-    settings = configured(writer("a", optimizer={"fused": True}), writer("b", optimizer={"maximize": False}))
-    assert settings.optimizer == {"fused": True, "maximize": False}
-    assert settings.writers == {"optimizer['fused']": "a", "optimizer['maximize']": "b"}
-    own = {"name": "AdamW", "fused": True}
-    for plugins, names, train in (
-        (("a", "b"), "'a' 'b'", {}),
-        (("b",), "'train.optimizer' 'b'", {"optimizer": own}),
-    ):
-        with expect_problem(f"conflicting-values recipe: {names} optimizer['fused']", PluginError):
-            configured(*(writer(name, optimizer={"fused": name == "a"}) for name in plugins), **train)
-
-
-def test_a_conflict_of_settings_names_the_recipe(tmp_path):
-    (tmp_path / "two.py").write_text(
-        "from fastloop import Plugin, hookimpl\n\n"
-        + "\n\n".join(
-            f"class {name.upper()}(Plugin):\n    name = '{name}'\n\n    @hookimpl\n"
-            f"    def configure(self):\n        return {{'optimizer': {{'fused': True}}}}\n"
-            for name in "ab"
-        )
-    )
-    listed = make_recipe({"plugins": [f"{tmp_path}/two.py:A", f"{tmp_path}/two.py:B"]}, tmp_path / "r.yaml")
-    with expect_problem("conflicting-values r.yaml 'a' 'b' optimizer['fused']", PluginError):
-        resolve(listed, CPU).plugins.configure(listed)
-
-
-def test_a_task_that_is_required_by_name_is_explained():
-    problem = problem_of(make("a", requires=("module",)), make("my-task", slot="task"))
-    assert_problem(problem, "missing-plugin recipe 'a' 'module' 'my-task' 'slot:task'")

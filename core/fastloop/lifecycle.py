@@ -21,7 +21,7 @@ from fastloop import log_points, loop
 from fastloop.checkpoint import folder, resume, run_summary
 from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.data import Loaders
-from fastloop.data.loaders import micro_batches
+from fastloop.data.loaders import divide_step
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
 from fastloop.distributed.at_exit import group_at_exit
 from fastloop.distributed.buffers import SharedBuffers
@@ -265,8 +265,8 @@ def _build_accelerator(run: Run) -> None:
         run.device = device
         run.clock = Clock(torch.accelerator.synchronize)
     sharing = take_every(run.processes, run.settings.processes_per_batch)
-    micro_batch_size, micro_steps = micro_batches(run.recipe, sharing.world_size)
-    run.loaders = Loaders(run.recipe, run.settings, sharing, micro_batch_size, micro_steps)
+    micro_batches = divide_step(run.recipe, sharing.world_size)
+    run.loaders = Loaders(run.recipe, run.settings, sharing, micro_batches)
 
 
 def check_task(recipe: Recipe, plugins: PluginSet) -> None:
@@ -303,9 +303,14 @@ def _build_loaders(run: Run) -> None:
             code="unknown-split",
             place=f"{run.recipe.where}: data",
         )
-    loaders.set_datasets({split: dataset for split, dataset in datasets.items() if trains or split == loaders.first})
-    # train first: plugins fit the other splits to it
-    for split in sorted(loaders.datasets, key=lambda split: split != TRAIN):
+    if not trains:
+        datasets = {loaders.first: datasets[loaders.first]}
+    loaders.set_datasets(datasets)
+    splits = list(loaders.datasets)
+    if trains:  # train first: plugins fit the other splits to it
+        splits.remove(TRAIN)
+        splits.insert(0, TRAIN)
+    for split in splits:
         loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
         loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
     loaders.build()

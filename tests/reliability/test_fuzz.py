@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
 from fastloop.cli.option_table import describe
-from fastloop.data.loaders import micro_batches
+from fastloop.data.loaders import divide_step
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.plugins.plugin import listed_at
@@ -250,7 +250,7 @@ def check(recipe: Any) -> None:
     with resolution.attributing_errors():
         resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
         resolution.configure(recipe)
-    micro_batches(recipe, 1)
+    divide_step(recipe, 1)
     OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), "saved.yaml")
     assert load_recipe("saved.yaml").to_dict() == recipe.to_dict()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import BatchSampler, IterableDataset
@@ -24,9 +24,20 @@ if TYPE_CHECKING:
     from fastloop.settings import Settings
 
 
-def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
-    """``(micro-batch size, micro-steps of an optimizer step)``. Their product with the number of processes is
-    ``train.batch_size``.
+class MicroBatches(NamedTuple):
+    """The micro-batches of an optimizer step on one process.
+
+    Attributes:
+        size: Samples of each of them.
+        steps: Their number. All processes compute one of theirs in each micro-step.
+    """
+
+    size: int
+    steps: int
+
+
+def divide_step(recipe: Recipe, world_size: int) -> MicroBatches:
+    """Divide the samples of an optimizer step: size x steps x processes is ``train.batch_size``.
 
     Raises:
         RecipeError: The sizes do not divide; names the nearest that do.
@@ -34,11 +45,12 @@ def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
     train = recipe.train
     size = train.micro_batch_size or max(1, train.batch_size // world_size)
     if recipe.inference is not None:
-        return size, 1
-    if train.batch_size % (size * world_size) == 0:
-        return size, train.batch_size // (size * world_size)
+        return MicroBatches(size, 1)
+    samples_of_micro_step = size * world_size
+    if train.batch_size % samples_of_micro_step == 0:
+        return MicroBatches(size, train.batch_size // samples_of_micro_step)
     if train.micro_batch_size is not None:
-        unit = size * world_size
+        unit = samples_of_micro_step
         factors = f"{size} (micro_batch_size) x {world_size} (processes)"
     else:
         unit = world_size
@@ -82,14 +94,12 @@ class Loaders:
         micro_steps: Micro-batches of an optimizer step on one process.
     """
 
-    def __init__(
-        self, recipe: Recipe, settings: Settings, processes: Processes, micro_batch_size: int, micro_steps: int
-    ) -> None:
+    def __init__(self, recipe: Recipe, settings: Settings, processes: Processes, micro_batches: MicroBatches) -> None:
         self._recipe = recipe
         self._settings = settings
         self.processes = processes
-        self.micro_batch_size = micro_batch_size
-        self.micro_steps = micro_steps
+        self.micro_batch_size: int = micro_batches.size
+        self.micro_steps: int = micro_batches.steps
         self.datasets: dict[str, Any] = {}
         self.samplers: dict[str, BatchSampler | None] = {}
         self.collators: dict[str, Any] = {}
@@ -207,9 +217,17 @@ class Loaders:
             return None
         train = self._recipe.train
         trains = self._trains_on(split)
-        dropped = train.batch_size if trains and train.drop_last else 0
-        block = self._settings.shuffle_block if trains else None
-        sampler = StepSampler(total, count, count, 0, 1, train.seed, trains, drop_last=dropped, shuffle_block=block)
+        sampler = StepSampler(
+            size=total,
+            batch_size=count,
+            micro_batch_size=count,
+            rank=0,
+            world_size=1,
+            seed=train.seed,
+            shuffle=trains,
+            drop_last=train.batch_size if trains and train.drop_last else 0,
+            shuffle_block=self._settings.shuffle_block if trains else None,
+        )
         if count >= sampler.size:
             return None
         return np.array(sampler.order(0)[:count], np.int64)

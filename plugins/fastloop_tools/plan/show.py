@@ -98,7 +98,7 @@ def describe_batch(plan: Plan) -> str:
     Raises:
         UsageError: The batch or the processes do not divide.
     """
-    from fastloop.data.loaders import micro_batches  # imports torch
+    from fastloop.data.loaders import divide_step  # imports torch
     from fastloop.distributed.groups import check_groups, count_sharing
 
     recipe = plan.recipe
@@ -106,14 +106,15 @@ def describe_batch(plan: Plan) -> str:
     world_size = plan.world_size
     check_groups(recipe, settings, world_size)
     sharing = count_sharing(world_size, settings.processes_per_batch)
-    micro_batch_size, micro_steps = micro_batches(recipe, sharing)
+    micro_batches = divide_step(recipe, sharing)
+    micro_steps = f"{micro_batches.size} x {counted(micro_batches.steps, 'micro-step')}"
     splitter = settings.writers.get("split")
     if splitter:
         shares = f"over {counted(world_size, 'process')}, split by {splitter}"
     elif sharing == world_size:
-        shares = f"= {micro_batch_size} x {counted(micro_steps, 'micro-step')} x {counted(sharing, 'process')}"
+        shares = f"= {micro_steps} x {counted(sharing, 'process')}"
     else:
-        shares = f"= {micro_batch_size} x {counted(micro_steps, 'micro-step')} on every process"
+        shares = f"= {micro_steps} on every process"
     return f"{recipe.train.batch_size} samples a step {shares}"
 
 

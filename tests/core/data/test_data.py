@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, T
 from fastloop import Batch, RecipeError, Settings
 from fastloop.data import Loader, StepSampler
 from fastloop.data.datasets import fingerprint
-from fastloop.data.loaders import micro_batches
+from fastloop.data.loaders import divide_step
 from fastloop.data.sampler import AHEAD
 from fastloop.errors import DataError
 from fastloop.recipe import make_recipe
@@ -321,7 +321,7 @@ def sizes(batch: int, device: int | None = None) -> Any:
     ],
 )
 def test_accumulation_follows_from_batch_size_and_processes(batch, device, world, expected):
-    assert micro_batches(sizes(batch, device), world) == expected
+    assert divide_step(sizes(batch, device), world) == expected
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_accumulation_follows_from_batch_size_and_processes(batch, device, world
 )
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(batch, device, world, found, offered):
     with pytest.raises(RecipeError) as refused:
-        micro_batches(sizes(batch, device), world)
+        divide_step(sizes(batch, device), world)
     assert (
         str(refused.value)
         == f"recipe: train.batch_size: {batch} is not a multiple of {found}. Nearest that are: {offered}."
@@ -346,15 +346,15 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(batch, de
 def test_suggested_batch_sizes_divide():
     for batch, device, world in itertools.product(range(1, 25), (None, 1, 2, 3, 5, 8), (1, 2, 3, 4)):
         try:
-            micro, steps = micro_batches(sizes(batch, device), world)
+            micro, steps = divide_step(sizes(batch, device), world)
         except RecipeError as error:
             offered = str(error).partition("Nearest that are: ")[2]
             batches, _, devices = offered.partition(" or micro_batch_size ")
             assert batches
             for size in re.findall(r"\d+", batches):
-                micro_batches(sizes(int(size), device), world)
+                divide_step(sizes(int(size), device), world)
             for size in re.findall(r"\d+", devices):
-                micro_batches(sizes(batch, int(size)), world)
+                divide_step(sizes(batch, int(size)), world)
         else:
             assert micro * steps * world == batch
 

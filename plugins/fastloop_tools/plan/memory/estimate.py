@@ -15,6 +15,7 @@ from fastloop_tools.plan.memory.model import open_fake, quiet
 from fastloop_tools.plan.memory.share import ModelShare, weights_of
 
 if TYPE_CHECKING:
+    from fastloop.data.loaders import MicroBatches
     from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
     from fastloop.settings import Settings
@@ -164,7 +165,7 @@ class Estimator:
     def __init__(
         self, resolved: ResolvedRecipe, nproc: int, nnodes: int, limits: DeviceLimits, stack: ExitStack
     ) -> None:
-        from fastloop.data.loaders import micro_batches
+        from fastloop.data.loaders import divide_step
         from fastloop.distributed.groups import check_groups, count_sharing
 
         self.resolved = resolved
@@ -176,7 +177,7 @@ class Estimator:
         self.listed = {name: dict(options) for name, options in self.recipe.plugins.items() if options is not False}
         check_groups(self.recipe, self.settings, self.processes)
         sharing = count_sharing(self.processes, self.settings.processes_per_batch)
-        self.micro_batch_size, self.micro_steps = micro_batches(self.recipe, sharing)
+        self.micro_batches = divide_step(self.recipe, sharing)
         self.group = self.processes // sharing
         """Processes of the recipe's run that train on the same samples."""
         self.divider = sequence_divider(self.recipe, self.listed)
@@ -194,7 +195,7 @@ class Estimator:
         import torch
         from torch.utils._pytree import tree_leaves
 
-        whole = self._build(self.micro_batch_size)
+        whole = self._build(self.micro_batches.size)
         tensors = [leaf for leaf in tree_leaves(whole.fake.batch) if isinstance(leaf, torch.Tensor)]
         return Estimate(
             recipe=self.recipe.where,
@@ -202,8 +203,8 @@ class Estimator:
             parameters=sum(weight.elements for weight in whole.weights),
             precision=self.settings.mixed_precision,
             batch=[list(tensor.shape) for tensor in tensors],
-            micro_batch_size=self.micro_batch_size,
-            micro_steps=self.micro_steps,
+            micro_batch_size=self.micro_batches.size,
+            micro_steps=self.micro_batches.steps,
             device_memory=self.limits.memory,
         )
 
@@ -214,20 +215,20 @@ class Estimator:
             RecipeError: The model cannot be trained with fake tensors.
             PluginError: The recipe lists a strategy that cannot divide the model.
         """
-        from fastloop.data.loaders import micro_batches
+        from fastloop.data.loaders import divide_step
 
         for size in self._divisions(name, cls):
             try:
-                samples, micro_steps = micro_batches(self.recipe, self.processes // max(size, self.context))
+                micro_batches = divide_step(self.recipe, self.processes // max(size, self.context))
             except RecipeError:
                 continue  # the run would be refused; the constructor has checked the recipe's own strategy
             try:
-                share = self._build(samples, cls if size > 1 else None, size)
+                share = self._build(micro_batches.size, cls if size > 1 else None, size)
             except PluginError:
                 if name in self.listed and size == self.group:
                     raise
                 continue
-            layout = self._layout(share, name, size, samples, micro_steps)
+            layout = self._layout(share, name, size, micro_batches)
             rows = list(cls.estimate_memory(layout))
             # all strategies use the same undivided model, so that both dtypes are measured at once
             casts = {False, True} if size == 1 else {row.weights_cast for row in rows}
@@ -272,7 +273,7 @@ class Estimator:
         self._built[key] = ModelShare(fake, self.listed.get(CHECKPOINTING, {}), counter)
         return self._built[key]
 
-    def _layout(self, share: ModelShare, name: str, size: int, samples: int, micro_steps: int) -> Layout:
+    def _layout(self, share: ModelShare, name: str, size: int, micro_batches: MicroBatches) -> Layout:
         options = self.listed.get(name, {})
         return Layout(
             weights=weights_of(share.fake, options.get("blocks"), share.weights),
@@ -280,9 +281,9 @@ class Estimator:
             processes=self.processes // size,
             per_node=max(1, self.nproc // size),
             tensor=size,
-            micro_steps=micro_steps,
+            micro_steps=micro_batches.steps,
             precision=self.settings.mixed_precision,
-            samples=samples,
+            samples=micro_batches.size,
             device="cpu" if self.recipe.train.device == "cpu" else "cuda",
             options=options,
         )

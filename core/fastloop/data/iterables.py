@@ -90,9 +90,15 @@ class Stream(IterableDataset[Any]):
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
-        self.position = torch.zeros(2, dtype=torch.int64)  # epoch and start
+        self._position = torch.zeros(2, dtype=torch.int64)  # epoch and start
         if has_workers:
-            self.position.share_memory_()  # type: ignore[no-untyped-call]
+            self._position.share_memory_()  # type: ignore[no-untyped-call]
+
+    def set_position(self, epoch: int, start: int) -> None:
+        """Let ``__iter__`` begin in an epoch, after its first ``start`` samples, in each process that reads this
+        stream."""
+        self._position[0] = epoch
+        self._position[1] = start
 
     @property
     def compares_samples(self) -> bool:
@@ -107,7 +113,7 @@ class Stream(IterableDataset[Any]):
         return len(self.dataset) // step * step if step else len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, start = self.position.tolist()
+        epoch, start = self._position.tolist()
         info = get_worker_info()
         shards_itself = getattr(self.dataset, "shards_itself", False)
         if not shards_itself and not hasattr(self.dataset, "read_ranges"):

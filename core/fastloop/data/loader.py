@@ -182,11 +182,9 @@ class Loader:
                 remedy="Resume from a checkpoint of an epoch's end (train.save_every: epoch).",
             )
         if self.sampler is not None:
-            self.sampler.epoch = epoch
-            self.sampler.start = start
+            self.sampler.set_position(epoch, start)
         elif self.stream is not None:
-            self.stream.position[0] = epoch
-            self.stream.position[1] = start
+            self.stream.set_position(epoch, start)
         batches: Iterator[Batch] | None = None
         group: list[Batch] = []
         while True:

@@ -32,7 +32,7 @@ class MicroBatchIds(list[int]):
 
 
 class StepSampler(Sampler[MicroBatchIds]):
-    """Sample ids of every micro-batch of this process in the epoch ``epoch``, without its first ``start`` samples.
+    """Sample ids of every micro-batch of this process in an epoch, from the position that ``set_position`` set on.
 
     Args:
         size: Samples of an epoch: of the dataset or of ``user_order``.
@@ -83,6 +83,11 @@ class StepSampler(Sampler[MicroBatchIds]):
         self.shuffle_block = shuffle_block
         self.epoch = 0
         self.start = 0
+
+    def set_position(self, epoch: int, start: int) -> None:
+        """Let ``__iter__`` begin in an epoch, after its first ``start`` samples."""
+        self.epoch = epoch
+        self.start = start
 
     def order(self, epoch: int | None = None) -> Sequence[int]:
         """All sample ids in the order of an epoch; None: the current one. Without ``arrange``, each takes 4 bytes, or 8

@@ -39,8 +39,7 @@ def read_by_steps(size: int, block: int, split: tuple[int, int, int], epoch: int
     by_process = []
     for rank in range(world):
         sampler = StepSampler(size, batch, micro_batch, rank, world, 123, True, shuffle_block=block)
-        sampler.epoch = epoch
-        sampler.start = start
+        sampler.set_position(epoch, start)
         by_process.append(list(sampler))
     ids = []
     for micro_step in zip(*by_process, strict=True):
@@ -88,7 +87,7 @@ def test_a_start_at_each_step_gives_the_rest_on_another_number_of_processes(size
 def test_batches_of_all_epochs_are_full_with_drop_last():
     sampler = StepSampler(67, 8, 8, 0, 1, 5, True, drop_last=8, shuffle_block=16)
     for epoch in range(3):
-        sampler.epoch = epoch
+        sampler.set_position(epoch, 0)
         batches = list(sampler)
         assert [len(ids) for ids in batches] == [8] * 8
         assert len({index for ids in batches for index in ids}) == 64

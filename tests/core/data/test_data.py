@@ -43,7 +43,7 @@ def samplers(
     draws = []
     for rank in range(world):
         sampler = StepSampler(size, batch, device_batch, rank, world, 123, shuffle)
-        sampler.epoch, sampler.start = epoch, start
+        sampler.set_position(epoch, start)
         draws.append(list(sampler))
     return draws
 

@@ -160,7 +160,7 @@ def test_an_iterable_dataset_leaves_the_generators_that_all_code_shares_as_they_
     random.seed(5)
     expected = random.getstate()
     stream = Stream(data, batch=4, rank=0, world_size=1, seed=0)
-    stream.position[0] = 1  # an epoch that seeds own generators
+    stream.set_position(1, 0)  # an epoch that seeds own generators
     list(stream)
     assert random.getstate() == expected
 
@@ -490,7 +490,7 @@ def test_a_dataset_is_searched_once_for_all_passes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(random_states, "find_generators", search)
     stream = Stream(Shuffled(), batch=4, rank=0, world_size=1, seed=0)
     for epoch in range(3):
-        stream.position[0] = epoch
+        stream.set_position(epoch, 0)
         list(stream)
     assert len(searched) == 1
 

@@ -117,8 +117,9 @@ class MapReader(Dataset[Any]):
         self.collator: Any = None
         self.has_copies = False
         self._generators: list[RandomGenerator] | None = None  # of this process's copy
-        each = partial(map, partial(getitem, dataset))
-        self.read: Callable[[list[int]], Iterable[Any]] = getattr(dataset, "__getitems__", None) or each
+        read_together = getattr(dataset, "__getitems__", None)
+        read_one_by_one = partial(map, partial(getitem, dataset))  # can be pickled, for workers that are spawned
+        self.read: Callable[[list[int]], Iterable[Any]] = read_together or read_one_by_one
 
     def __getitems__(self, micro_batch: MicroBatchIds) -> list[Any]:
         in_worker = get_worker_info() is not None
@@ -135,7 +136,10 @@ class MapReader(Dataset[Any]):
         if not samples.unreadable:
             samples.ids = tuple(micro_batch)
         if micro_batch.is_filler:
-            samples = MicroBatchSamples([samples[0] if isinstance(samples[0], Filler) else Filler(samples)])
+            filler = samples[0]
+            if not isinstance(filler, Filler):  # ``read_each`` returns one if no sample is readable
+                filler = Filler(samples)
+            samples = MicroBatchSamples([filler])  # the process that trains on the samples has their ids
         samples.is_last_micro_batch = micro_batch.is_last_micro_batch
         return samples
 
@@ -167,7 +171,9 @@ class Collate:
             samples = [sample for _, sample in samples]
         if isinstance(first, Filler):
             batch = self._collate_filler(first)
-            batch.samples = batch.drawn = batch.tokens = 0
+            batch.samples = 0
+            batch.drawn = 0
+            batch.tokens = 0
             batch.loss_weight = 0
         else:
             batch = self._collate(samples)

@@ -85,13 +85,14 @@ class SamplerOrder(Sampler[int]):
                 code="no-length",
                 remedy="Give it a __len__.",
             ) from None
-        self.start = self._copy(sampler)
-        self.sampler = self._copy(self.start)
-        self.next = 0
-        self.newest: tuple[int, list[int]] = (-1, [])
+        self.initial = self._copy(sampler)  # as it was before the first epoch
+        self.sampler = self._copy(self.initial)
+        self.next_epoch = 0
+        self.newest_epoch = -1
+        self.newest_ids: list[int] = []
         try:
             first = self(0)
-            self.newest = (-1, [])  # forget epoch 0, to draw it again
+            self.newest_epoch = -1  # forget epoch 0, to draw it again
             again = self(0)
         except DataError as error:
             raise UsageError(str(error), code="random-order") from None
@@ -114,15 +115,16 @@ class SamplerOrder(Sampler[int]):
         Raises:
             DataError: The number of ids differs from the sampler's length, or the original sampler was changed.
         """
-        if epoch == self.newest[0]:
-            return self.newest[1]
-        if epoch < self.next:
-            self.sampler = self._copy(self.start)
-            self.next = 0
-        while self.next <= epoch:
-            ids = self._iterate(self.next)
-            self.next += 1
-        self.newest = (epoch, ids)
+        if epoch == self.newest_epoch:
+            return self.newest_ids
+        if epoch < self.next_epoch:
+            self.sampler = self._copy(self.initial)
+            self.next_epoch = 0
+        while self.next_epoch <= epoch:
+            ids = self._iterate(self.next_epoch)
+            self.next_epoch += 1
+        self.newest_epoch = epoch
+        self.newest_ids = ids
         return ids
 
     def _iterate(self, epoch: int) -> list[int]:
@@ -156,6 +158,7 @@ class SamplerOrder(Sampler[int]):
             ) from None
 
     def _copy(self, sampler: Any) -> Any:
+        # deepcopy takes what its memo has instead of copying it
         datasets = {id(value): value for value in _datasets(sampler)}
         try:
             return copy.deepcopy(sampler, datasets)
@@ -169,18 +172,22 @@ class SamplerOrder(Sampler[int]):
     def _changed_attribute(self) -> str:
         """Name of an attribute that was changed on the original sampler, except ``epoch``; empty: none."""
         original = getattr(self.original, "user_sampler", self.original)
-        start = getattr(self.start, "user_sampler", self.start)
+        initial = getattr(self.initial, "user_sampler", self.initial)
         for name, value in getattr(original, "__dict__", {}).items():
-            before: Any = getattr(start, name, None)
-            if isinstance(value, Tensor):
-                same = isinstance(before, Tensor) and torch.equal(value, before)
-            elif isinstance(value, np.ndarray):
-                same = np.array_equal(value, before)
-            else:
-                same = not isinstance(value, bool | int | float | str) or value == before
-            if not same and name != "epoch":
+            if name != "epoch" and not _is_unchanged(value, getattr(initial, name, None)):
                 return str(name)
         return ""
+
+
+def _is_unchanged(value: Any, before: Any) -> bool:
+    """Whether a tensor, array, number or text equals the one before. Other values are not compared."""
+    if isinstance(value, Tensor):
+        return isinstance(before, Tensor) and torch.equal(value, before)
+    if isinstance(value, np.ndarray):
+        return np.array_equal(value, before)
+    if isinstance(value, bool | int | float | str):
+        return bool(value == before)
+    return True
 
 
 def is_default_order(sampler: Any, dataset: Any, shuffle: bool, arranged: bool) -> bool:

@@ -20,8 +20,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -218,7 +219,10 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         reduces_gradients = index == len(batches) - 1  # once a step
-        with NO_CONTEXT if reduces_gradients or world_size == 1 else run.accelerator.no_sync(run.model):
+        context: AbstractContextManager[Any] = NO_CONTEXT
+        if world_size > 1 and not reduces_gradients:
+            context = run.accelerator.no_sync(run.model)
+        with context:
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
                 mean_weight = totals.get().weight / processes_with_samples  # get waits, so it follows a forward pass
@@ -316,8 +320,11 @@ def evaluate(run: Run, split: str) -> None:
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
         log_points.emit(run, name_metrics(split, metrics), run.state.step)
         run._sync_requests()
-        step = f"step {run.state.step}, " if run.recipe.inference is None else ""
-        log.info("%s%s: %s", step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        if run.recipe.inference is None:
+            log.info("step %d, %s: %s", run.state.step, split, shown)
+        else:  # a run that only evaluates has no steps
+            log.info("%s: %s", split, shown)
 
 
 def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:

@@ -1,13 +1,14 @@
 """Names for the phases of the loop in torch's profiler: ``fastloop/data``, ``fastloop/backward``, ...
 
-    data         waiting for a batch
-    to device    copying batches
-    loss         forward pass and loss
-    backward     gradients
-    clip         gradient clipping
-    optimizer    the optimizer's and the scheduler's step
-    evaluate     an evaluation, with nested data, to device and loss
-    save         a checkpoint
+    data           waiting for a batch
+    to device      copying batches
+    loss           forward pass and loss
+    backward       gradients
+    clip           gradient clipping
+    gradient norm  the norm of gradients that are not clipped
+    optimizer      the optimizer's and the scheduler's step
+    evaluate       an evaluation, with nested data, to device and loss
+    save           a checkpoint
 
 Without an active profiler, a region costs one Python call.
 """

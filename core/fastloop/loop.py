@@ -123,7 +123,7 @@ def train(run: Run) -> None:
                     _check_weights(run)  # a hook of this step may average them
             log_points.after_step(run, loss)
             run._sync_requests()
-            if not schedule._anything_due():
+            if not schedule._may_be_due():
                 continue
             if schedule.evaluation_due():
                 evaluate(run, VALIDATION)

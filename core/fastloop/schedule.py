@@ -70,11 +70,14 @@ class Schedule:
 
     @property
     def interrupted(self) -> str | None:
-        """Name of the signal that stopped the run, or None. An interrupted run does not evaluate or export."""
-        reason = self._state.stop_reason or ""
-        return reason.rpartition(" ")[2] if reason.startswith(INTERRUPTED) else None
+        """Name of the signal that stopped the run, such as ``SIGTERM``, or None. An interrupted run does not evaluate
+        or export."""
+        reason = self._state.stop_reason
+        if reason is None or not reason.startswith(INTERRUPTED):
+            return None
+        return reason.rpartition(" ")[2]  # of "interrupted by SIGTERM"
 
-    def _anything_due(self) -> bool:
+    def _may_be_due(self) -> bool:
         """Whether ``evaluation_due``, ``save_due`` or ``should_stop`` may be true after this step. Most steps ask only
         this."""
         state = self._state
@@ -93,17 +96,17 @@ class Schedule:
         return self._state.stop_reason is not None or (limit is not None and self._state.step >= limit)
 
     def is_epoch_done(self) -> bool:
-        """Whether every sample of the current epoch was drawn. For data of unknown length, call it after the loader
-        ends."""
+        """Whether every sample of the current epoch was drawn. For data of unknown length, call it after the loader has
+        ended, or the run has stopped. A run that stops there counts as stopped within the epoch."""
         if self.epoch_samples is None:
             return not self.should_stop()
         return self._state.epoch_samples >= self.epoch_samples
 
     def needs_evaluation(self) -> bool:
         """Whether the current weights can be evaluated and are not yet."""
-        return (
-            VALIDATION in self._eval_loaders and self._state.evaluated_at != self._state.step and not self.interrupted
-        )
+        if VALIDATION not in self._eval_loaders or self.interrupted:
+            return False
+        return self._state.evaluated_at != self._state.step
 
     def evaluation_due(self, epoch_ended: bool = False) -> bool:
         """Whether to evaluate now."""

@@ -58,8 +58,9 @@ def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
         return tree
     if isinstance(tree, Tensor):
         return {"__tensor__": _add_tensor(tree.detach(), tensors, name)}
-    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
-        return {"__array__": _add_tensor(torch.from_numpy(tree.astype(tree.dtype.newbyteorder("="))), tensors, name)}
+    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":  # bool, integers, floating point and complex
+        native = tree.astype(tree.dtype.newbyteorder("="))  # a copy that torch accepts, also of a read-only array
+        return {"__array__": _add_tensor(torch.from_numpy(native), tensors, name)}
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, tuple):
@@ -69,11 +70,10 @@ def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
     if isinstance(tree, Mapping):
         if all(isinstance(key, str) and not key.startswith("__") for key in tree):
             return {key: pack(value, tensors, f"{name}.{key}") for key, value in tree.items()}
-        return {
-            "__items__": [
-                [pack(key, tensors, name), pack(value, tensors, f"{name}.{key}")] for key, value in tree.items()
-            ]
-        }
+        items = []
+        for key, value in tree.items():
+            items.append([pack(key, tensors, name), pack(value, tensors, f"{name}.{key}")])
+        return {"__items__": items}
     raise TypeError(
         f"{name}: a {type(tree).__name__} cannot be saved. Save tensors, numbers, strings, lists, tuples and dicts "
         "of them."
@@ -186,7 +186,9 @@ def _write_shards(sharded: dict[str, Any], folder: Path, group: Any) -> None:
             sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group
         )
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
+        failures = list(error.failures.values())  # of each process that failed: the error and its traceback
+        first_error, _ = failures[0]
+        raise first_error from error
 
 
 def _finish(aside: Path, folder: Path) -> None:
@@ -307,12 +309,14 @@ def find_newest(path: Path) -> ResumePoint:
 
 def _newest_first(folder: Path) -> list[Path]:
     """A run's checkpoints, each followed by leftovers of its step: after an interrupted replacement, these may be
-    complete."""
+    complete. For example ``step-8``, ``step-4``, ``.step-4.partial``, ``.step-4.old.partial``."""
 
-    def age(path: Path) -> tuple[Any, bool, bool]:
-        return step_of(path), not path.name.startswith("."), ".old." not in path.name
+    def newness(path: Path) -> tuple[Any, bool, bool]:
+        is_complete = not path.name.startswith(".")
+        is_replacement = ".old." not in path.name
+        return step_of(path), is_complete, is_replacement
 
-    return sorted([*checkpoints(folder), *leftovers(folder)], key=age, reverse=True)
+    return sorted([*checkpoints(folder), *leftovers(folder)], key=newness, reverse=True)
 
 
 def read(

@@ -119,24 +119,23 @@ class ChangedSetting:
 
 def differences(before: Any, now: Any, key: str) -> Iterator[ChangedSetting]:
     """The values that differ between two trees of mappings and lists. A key that only one of them has is compared with
-    None.
+    None. Lists of two lengths, such as milestones of a schedule, are compared as one value, unless they hold mappings,
+    such as parameter groups.
 
     Args:
         key: The place of both trees.
     """
-    if isinstance(before, list) and isinstance(now, list) and (len(before) == len(now) or _holds_mappings(before)):
-        before = dict(enumerate(before))
-        now = dict(enumerate(now))
+    if isinstance(before, list) and isinstance(now, list):
+        by_element = len(before) == len(now) or any(isinstance(value, Mapping) for value in before)
+        if by_element:
+            before = dict(enumerate(before))
+            now = dict(enumerate(now))
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
         if before != now:
             yield ChangedSetting(key, before, now)
         return
     for name in {**before, **now}:
         yield from differences(before.get(name), now.get(name), f"{key}.{name}")
-
-
-def _holds_mappings(values: list[Any]) -> bool:
-    return any(isinstance(value, Mapping) for value in values)
 
 
 def changed_settings(built: Any, saved: Any, now: Any, key: str) -> Iterator[ChangedSetting]:

@@ -52,7 +52,11 @@ def set_rates_of_length(scheduler: Any, where: str) -> None:
 
 def rates_of_step(scheduler: LRScheduler) -> list[Any] | None:
     """The learning rates of a schedule at its step; None if they depend on the rates before. A sequence of schedules
-    has those of the one that it is at."""
+    has those of the one that it is at.
+
+    It computes the rates twice, from the current rates and from other ones. A schedule that computes them from the step
+    alone gives the same rates both times; ``ExponentialLR``, which multiplies the current rate, gives others.
+    """
     if isinstance(scheduler, SequentialLR):
         # with milestones [4, 8], the second schedule has the steps 4 to 7
         place = bisect_right(scheduler._milestones, scheduler.last_epoch)
@@ -64,15 +68,18 @@ def rates_of_step(scheduler: LRScheduler) -> list[Any] | None:
             warnings.simplefilter("ignore")  # get_lr is meant to be called by step
             rates = scheduler.get_lr()
             for group, rate in zip(groups, before, strict=True):
-                set_rate(group, 2 * rate + 1)
-            rates_of_others = scheduler.get_lr()
+                other_rate = 2 * rate + 1  # differs from every rate that is not negative
+                set_rate(group, other_rate)
+            rates_from_others = scheduler.get_lr()
     except (NotImplementedError, ValueError):  # a schedule of schedules, or one that has ended
         return None
     finally:
         for group, rate in zip(groups, before, strict=True):
             set_rate(group, rate)
     rates = [float(rate) for rate in rates]
-    return rates if rates == [float(rate) for rate in rates_of_others] else None
+    if rates != [float(rate) for rate in rates_from_others]:
+        return None
+    return rates
 
 
 def rate_of(group: Mapping[str, Any]) -> float:

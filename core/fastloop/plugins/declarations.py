@@ -37,12 +37,17 @@ than difflib's 0.6, because the name may be that of an optional plugin that is n
 RESEMBLES = 0.9
 """Similarity from which an attribute of a plugin's class is reported as a misspelled declaration: one letter more, less
 or other in ten. Lower values would report attributes of a plugin's own, such as ``published`` and ``required``."""
-_DECLARED: dict[str, Any] = {
+_DECLARATIONS: dict[str, Any] = {
     name: value for name, value in vars(Plugin).items() if name[0] != "_" and not inspect.isfunction(value)
 }
-_LIKE: dict[type, Any] = {tuple: Collection, dict: (tuple, list, set, Mapping), type(None): (str, type, ModuleType)}
-"""Type of a declaration's default -> types of the values that an author may have meant for it; for other declarations:
-the type itself."""
+"""Declaration of ``Plugin`` -> its default."""
+_MEANT_TYPES: dict[type, Any] = {
+    tuple: Collection,
+    dict: (tuple, list, set, Mapping),
+    type(None): (str, type, ModuleType),
+}
+"""Type of a declaration's default -> types of the values that an author may have meant for it. For a type that is not
+here, it is that type."""
 
 
 def check_together(plugins: Sequence[Plugin], installed: Collection[str], recipe: Recipe) -> None:
@@ -72,7 +77,8 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], recipe
             )
         rivals = [other for other in plugins if plugin.slot and plugin.slot in (other.slot, other.name)]
         if len(rivals) > 1:
-            names, fix = _keep_one(rivals)
+            names = _names(rivals)
+            fix = _keep_one(rivals)
             raise PluginError(
                 f"{names} fill the slot {plugin.slot!r}.", code="slot-filled-twice", place=where, remedy=fix
             )
@@ -119,14 +125,19 @@ def check_strategy(recipe: Recipe, plugins: Iterable[Plugin], processes: int) ->
         )
 
 
-def _keep_one(rivals: Sequence[Plugin]) -> tuple[str, str]:
-    """Names of plugins of which a run may have one, and the options that leave out the others."""
+def _names(rivals: Sequence[Plugin]) -> str:
+    """The names of plugins of which a run may have one: ``'a', 'b' and 'c'``."""
     *others, last = (repr(plugin.name) for plugin in rivals)
-    fixes = []
+    return f"{', '.join(others)} and {last}"
+
+
+def _keep_one(rivals: Sequence[Plugin]) -> str:
+    """The remedy for plugins of which a run may have one: ``Keep one: --without b or --without a.``"""
+    options = []
     for kept in rivals:
         left_out = [other.name for other in rivals if other is not kept]
-        fixes.append(f"--without {','.join(left_out)}")
-    return f"{', '.join(others)} and {last}", f"Keep one: {' or '.join(fixes)}."
+        options.append(f"--without {','.join(left_out)}")
+    return f"Keep one: {' or '.join(options)}."
 
 
 def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collection[str], recipe: Recipe) -> None:
@@ -256,7 +267,7 @@ def check_declarations(plugin: Plugin, where: str) -> None:
             place=where,
             remedy="Call it first.",
         )
-    for name, default in _DECLARED.items():
+    for name, default in _DECLARATIONS.items():
         value = getattr(plugin, name)
         wants_tuple = isinstance(default, tuple) and isinstance(value, str | Mapping)
         wants_dict = isinstance(default, dict) and not isinstance(value, Mapping)
@@ -320,13 +331,13 @@ def _check_misspelled(plugin: Plugin, where: str) -> None:
         if issubclass(cls, Plugin) and cls is not Plugin:
             own |= vars(cls)
     for name, value in own.items():
-        if name in _DECLARED:
+        if name in _DECLARATIONS:
             continue
         meant = _find_similar(name)
         if meant is None or meant in own:
             continue
-        kind = type(_DECLARED[meant])
-        if isinstance(value, _LIKE.get(kind, kind)):
+        kind = type(_DECLARATIONS[meant])
+        if isinstance(value, _MEANT_TYPES.get(kind, kind)):
             raise PluginError(
                 f"its class has the attribute {name!r}, which is no declaration of a plugin.",
                 code="unknown-declaration",
@@ -341,10 +352,10 @@ def _check_misspelled(plugin: Plugin, where: str) -> None:
 @functools.cache
 def _find_similar(name: str) -> str | None:
     """The declaration whose name is similar to this one."""
-    for known in _DECLARED:
+    for known in _DECLARATIONS:
         if sorted(name) == sorted(known):  # two letters in the wrong order
             return known
-    close = difflib.get_close_matches(name, _DECLARED, n=1, cutoff=RESEMBLES)
+    close = difflib.get_close_matches(name, _DECLARATIONS, n=1, cutoff=RESEMBLES)
     return close[0] if close else None
 
 
@@ -396,7 +407,8 @@ def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], wh
     for hook in exclusive_hooks():
         rivals = main[hook]
         if len(rivals) > 1:
-            names, fix = _keep_one(rivals)
+            names = _names(rivals)
+            fix = _keep_one(rivals)
             raise PluginError(
                 f"plugins {names} both implement {hook}, but only the first would be called. {fix} An author can wrap "
                 "the other implementation (@hookimpl(wrapper=True)) or leave the hook to it (fallback_hooks = "

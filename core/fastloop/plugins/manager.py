@@ -109,28 +109,31 @@ class HookManager(pluggy.PluginManager):
 
     def _add_specs(self, plugins: Iterable[Plugin]) -> None:
         """Add the core's hooks and those of plugins. Several plugins may share one class or module of hooks."""
-        owners: dict[str, tuple[Any, str]] = {}
         declared = [(hookspecs, "fastloop")]
         for plugin in plugins:
-            declared.append((plugin.hookspecs, f"plugin {plugin.name!r}"))
+            if plugin.hookspecs is not None:
+                declared.append((plugin.hookspecs, f"plugin {plugin.name!r}"))
+        added: list[Any] = []  # classes and modules of hooks
+        owners: dict[str, str] = {}  # hook -> who declares it
         for namespace, owner in declared:
-            if namespace is None or any(namespace is other for other, _ in owners.values()):
+            if any(namespace is other for other in added):
                 continue
+            added.append(namespace)
             names = [name for name in dir(namespace) if self.parse_hookspec_opts(namespace, name) is not None]
             if not names:
                 raise PluginError(
                     "its `hookspecs` hold no function that is marked with fastloop.hookspec.",
                     code="no-hooks",
-                    place=str(owner),
+                    place=owner,
                 )
             for name in names:
                 if name in owners:
-                    _, other = owners[name]
+                    other = owners[name]
                     raise PluginError(
                         f"{owner} and {other} both declare the hook {name!r}. One of them must rename its own.",
                         code="hook-declared-twice",
                     )
-                owners[name] = (namespace, owner)
+                owners[name] = owner
             self.add_hookspecs(namespace)
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
@@ -279,7 +282,8 @@ class PluginSet:
 
     def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:
         """Each plugin that implements a hook, with a function that calls it, in call order."""
-        for impl in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
+        implementations = getattr(self.manager.hook, hook).get_hookimpls()  # pluggy: the last one is called first
+        for impl in reversed(implementations):
             if isinstance(impl.plugin, Plugin):
                 yield impl.plugin, make_caller(hook, [impl], True, self.manager.handle_error)
 

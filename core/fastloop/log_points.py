@@ -74,9 +74,10 @@ class LogPoint:
         return self._ordered(values)
 
     def _ordered(self, values: dict[str, float]) -> dict[str, float]:
-        values = {**values, **self.measured}
-        core = {name: values.pop(name) for name in CORE_NAMES if name in values}
-        return core | values
+        """All values, those of the core first."""
+        everything = {**values, **self.measured}
+        core = {name: everything[name] for name in CORE_NAMES if name in everything}
+        return core | everything  # the names of the core keep their places
 
 
 def start(run: Run) -> None:
@@ -97,7 +98,7 @@ def after_step(run: Run, loss: Tensor) -> None:
         return
     if run.processes.is_main:
         scalars.values.setdefault("train/loss", []).append(loss)
-    if run.state.step % run.recipe.train.log_every:
+    if run.state.step % run.recipe.train.log_every != 0:
         return
     log_pending(run)
     before = scalars.mark
@@ -106,7 +107,9 @@ def after_step(run: Run, loss: Tensor) -> None:
     elapsed = max(now.seconds - before.seconds, 1e-9)
     if run.is_main:
         lr = run.optimizer.param_groups[0]["lr"]  # other groups may have other rates
-        scalars.values["train/lr"] = [lr.to(run.device, non_blocking=True) if isinstance(lr, Tensor) else lr]
+        if isinstance(lr, Tensor):
+            lr = lr.to(run.device, non_blocking=True)
+        scalars.values["train/lr"] = [lr]
     measured = {
         "train/samples_per_second": (now.samples - before.samples) / elapsed,
         "train/tokens_per_second": (now.tokens - before.tokens) / elapsed,

@@ -141,17 +141,23 @@ def execute(run: Run) -> dict[str, Any]:
             )
     except BaseException as error:
         log_points.log_after_error(run)
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        if not stopped:
+        is_stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        if not is_stopped:
             run.saver.wait()  # so that the run can resume from this checkpoint
-        try:
-            with explain_errors(run):
-                run_summary.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
-        except FastloopError as summary_error:  # raise the original error instead
-            if str(summary_error) != str(error):
-                log.error(summary_error.problem)
+        _summarize_after_error(run, "stopped" if is_stopped else "failed", error)
         raise
     return run._summary
+
+
+def _summarize_after_error(run: Run, status: str, error: BaseException) -> None:
+    """Write the summary of a run that an error ended. An error of the summary is only logged, unless it is the same
+    one."""
+    try:
+        with explain_errors(run):
+            run_summary.summarize(run, status, str(error) or type(error).__name__)
+    except FastloopError as summary_error:
+        if str(summary_error) != str(error):
+            log.error(summary_error.problem)
 
 
 @contextmanager
@@ -200,7 +206,8 @@ def _teardown(run: Run) -> BaseException | None:
             else:
                 text = str(failure) or f"plugin {plugin.name!r} was stopped in teardown by {type(error).__name__}."
                 log.error(Problem(text, code="plugin-crashed"))
-            first = first or failure
+            if first is None:
+                first = failure
     return first
 
 

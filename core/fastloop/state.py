@@ -134,6 +134,7 @@ class Batch:
     unreadable: tuple[tuple[int, str], ...] = ()
     stream_digest: str = ""
     drawn: int = 0
+    # whether ``pin_memory`` gathers the small tensors of ``inputs``, and the tensor that it gathers them in
     _in_one_copy: bool = field(default=False, init=False, repr=False, compare=False)
     _buffer: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 

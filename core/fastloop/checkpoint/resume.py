@@ -94,7 +94,7 @@ def refuse_errors(text: str, kinds: tuple[type[Exception], ...] = MALFORMED) -> 
     """Turn errors of these kinds into a CheckpointError.
 
     Args:
-        text: The begin of the message, before the type and the text of the error.
+        text: The beginning of the message, before the type and the text of the error.
     """
     try:
         yield

@@ -139,6 +139,9 @@ class Stream(IterableDataset[Any]):
     def _share_out(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
         """The samples of this reader's micro-batches, from a dataset that every reader iterates as a whole.
 
+        Reader 1 of 2 has the micro-batches 1, 3, 5 and so on. If an incomplete last step is dropped, and a step has 4
+        micro-batches, it yields 1 and 3 once micro-batch 3 was read in full.
+
         Args:
             reader: Index of this reader among those of all processes.
             readers: Number of readers.
@@ -210,7 +213,7 @@ class Stream(IterableDataset[Any]):
         With 5 micro-batches on 3 processes, processes 0 and 1 have two of them, and process 2 has one. The filler takes
         the place of a sixth micro-batch, so the reader yields it whose turn that would be.
         """
-        missing = -micro_batches % self.world_size
+        missing = -micro_batches % self.world_size  # 1 for 5 micro-batches on 3 processes
         places = range(micro_batches, micro_batches + missing)
         return any(place % readers == reader for place in places)
 

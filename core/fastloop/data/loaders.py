@@ -239,7 +239,8 @@ class Loaders:
             size: Samples of a micro-batch on one process.
             pieces: Number of micro-batches to cut each micro-batch of ``Settings.split`` into.
         """
-        (self.train if split == TRAIN else self.evaluation[split]).close()
+        before = self.train if split == TRAIN else self.evaluation[split]
+        before.close()
         loader = self._build_loader(split, size, pieces)
         if split == TRAIN:
             self.train = loader

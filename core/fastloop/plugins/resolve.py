@@ -96,17 +96,19 @@ def check_requirements(resolved: ResolvedRecipe, machine: hardware.Machine | Non
     for plugin in resolved.plugins:
         for need in plugin.requirements:
             missing = need.missing(plugin, machine)
-            if missing:
-                problem, _, advice = missing.removesuffix(".").partition(". ")
-                remedy = f"Leave it out: `--without {plugin.name}`."
-                if advice:
-                    remedy = f"{advice}. Or leave it out: `--without {plugin.name}`."
-                raise PluginError(
-                    f"plugin {plugin.name!r} {problem}.",
-                    code="requirement-missing",
-                    place=recipe.where,
-                    remedy=remedy,
-                )
+            if not missing:
+                continue
+            # "needs peft, which is not installed. Install it: `pip install peft`."
+            problem, _, advice = missing.removesuffix(".").partition(". ")
+            remedy = f"Leave it out: `--without {plugin.name}`."
+            if advice:
+                remedy = f"{advice}. Or leave it out: `--without {plugin.name}`."
+            raise PluginError(
+                f"plugin {plugin.name!r} {problem}.",
+                code="requirement-missing",
+                place=recipe.where,
+                remedy=remedy,
+            )
 
 
 # -- plugins that select others ----------------------------------------------------------------------------------------

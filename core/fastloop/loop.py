@@ -265,7 +265,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         with region("clip"):
             grad_norm = run.strategy.clip_gradients(run, max_norm)
     run._gradient_norm = grad_norm
-    run._gradients_are_final = True  # from here until the optimizer steps, run.gradient_norm() may be called
+    run._gradients_are_final = True
     if run._is_log_point:
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
     run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)

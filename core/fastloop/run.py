@@ -1,4 +1,5 @@
-"""The context that hooks receive: the parts of one execution of a recipe. Only ``lifecycle`` sets its fields."""
+"""The context that hooks receive: the parts of one execution of a recipe. ``lifecycle`` sets its fields, and ``loop``
+those of the current step."""
 
 from __future__ import annotations
 
@@ -135,16 +136,17 @@ class Run:
             enabled=any(plugins.each("log_scalars")),
             needed_at_once=any(plugin.waits_for_scalars for plugin in plugins),
         )
-        self._pending_log_point: LogPoint | None = None
-        self._is_log_point = False  # whether a log point follows the step that is computed
-        self.updates = 0
         self.is_recording = False
+        # set by the loop
         self.steps_to_compare = 0
         self._weights_before: dict[str, Tensor] = {}  # a part of each, until the processes compared them
+        self.updates = 0
         self._totals: StepTotals | None = None  # of the current step
-        # whether the gradients of an update are clipped, and not applied yet; the loop sets it and the norm
-        self._gradients_are_final = False
-        self._gradient_norm: Tensor | None = None
+        self._is_log_point = False  # whether a log point follows the current step
+        self._gradients_are_final = False  # from clipping to the optimizer's step, where gradient_norm may be called
+        self._gradient_norm: Tensor | None = None  # of the current update; None: it was not computed yet
+        self._pending_log_point: LogPoint | None = None
+        # set by ``close_after`` and ``execute``
         self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
         self._summary: dict[str, Any] | None = None
         self._exported = False

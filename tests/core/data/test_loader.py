@@ -1,9 +1,8 @@
-"""Data: every sample exactly once an epoch, in one order, for any number of processes and workers."""
+"""Batches of a loader: map-style datasets, streams, steps that a plugin splits, samples that are read ahead."""
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,83 +10,12 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, TensorDataset, get_worker_info
 
-from fastloop import Batch, RecipeError, Settings
-from fastloop.data import Loader, StepSampler
+from fastloop import Batch, Settings
+from fastloop.data import Loader
 from fastloop.data.datasets import fingerprint
-from fastloop.data.loaders import divide_step
 from fastloop.data.sampler import AHEAD
 from fastloop.errors import DataError
-from fastloop.recipe import make_recipe
 from fastloop.testing import expect_problem
-
-SIZES = [1, 3, 7, 8, 16, 23, 67]
-SPLITS = [
-    (8, 8, 1),
-    (8, 2, 1),
-    (8, 4, 2),
-    (8, 2, 2),
-    (8, 1, 4),
-    (8, 2, 4),
-    (6, 1, 3),
-    (1, 1, 1),
-    (100, 25, 4),
-]
-"""Batch size, micro-batch size and number of processes."""
-
-
-def samplers(
-    size: int, split: tuple[int, int, int], epoch: int = 0, start: int = 0, shuffle: bool = True
-) -> list[list[Any]]:
-    """The draws of every process."""
-    batch, device_batch, world = split
-    draws = []
-    for rank in range(world):
-        sampler = StepSampler(size, batch, device_batch, rank, world, 123, shuffle)
-        sampler.set_position(epoch, start)
-        draws.append(list(sampler))
-    return draws
-
-
-def ledger(draws: list[list[Any]]) -> list[int]:
-    """All ids that count, in the order in which the run uses them: micro-step by micro-step, process by process."""
-    return [
-        index for micro_step in zip(*draws, strict=True) for draw in micro_step if not draw.is_filler for index in draw
-    ]
-
-
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_each_sample_is_drawn_exactly_once_an_epoch_in_the_same_order(split):
-    for size in SIZES:
-        for epoch in (0, 1):
-            drawn = ledger(samplers(size, split, epoch))
-            assert sorted(drawn) == list(range(size))
-            assert drawn == torch.randperm(size, generator=torch.Generator().manual_seed(123 + epoch)).tolist()
-        assert ledger(samplers(size, split, shuffle=False)) == list(range(size))
-
-
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_a_start_inside_the_epoch_gives_the_rest_of_its_order(split):
-    for size in SIZES:
-        whole = ledger(samplers(size, split, epoch=3))
-        for start in range(0, size, split[0]):
-            assert ledger(samplers(size, split, epoch=3, start=start)) == whole[start:]
-
-
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_processes_take_the_same_number_of_micro_steps_and_each_has_something_to_compute(split):
-    for size in SIZES:
-        draws = samplers(size, split)
-        assert len({len(draw) for draw in draws}) == 1
-        assert all(draw for process in draws for draw in process)
-        assert all(len(draw) <= split[1] for process in draws for draw in process)
-
-
-def test_resume_with_another_number_of_processes():
-    first = ledger([draws[:3] for draws in samplers(67, (8, 4, 2))])  # three steps of two processes
-    assert first + ledger(samplers(67, (8, 2, 4), start=24)) == ledger(samplers(67, (8, 8, 1)))
-
-
-# -- the loader --------------------------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[Any]):
@@ -300,63 +228,6 @@ def test_sample_error_names_index_and_dataset():
 
     with expect_problem("reading-failed OSError", DataError):
         list(loader(Bad(torch.arange(8))).batches())
-
-
-# -- batch sizes -------------------------------------------------------------------------------------------------------
-
-
-def sizes(batch: int, device: int | None = None) -> Any:
-    return make_recipe({"train": {"batch_size": batch, "micro_batch_size": device}})
-
-
-@pytest.mark.parametrize(
-    ("batch", "device", "world", "expected"),
-    [
-        (12, None, 1, (12, 1)),
-        (12, None, 4, (3, 1)),
-        (12, 3, 1, (3, 4)),
-        (12, 3, 2, (3, 2)),
-        (12, 3, 4, (3, 1)),
-        (4, None, 4, (1, 1)),
-    ],
-)
-def test_accumulation_follows_from_batch_size_and_processes(batch, device, world, expected):
-    assert divide_step(sizes(batch, device), world) == expected
-
-
-@pytest.mark.parametrize(
-    ("batch", "device", "world", "found", "offered"),
-    [
-        (10, 4, 1, "4 (micro_batch_size) x 1 (processes)", "batch_size 8 or 12 or micro_batch_size 2 or 5"),
-        (12, 4, 2, "4 (micro_batch_size) x 2 (processes)", "batch_size 8 or 16 or micro_batch_size 2 or 3"),
-        (4, 8, 1, "8 (micro_batch_size) x 1 (processes)", "batch_size 8 or micro_batch_size 2 or 4"),
-        (13, None, 4, "the 4 processes", "batch_size 12 or 16"),
-        (3, None, 4, "the 4 processes", "batch_size 4"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(batch, device, world, found, offered):
-    with pytest.raises(RecipeError) as refused:
-        divide_step(sizes(batch, device), world)
-    assert (
-        str(refused.value)
-        == f"recipe: train.batch_size: {batch} is not a multiple of {found}. Nearest that are: {offered}."
-    )
-
-
-def test_suggested_batch_sizes_divide():
-    for batch, device, world in itertools.product(range(1, 25), (None, 1, 2, 3, 5, 8), (1, 2, 3, 4)):
-        try:
-            micro, steps = divide_step(sizes(batch, device), world)
-        except RecipeError as error:
-            offered = str(error).partition("Nearest that are: ")[2]
-            batches, _, devices = offered.partition(" or micro_batch_size ")
-            assert batches
-            for size in re.findall(r"\d+", batches):
-                divide_step(sizes(int(size), device), world)
-            for size in re.findall(r"\d+", devices):
-                divide_step(sizes(batch, int(size)), world)
-        else:
-            assert micro * steps * world == batch
 
 
 # -- steps that a plugin splits ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ are in ``fastloop_tools``, one folder each. The files around them::
     streams               # standard streams that are closed or full, or whose reader left
     usage                 # errors in the command line: unknown options, missing arguments
     summary, hook_timing  # tables at the end of a run
+    tables                # prints tables and pages: in the width of a terminal, unwrapped into a pipe
     quick_checks          # ``--fast-dev-run`` and ``--overfit``
     recipe_schema         # the JSON Schema of recipes
     option_table          # the options of a plugin, for `plugins` and the docs

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from fastloop.cli.tables import print_table
 from fastloop.plugins.hook_replacement import enclose
 from fastloop.plugins.plugin import Plugin
 
@@ -75,7 +76,6 @@ class HookTimer:
 
 def show_calls(timer: HookTimer) -> None:
     """Print the number and time of the calls of plugins' hooks in this process, in the order of their first calls."""
-    import rich
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -86,5 +86,5 @@ def show_calls(timer: HookTimer) -> None:
     for calls in timer.sorted_calls():
         microseconds = 1e6 * calls.seconds / calls.count
         table.add_row(calls.plugin, calls.hook, str(calls.count), f"{calls.seconds:.3f}", f"{microseconds:,.1f}")
-    rich.print(table)
+    print_table(table)
     typer.echo("Seconds on the host, without nested hooks.\n")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastloop.cli.tables import print_table
 from fastloop.plugins.installed import GROUP, name_and_version
 from fastloop.plugins.plugin import NOT_DECLARED, Device, Dtype, Package, Plugin, When, shown_numerics
 from fastloop.problem import clause
@@ -40,8 +41,6 @@ def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """List the installed plugins, or show one."""
-    import rich
-
     from fastloop.cli.messages import report_as_json
     from fastloop.plugins.installed import installed
 
@@ -56,7 +55,7 @@ def plugins(
         return
     packages = sorted({row.package for row in rows})
     for package in packages:
-        rich.print(package_table(package, [row for row in rows if row.package == package]))
+        print_table(package_table(package, [row for row in rows if row.package == package]))
         typer.echo()
     for text in packages_without_plugins():
         typer.echo(text)
@@ -289,7 +288,6 @@ def _requirements(cls: type[Plugin]) -> list[str]:
 
 def _show_declarations(cls: type[Plugin]) -> None:
     """Print a plugin's declarations as a table, without empty rows."""
-    import rich
     from rich.markup import escape
 
     hooks = [f"{hook} (wraps it)" if is_wrapper(cls, hook) else hook for hook in hooks_of(cls)]
@@ -310,12 +308,12 @@ def _show_declarations(cls: type[Plugin]) -> None:
         lines = [value for value in values if value]
         if lines:
             table.add_row(key, escape("\n".join(lines)))
-    rich.print("", table)
+    typer.echo()
+    print_table(table)
 
 
 def _show_options(options: Sequence[OptionInfo]) -> None:
     """Print a plugin's options as a table; nothing if it has none."""
-    import rich
     from rich.markup import escape
 
     if not options:
@@ -326,16 +324,23 @@ def _show_options(options: Sequence[OptionInfo]) -> None:
     for option in options:
         table.add_row(*(escape(cell) for cell in vars(option).values()))  # list[str] is no markup
     typer.echo()
-    rich.print(table)
+    print_table(table)
 
 
 def _wrapped(text: str) -> str:
-    """Paragraphs that fit the terminal. Lists and code keep their lines."""
-    import shutil
+    """Paragraphs that fit the terminal; into a file or a pipe, each is one line. Lists and code keep their lines."""
     import textwrap
 
-    width = shutil.get_terminal_size().columns
-    paragraphs = re.split(r"\n{2,}", text)
-    return "\n\n".join(
-        part if re.search(r"(?m)^(?: |[*-] )", part) else textwrap.fill(part, width) for part in paragraphs
-    )
+    import rich
+
+    console = rich.get_console()
+    shown = []
+    for paragraph in re.split(r"\n{2,}", text):
+        keeps_lines = re.search(r"(?m)^(?: |[*-] )", paragraph)
+        if keeps_lines:
+            shown.append(paragraph)
+        elif console.is_terminal:
+            shown.append(textwrap.fill(paragraph, console.width))
+        else:
+            shown.append(" ".join(paragraph.split()))
+    return "\n\n".join(shown)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fastloop.cli.tables import print_table
 from fastloop.metric_modes import direction
 from fastloop.problem import counted
 from fastloop.recipe import secrets
@@ -22,7 +23,6 @@ def show_summary(summary: Mapping[str, Any], folder: Path) -> None:
         summary: The content of ``summary.json``.
         folder: The run folder.
     """
-    import rich
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -30,7 +30,7 @@ def show_summary(summary: Mapping[str, Any], folder: Path) -> None:
     table.add_column(overflow="fold")
     for name, text in summary_rows(summary, folder).items():
         table.add_row(name, text)
-    rich.print(table)
+    print_table(table)
 
 
 def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:

@@ -26,6 +26,7 @@ from fastloop.cli.arguments import (
     numerics_classes,
     output_file,
 )
+from fastloop.cli.tables import print_markdown
 from fastloop.distributed import ranks, signals
 from fastloop.runtime import platform_support
 
@@ -283,9 +284,6 @@ def measure_ablation(
         output: Folder of the results; empty: one in runs/.
         command: The command line that repeats it, for the report.
     """
-    import rich
-    from rich.markdown import Markdown
-
     from fastloop.runtime.files import write
     from fastloop_tools.bench import report
     from fastloop_tools.bench.ablation import Bench
@@ -313,7 +311,7 @@ def measure_ablation(
         except (KeyboardInterrupt, signals.Stopped):
             typer.echo(f"The results so far are in {folder}.")
             raise
-    rich.print(Markdown(report.markdown(ablation_run.record)))
+    print_markdown(report.markdown(ablation_run.record))
     typer.echo(f"written to {folder}; chart: fastloop report {quote(str(folder))}")
     return complete
 

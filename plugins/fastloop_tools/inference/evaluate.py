@@ -14,6 +14,7 @@ import typer
 
 from fastloop.cli import ending, launch, startup
 from fastloop.cli.arguments import NoCode, With, Without, names, output_file
+from fastloop.cli.tables import print_table
 from fastloop.distributed import signals
 from fastloop.errors import UsageError
 from fastloop.problem import counted
@@ -293,7 +294,6 @@ def show_metrics(metrics: Mapping[str, float], classes: Mapping[str, str], sourc
         classes: Metric -> the class that it scores, for metrics of one of two classes.
         source: The split or file.
     """
-    import rich
     from rich.markup import escape
     from rich.table import Table
 
@@ -302,7 +302,7 @@ def show_metrics(metrics: Mapping[str, float], classes: Mapping[str, str], sourc
         scored = classes.get(name)
         of_class = f" of {scored}" if scored else ""
         table.add_row(escape(f"{source} {name}{of_class}"), f"{value:.4f}")
-    rich.print(table)
+    print_table(table)
 
 
 def show_classes(classes: list[dict[str, Any]], title: str) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rich
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -15,6 +14,7 @@ from rich.table import Table
 from fastloop.cli.arguments import RecipeArguments
 from fastloop.cli.messages import show_messages
 from fastloop.cli.option_table import describe
+from fastloop.cli.tables import print_table
 from fastloop.distributed import ranks
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.manager import PluginSet
@@ -126,7 +126,7 @@ def show_table(plugins: PluginSet) -> None:
         reasons = plugins.reasons[plugin.name].split("; ")
         short = "; ".join(reason.partition(":")[0] for reason in reasons)
         table.add_row(f"{number:>2}.", plugin.name, numerics_of(plugin), escape(short))
-    rich.print(table)
+    print_table(table)
 
 
 def show_plugin(number: int, plugin: Plugin, plan: Plan) -> None:

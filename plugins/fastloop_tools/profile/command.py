@@ -9,6 +9,7 @@ import typer
 
 from fastloop.cli import launch, startup
 from fastloop.cli.arguments import NoCode, Overrides, RecipeName, With, Without, names
+from fastloop.cli.tables import print_markdown
 from fastloop.distributed import ranks
 from fastloop.runtime.files import check_links
 
@@ -70,9 +71,6 @@ def profile(
 
 def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool:
     """Train the window, and write the page. Returns whether this process, the main one, has edits to suggest."""
-    import rich
-    from rich.markdown import Markdown
-
     from fastloop.runtime.files import write
     from fastloop.speedup_estimates import StepProfile
     from fastloop_tools.profile import page
@@ -97,6 +95,6 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     write(folder / "profile.md", text)
     write(folder / "profile.json", dump(page.record(profile, suggestions, refused)), hidden=True)
     write(folder / "profile.html", render(read([folder]), f"Profile of {name}"))
-    rich.print(Markdown(text))
+    print_markdown(text)
     typer.echo(f"written to {folder}; page: {folder / 'profile.html'}")
     return bool(suggestions)

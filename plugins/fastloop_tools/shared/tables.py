@@ -9,13 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fastloop.cli.tables import print_table
 from fastloop.recipe import secrets
 
 NARROWEST = 24
 """Characters that the wrapping column of a table keeps on a narrow terminal: two of ``train.lr=1e-3``."""
-
-LONGEST_LINE = 10_000
-"""Characters of a table's row in a file at most: more than any row has."""
 
 
 class Cell(NamedTuple):
@@ -53,9 +51,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | 
         wraps: The number of the column that wraps, -1 for the last one.
     """
     import rich
-    from rich.console import Console
     from rich.markup import escape
-    from rich.measure import Measurement
     from rich.table import Table
 
     console = rich.get_console()
@@ -72,18 +68,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | 
         )
     for row in rows:
         table.add_row(*map(escape, row))
-    needed = Measurement.get(console, console.options.update(max_width=LONGEST_LINE), table)
-    # a file or a pipe has no width, and a row that no terminal holds is better on two of its lines than cut
-    width = needed.minimum if console.is_terminal else needed.maximum
-    if width > console.width:
-        console = Console(file=console.file, width=width)
-    if console.is_terminal:
-        console.print(table)
-        return
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().removesuffix("\n").split("\n"):
-        print(line.rstrip(" "), file=console.file)  # rich pads the last column
+    print_table(table)
 
 
 def fold_head(name: str, width: int) -> str:

@@ -16,11 +16,13 @@ import pytest
 import typer
 import yaml
 from jsonschema import Draft202012Validator
+from rich.console import Console
 
 from fastloop import Plugin, hookimpl, hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import own, own_command, summary
 from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
+from fastloop.cli.tables import print_markdown
 from fastloop.plugins.installed import distribution_name, installed, load
 from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.testing import assert_problem
@@ -153,8 +155,8 @@ def test_plugins_are_listed_by_package_and_subpackage(cli):
     assert out.rstrip().endswith(f"https://github.com/topics/{KEYWORD}")
 
 
-def test_the_list_of_plugins_fits_80_columns(cli, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_list_of_plugins_fits_a_terminal_of_80_columns(cli, monkeypatch):
+    monkeypatch.setattr("rich._console", Console(width=80, force_terminal=True, color_system=None))
     _, out, _ = cli("plugins")
     assert max(map(len, out.splitlines())) <= 80
     assert "nn.Module" in out, "a summary ends with a sentence, not within a name"
@@ -288,3 +290,22 @@ def test_doctor_reports_environment(cli):
 def test_the_list_of_commands_reads_the_help_of_each_command():
     for name, point in own().items():
         assert summary(point).split() == own_command(name).help.split(), name
+
+
+@pytest.mark.parametrize("words", [["plugins"], ["plugins", "lora"], ["plan", "quickstart"]], ids=" ".join)
+def test_rows_of_a_table_are_single_lines_in_a_pipe(cli, monkeypatch, words):
+    """The width of the terminal behind the pipe does not matter."""
+    shown = []
+    for width in ("40", "400"):
+        monkeypatch.setenv("COLUMNS", width)
+        monkeypatch.setattr("rich._console", None)
+        code, out, err = cli(*words)
+        assert code == 0, err
+        shown.append(out)
+    assert shown[0] == shown[1]
+
+
+def test_a_page_of_markdown_is_as_it_is_in_a_pipe(capsys):
+    page = "# Results\n\n| plugin | verdict |\n|---|---|\n| amp | " + "faster " * 30 + "|\n"
+    print_markdown(page)
+    assert capsys.readouterr().out == page

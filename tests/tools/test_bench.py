@@ -381,8 +381,9 @@ def test_bench_reports_failing_plugin_as_row_and_continues(recipe, bench):
         (({"honest": {"lr": 1}},), (), "unknown-option plugins.honest.lr"),
         (("honest",), ("--variants", "honset"), "unknown-plugin 'honest'"),
         (("honest",), ("data.module=nowhere.py:data",), "file-missing nowhere.py"),
+        (("honest",), ("output=elsewhere",), "no-effect output=elsewhere --output elsewhere"),
     ],
-    ids=["no plugin", "twice", "requires", "option", "ablation", "data"],
+    ids=["no plugin", "twice", "requires", "option", "ablation", "data", "output"],
 )
 def test_bench_rejects_invalid_recipe_before_measuring(recipe, bench, plugins, arguments, expected):
     code, out, record = bench(recipe(*plugins), *SHORT, *arguments)

@@ -166,10 +166,14 @@ def test_profile_names_lagging_process_with_reason(recipe):
     assert len(record["profile"]["ranks"]) == 2
 
 
-def test_too_few_steps_are_refused(recipe, profile):
-    code, out, _ = profile(recipe(), "--steps", "0")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--steps", "0"], "--steps"), (["output=elsewhere"], "give --output elsewhere instead")],
+)
+def test_a_wrong_argument_is_refused(recipe, profile, arguments, expected):
+    code, out, _ = profile(recipe(), *arguments)
     assert code == 2
-    assert "--steps" in out
+    assert expected in out
 
 
 # -- estimates, from figures -------------------------------------------------------------------------------------------

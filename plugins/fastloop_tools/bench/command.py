@@ -115,6 +115,7 @@ def bench(
     from fastloop_plugins._time import parse_time
     from fastloop_tools.bench.ablation import AblationSettings
     from fastloop_tools.shared.command_lines import command_line
+    from fastloop_tools.shared.output_folders import refuse_output_override
     from fastloop_tools.trials.measuring_process import Window
 
     if ranks.world_size() > 1:
@@ -138,6 +139,7 @@ def bench(
             loaded = load(recipe, overrides, names(with_), without)
             write_fastest(loaded, Path(select), classes, seconds_allowed, window, environment, names(without))
             return
+        refuse_output_override(overrides or ())
         settings = AblationSettings(
             warmup=5 if warmup is None else warmup,
             steps=30 if steps is None else steps,

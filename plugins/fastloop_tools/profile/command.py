@@ -43,9 +43,10 @@ def profile(
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
     from fastloop_tools.shared.command_lines import command_line, option_words
-    from fastloop_tools.shared.output_folders import make_output_folder
+    from fastloop_tools.shared.output_folders import make_output_folder, refuse_output_override
     from fastloop_tools.trials.measuring_process import Window
 
+    refuse_output_override(overrides or ())
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)
     folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")

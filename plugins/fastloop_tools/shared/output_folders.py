@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 from fastloop.errors import UsageError
 from fastloop.problem import clause
@@ -49,3 +50,20 @@ def make_output_folder(folder: Path, option: str = "--output") -> None:
     with explain_output_errors(folder, option):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+
+
+def refuse_output_override(overrides: Iterable[str]) -> None:
+    """Refuse the override ``output=FOLDER`` in a command that leaves no run folder: its results have ``--output``.
+
+    Raises:
+        UsageError: The override is given.
+    """
+    for override in overrides:
+        key, _, folder = override.partition("=")
+        if key == "output":
+            raise UsageError(
+                "this key of a recipe names the run folder, and this command leaves none.",
+                code="no-effect",
+                place=override,
+                remedy=f"For the folder of the results, give --output {quote(folder)} instead.",
+            )

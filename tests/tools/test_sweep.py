@@ -307,6 +307,9 @@ def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
     assert found["points"][0]["mean"] == fmean(ours)
     assert found["points"][0]["deviation"] == stdev(ours)
     assert "failed: width-13_seed-123" in done.stdout
+    finished = re.findall(r"^completed: validation loss .*accuracy .*; summary: (.*)$", done.stdout, re.MULTILINE)
+    assert finished == ["run/width-4_seed-123/summary.json", "run/width-4_seed-124/summary.json"]
+    assert "peak" not in done.stdout, "a run has no table of its own"
 
     alone = fastloop(
         "train", "recipe.yaml", "model.arguments.width=4", "train.seed=124", "output=alone", "--without", "progress"

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.cli.messages import print_error
+from fastloop.cli.summary import BRIEF_VARIABLE
 from fastloop.distributed.ranks import LOOPBACK, world_size
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
 from fastloop.errors import UsageError
@@ -48,7 +49,15 @@ def options() -> str:
     return launch_options
 
 
-def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, master: str | None, output: Path) -> int:
+def launch(
+    arguments: Sequence[str],
+    nproc: int,
+    nnodes: int,
+    node_rank: int,
+    master: str | None,
+    output: Path,
+    brief: bool = False,
+) -> int:
     """Run ``fastloop ARGUMENTS`` in ``nproc`` processes and wait for all of them.
 
     Args:
@@ -57,6 +66,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         master: HOST:PORT on machine 0; None: there is only this machine.
         output: The run folder. If it contains a checkpoint, the message about a killed process includes the command to
             resume.
+        brief: Print a line at the end of the run, and not the table of its results.
 
     Returns:
         0, or the exit code of the process that failed or stopped first; 128 + n for signal n.
@@ -74,6 +84,8 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     for local_rank in range(nproc):
         environment = os.environ | process_variables(local_rank, nproc, host, port, nnodes, node_rank)
         environment[LAUNCHER] = f"{os.getpid()} {launch_options}"
+        if brief:
+            environment[BRIEF_VARIABLE] = "1"
         processes.append(subprocess.Popen(command, env=environment))
     failed = _wait(processes)
     if failed is None:

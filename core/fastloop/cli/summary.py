@@ -1,10 +1,13 @@
-"""The table at the end of a run."""
+"""The table at the end of a run, or one line in its place, for a run of a sweep."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import typer
 
 from fastloop.cli.tables import print_table
 from fastloop.metric_modes import direction
@@ -14,6 +17,8 @@ from fastloop.splits import EVALUATED, VALIDATION
 
 PHASES = ("train", "evaluate", "save", "startup", "compile")
 """Phases whose seconds the table shows."""
+BRIEF_VARIABLE = "FASTLOOP_BRIEF_SUMMARY"
+"""Environment variable of processes whose run ends with a line in place of the table: ``launch`` sets it to 1."""
 
 
 def show_summary(summary: Mapping[str, Any], folder: Path) -> None:
@@ -31,6 +36,25 @@ def show_summary(summary: Mapping[str, Any], folder: Path) -> None:
     for name, text in summary_rows(summary, folder).items():
         table.add_row(name, text)
     print_table(table)
+
+
+def is_brief() -> bool:
+    """Whether the run of this process ends with a line in place of the table: a sweep has many runs."""
+    return os.environ.get(BRIEF_VARIABLE) == "1"
+
+
+def show_line(summary: Mapping[str, Any], folder: Path) -> None:
+    """Print a run in one line: ``finished: validation loss 0.3349, accuracy 0.8750; 226 steps; summary: FILE``.
+
+    Args:
+        summary: The content of ``summary.json``.
+        folder: The run folder.
+    """
+    rows = summary_rows(summary, folder)
+    parts = [f"{name} {rows[name]}" for name in (*EVALUATED, "best") if name in rows]
+    parts.append(counted(summary["steps"], "step"))
+    parts.append(f"summary: {folder / 'summary.json'}")
+    typer.echo(f"{rows['status']}: {'; '.join(parts)}")
 
 
 def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:

@@ -142,7 +142,7 @@ def _train_and_report(resolved: ResolvedRecipe, resume: Path | None, trace_hooks
     from fastloop.cli.ending import end
     from fastloop.cli.hook_timing import HookTimer, show_calls
     from fastloop.cli.startup import start_run
-    from fastloop.cli.summary import show_summary
+    from fastloop.cli.summary import is_brief, show_line, show_summary
     from fastloop.plugins.hook_replacement import replace
 
     timer = HookTimer()
@@ -157,9 +157,12 @@ def _train_and_report(resolved: ResolvedRecipe, resume: Path | None, trace_hooks
     if run.is_main:
         if trace_hooks:
             show_calls(timer)
-        show_summary(summary, run.folder)
-        if run.interrupted:
-            _show_stop(run, command)
+        if is_brief():
+            show_line(summary, run.folder)
+        else:
+            show_summary(summary, run.folder)
+            if run.interrupted:
+                _show_stop(run, command)
     return end(run)
 
 

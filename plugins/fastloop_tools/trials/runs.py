@@ -129,7 +129,7 @@ class SweepSettings:
         if self.base.plugins.get("remote-output", False) is not False:  # its own folder at the URL
             own.append(f"plugins.remote-output.folder={json.dumps(f'{output.absolute().parent.name}/{output.name}')}")
         resume = ["--resume="] if checkpoints(output) else []
-        code = launch.launch(["train", *self.words, *own, *resume], self.nproc, 1, 0, None, output)
+        code = launch.launch(["train", *self.words, *own, *resume], self.nproc, 1, 0, None, output, brief=True)
         run.status = "failed"
         if code == 0:
             run.status = "finished"

@@ -565,6 +565,27 @@ def check_that_a_card_cuts_texts(folder: Path) -> None:
     assert names["outputs"][0].shape == (2, len(CLASSES))
 
 
+@pytest.mark.parametrize("form", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_the_code_of_a_card_gives_the_probabilities_of_predict(tmp_path, cli, form):
+    """Also of a text that training cuts before the limit of the model."""
+    recipe = write_recipe(tmp_path)
+    data = yaml.safe_load(recipe.read_text())["data"] | {"max_length": 6}
+    train(write_sections(recipe, data=data))
+    export(cli, tmp_path / "run", "--to", form, "--out", "exported")
+    text = "a dull film number 3 indeed lovely superb fine lovely superb fine"
+    page = Path("exported/README.md")
+    assert "cut at 6 tokens" in page.read_text()
+    page.write_text(page.read_text().replace("a second one", text))
+    names = load_by_card(page.parent)
+    assert names["inputs"]["input_ids"].shape == (2, 6)
+    logits = names["outputs"].logits if form == "safetensors" else torch.from_numpy(names["outputs"][0])
+    code, out, err = cli("predict", str(tmp_path / "run"), text)
+    assert code == 0, err
+    predicted = json.loads(out.splitlines()[-1])
+    probabilities = [predicted[f"probability_{name}"] for name in CLASSES]
+    assert logits.softmax(1)[1].tolist() == pytest.approx(probabilities, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_the_code_of_a_card_gives_pairs_of_texts_to_a_model_of_two_columns(tmp_path, cli):
     recipe = write_recipe(tmp_path)

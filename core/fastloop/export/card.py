@@ -49,6 +49,7 @@ class ModelCard:
         architecture: The class of the model, such as ``BertForTokenClassification``; None: that of ``config.json``.
         labels: Class id -> name; empty: the model does not classify.
         tokenized: See ``tokenized_columns``.
+        max_length: See ``tokens_of_text``.
     """
 
     title: str
@@ -58,6 +59,7 @@ class ModelCard:
     architecture: str | None = None
     labels: dict[int, str] = field(default_factory=dict)
     tokenized: Sequence[str] = ("text",)
+    max_length: int | None = None
 
     def render(self, folder: Path) -> str:
         """The page in Markdown, for the files in a folder."""
@@ -65,6 +67,8 @@ class ModelCard:
         form = "adapter" if library == "peft" else "safetensors"
         lines = head_of_page(library, self.title, form, self.base, self.task)
         lines += ["```python", *code, "```", ""]
+        if self.max_length is not None and self.tokenizer_call("pt") in code:
+            lines += [self.describe_probabilities(), ""]
         if self.labels:
             lines += [*label_table(self.labels), ""]
         return "\n".join(lines)
@@ -102,6 +106,25 @@ class ModelCard:
             names.append("AutoImageProcessor")
             lines.append("processor = AutoImageProcessor.from_pretrained(folder)")
         return "transformers", [f"from transformers import {', '.join(sorted(names))}", "", *lines]
+
+    def tokenizer_call(self, tensors: str) -> str:
+        """The line of code that tokenizes two texts.
+
+        Args:
+            tensors: ``return_tensors`` of the tokenizer.
+        """
+        limit = ""
+        if self.max_length is not None:
+            limit = f", max_length={self.max_length}"
+        texts = texts_to_tokenize(self.tokenized)
+        return f'inputs = tokenizer({texts}, padding=True, truncation=True{limit}, return_tensors="{tensors}")'
+
+    def describe_probabilities(self) -> str:
+        """The length of texts, and how the probabilities of a classifier compare with those of `fastloop predict`."""
+        return (
+            f"Texts are cut at {self.max_length} tokens, as in training (`data.max_length`). The probabilities equal "
+            "those of `fastloop predict --without amp`, up to rounding in float32."
+        )
 
     def _adapter_code(self, folder: Path, place: str) -> list[str]:
         base = read_json_object(folder / "adapter_config.json").get("base_model_name_or_path") or self.base
@@ -147,8 +170,7 @@ class ModelCard:
         if auto == "AutoModelForCausalLM" and has_chat_template(folder):
             lines += CHAT.splitlines()
         elif auto == "AutoModelForSequenceClassification" and len(self.labels) > 1:
-            texts = texts_to_tokenize(self.tokenized)
-            lines += ["", f'inputs = tokenizer({texts}, padding=True, truncation=True, return_tensors="pt")']
+            lines += ["", self.tokenizer_call("pt")]
             lines.append("outputs = model(**inputs)")
             several = config.get("problem_type") == "multi_label_classification"
             lines += PRINT_CLASSES.splitlines() if several else PRINT_CLASS.splitlines()
@@ -186,6 +208,17 @@ def tokenized_columns(data: Mapping[str, Any], folder: Path) -> list[str]:
     if isinstance(columns, list) and len(columns) == 2 and read_json_object(file).get("sep_token"):
         return [str(column) for column in columns]
     return ["text"]
+
+
+def tokens_of_text(data: Mapping[str, Any], folder: Path) -> int | None:
+    """``data.max_length``: the tokens that a run reads of a text at most. None: the recipe leaves it out, or the folder
+    has no tokenizer.
+
+    The exported tokenizer cuts at the limit of the model, so that a later run may read longer texts.
+    """
+    length = data.get("max_length")
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return length if has_tokenizer and isinstance(length, int) else None
 
 
 def texts_to_tokenize(columns: Sequence[str]) -> str:

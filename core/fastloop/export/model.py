@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.checkpoint.store import save_tensors
-from fastloop.export.card import ModelCard, is_own, tokenized_columns
+from fastloop.export.card import ModelCard, is_own, tokenized_columns, tokens_of_text
 from fastloop.export.earlier_files import find_exported, remove_unwritten
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import files
@@ -63,6 +63,7 @@ def make_card(run: Run, folder: Path) -> ModelCard:
         architecture=type(model).__name__ if config is not None else None,
         labels={int(index): str(label) for index, label in labels.items()},
         tokenized=tokenized_columns(run.recipe.data, folder),
+        max_length=tokens_of_text(run.recipe.data, folder),
     )
 
 

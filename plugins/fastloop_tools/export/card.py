@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastloop.export.card import ModelCard, head_of_page, label_table, texts_to_tokenize
+from fastloop.export.card import ModelCard, head_of_page, label_table
 
 if TYPE_CHECKING:
     from fastloop_tools.export.onnx_model import Exported
@@ -43,21 +43,24 @@ def onnx_card(card: ModelCard, exported: Exported, several_labels: bool = False)
     if classifies and len(labels) > 1:
         printed = (PRINT_CLASSES if several_labels else PRINT_CLASS).splitlines()
     inputs = [key for key, _, _ in exported.inputs]
-    lines += ["```python", *_code(card.name, inputs, card.tokenized, printed), "```", ""]
+    code = _code(card, inputs, printed)
+    lines += ["```python", *code, "```", ""]
+    if printed and card.max_length is not None and card.tokenizer_call("np") in code:
+        lines += [card.describe_probabilities(), ""]
     if labels:
         lines += [*label_table(labels), ""]
     return "\n".join(lines)
 
 
-def _code(name: str, inputs: list[str], tokenized: Sequence[str], printed: Sequence[str]) -> list[str]:
+def _code(card: ModelCard, inputs: list[str], printed: Sequence[str]) -> list[str]:
     """The lines that load the model and run it: on texts, if the tokenizer makes all of its inputs.
 
     Args:
         printed: Lines that print the classes of texts, with ``AutoConfig``; empty: the model does not classify texts.
     """
-    place = f"folder = {json.dumps(name)}"
+    place = f"folder = {json.dumps(card.name)}"
     session = 'session = onnxruntime.InferenceSession(f"{folder}/model.onnx")'
-    if not tokenized or not TOKENIZER_INPUTS.issuperset(inputs):
+    if not card.tokenized or not TOKENIZER_INPUTS.issuperset(inputs):
         arrays = ", ".join(f'"{key}": {key}' for key in inputs)
         return ["import onnxruntime", "", place, session, f"outputs = session.run(None, {{{arrays}}})  # numpy arrays"]
     return [
@@ -67,7 +70,7 @@ def _code(name: str, inputs: list[str], tokenized: Sequence[str], printed: Seque
         place,
         session,
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f'inputs = tokenizer({texts_to_tokenize(tokenized)}, padding=True, truncation=True, return_tensors="np")',
+        card.tokenizer_call("np"),
         f"outputs = session.run(None, {{name: inputs[name] for name in {json.dumps(inputs)}}})",
         *printed,
     ]

@@ -14,7 +14,7 @@ import typer
 from fastloop.cli.arguments import NoCode, With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
-from fastloop.export.card import BASE_CONFIG, ModelCard, is_own, rename, tokenized_columns
+from fastloop.export.card import BASE_CONFIG, ModelCard, is_own, rename, tokenized_columns, tokens_of_text
 from fastloop_tools.inference.evaluate import Arguments, Target
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ def write_export(recipe: Recipe, model_folder: Path, destination: Path, to: str,
         task=task,
         labels=read_labels(config),
         tokenized=tokenized_columns(recipe.data, destination),
+        max_length=tokens_of_text(recipe.data, destination),
     )
     write_readme(destination, card, exported)
     return "" if exported is None else str(exported)

@@ -34,6 +34,7 @@ from fastloop.checkpoint.form import check_form
 from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
+from fastloop.distributed.tensors import total_norm
 from fastloop.evaluation_results import evaluating
 from fastloop.plugins.declared_options import options_of
 from fastloop.recipe import Train
@@ -48,7 +49,7 @@ ACCEPT = (
     "CHANGELOG.md, and follow docs/stability.md, which states how a name is deprecated before it changes or goes."
 )
 NOTHING = "(none)"
-FUNCTIONS = (check_form, evaluating, preserve_random_states, random_states, restore_random_states)
+FUNCTIONS = (check_form, evaluating, preserve_random_states, random_states, restore_random_states, total_norm)
 """Public functions for plugins: docs/loop.md and docs/write-a-plugin.md describe them."""
 
 

@@ -25,7 +25,10 @@ Options of loss and metrics:
           threshold: 0.3          # above it, predict the positive class
 
 ``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training
-labels. ``f1`` follows scikit-learn: of the positive class with two classes, else the mean over the classes. Without
+labels. With several labels for each text, a class's weight is torch's ``pos_weight``, which multiplies the loss of the
+texts that have the class. ``balanced`` is then ``(N - count) / count``.
+
+``f1`` follows scikit-learn: of the positive class with two classes, else the mean over the classes. Without
 ``positive``, it is the second in sorted order. The table at the end of a run names it.
 """
 
@@ -146,7 +149,7 @@ class TextClassification(TwoClassOptions, TextTask):
         if "labels" not in batch.fixed:  # texts to predict: any labels, because nothing reads the loss
             sets = [len(self.order.names)] if self.data.label_type == "classes" else []
             batch.fixed["labels"] = torch.zeros(len(samples), *sets, dtype=torch.float32 if sets else torch.int64)
-        elif self.criterion.weights is not None:
+        elif self.criterion.weights is not None and self.data.label_type == "class":
             return replace(batch, loss_weight=self.criterion.weight_of(batch.fixed["labels"]))
         return batch
 

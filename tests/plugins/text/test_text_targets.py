@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,32 @@ def test_regression_equals_a_plain_loop(config):
     assert_same(run.unwrap_model().state_dict(), theirs)
 
 
+@pytest.mark.parametrize("weights", [None, "balanced", {"insult": 1.0, "toxic": 3.0, "spam": 0.5}], ids=str)
 @pytest.mark.parametrize("section", [COLUMNS, LISTS], ids=["columns", "lists"])
-def test_multi_label_equals_a_plain_loop(section):
+def test_multi_label_equals_a_plain_loop(section, weights):
+    """The weight of a class is torch's ``pos_weight``."""
     folder = pretrained(TASK, BERT, section)
     names = list(AutoConfig.from_pretrained(folder).id2label.values())
     assert names == (section["label"] if section is COLUMNS else sorted(NAMES))
-    theirs = plain_loop(folder, [texts()], flags(rows(40), names), binary_cross_entropy_with_logits, 24)
-    assert_same(trained({"name": folder}, section).unwrap_model().state_dict(), theirs)
+    targets = flags(rows(40), names)
+    of_ones = None
+    if weights == "balanced":
+        of_ones = (40 - targets.sum(0)) / targets.sum(0)
+    elif weights is not None:
+        of_ones = torch.tensor([weights[name] for name in names])
+    loss = partial(binary_cross_entropy_with_logits, pos_weight=of_ones)
+    theirs = plain_loop(folder, [texts()], targets, loss, 24)
+    run = trained({"name": folder}, section, [{TASK: {"loss": {"class_weights": weights}}}])
+    assert_same(run.unwrap_model().state_dict(), theirs)
+
+
+def test_balanced_needs_samples_with_and_without_each_class():
+    kept = [{"text": f"film {index}", "toxic": index % 2, "insult": 0, "spam": 1} for index in range(8)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    for columns, expected in ((["toxic", "insult"], "no 'insult'"), (["toxic", "spam"], "every 'spam'")):
+        section = {"files": {"train": "train.jsonl"}, "label": columns, "max_length": 24}
+        with expect_problem(f"empty-class loss.class_weights balanced {expected}", RecipeError):
+            make_run({TASK: {"loss": {"class_weights": "balanced"}}}, SCRATCH, section)
 
 
 @pytest.mark.slow
@@ -284,8 +304,8 @@ def test_a_class_that_training_lacks_is_refused():
         ),
         (
             COLUMNS,
-            {"loss": {"name": "cross_entropy", "class_weights": "balanced"}},
-            "unknown-option",
+            {"loss": {"class_weights": "balanced", "label_smoothing": 0.1}},
+            "unknown-option data.label_type class_weights",
         ),
         (NUMBERS, {"threshold": 0.5}, "unknown-option data.label_type"),
     ],

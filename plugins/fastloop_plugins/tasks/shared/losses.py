@@ -16,6 +16,7 @@ from fastloop.plugins.plugin import hookimpl
 from fastloop.problem import typed_clause
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from fastloop import Run
@@ -129,10 +130,11 @@ class ClassLoss:
         self, labels: Callable[[], Any] | None, names: Sequence[str] | None = None, dataset: Any = None
     ) -> None:
         """Compute ``weights``. ``balanced`` is ``N / (C * count)``, as in scikit-learn, with the counts of the training
-        split.
+        split; for sets of classes, it is ``(N - count) / count``.
 
         Args:
-            labels: Returns the classes of the training samples, int64; None: the training split is not read.
+            labels: Returns the classes of the training samples, (N,) int64, or the sets of classes, (N, C) of 0.0 and
+                1.0; None: the training split is not read.
             names: The classes' names; None: unknown, and as many as ``balanced`` finds or the list has.
             dataset: The dataset of these samples, for ``follow``.
 
@@ -175,7 +177,11 @@ class ClassLoss:
                 )
             )
             return
-        counts = torch.bincount(torch.as_tensor(labels()), minlength=len(names or ()))
+        classes = torch.as_tensor(labels())
+        if classes.dim() == 2:  # 0.0 and 1.0 for each class
+            self._balance_sets(classes, names or ())
+            return
+        counts = torch.bincount(classes, minlength=len(names or ()))
         if not counts.all():
             raise RecipeError(
                 f"class {int(counts.argmin())} has no training sample.",
@@ -184,6 +190,27 @@ class ClassLoss:
                 remedy="Give a list of weights.",
             )
         self.weights = (counts.sum() / (len(counts) * counts.double())).float()
+
+    def _balance_sets(self, sets: Tensor, names: Sequence[str]) -> None:
+        """Compute the weights of ``balanced`` for sets of classes: samples without the class, divided by those with it.
+
+        Args:
+            sets: (samples, C), 0.0 and 1.0.
+            names: The classes' names.
+
+        Raises:
+            RecipeError: No sample has a class, or all have it.
+        """
+        counts = sets.double().sum(0)
+        for name, count in zip(names, counts.tolist(), strict=True):
+            if not 0 < count < len(sets):
+                raise RecipeError(
+                    f"{'every' if count else 'no'} training sample has the class {name!r}.",
+                    code="empty-class",
+                    place=f"{self.where}: balanced",
+                    remedy="Give a list of weights.",
+                )
+        self.weights = ((len(sets) - counts) / counts).float()
 
     def _in_order(self, by_name: Mapping[str, float], names: Sequence[str]) -> list[float]:
         """The weights of a mapping in the order of the classes.
@@ -232,12 +259,27 @@ class ClassLoss:
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 
-        if self.weights is not None and (self._placed is None or self._placed.device != logits.device):
-            self._placed = self.weights.to(logits.device)
+        weights = self._weights_on(logits.device)
         if self.options.name == "cross_entropy":
-            return cross_entropy(logits, targets, self._placed, label_smoothing=self.options.label_smoothing)
+            return cross_entropy(logits, targets, weights, label_smoothing=self.options.label_smoothing)
         log = log_softmax(logits, 1)
-        return nll_loss((1 - log.exp()) ** self.options.gamma * log, targets, self._placed)
+        return nll_loss((1 - log.exp()) ** self.options.gamma * log, targets, weights)
+
+    def of_sets(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The binary cross entropy of logits (N, C) and targets (N, C) of 0.0 and 1.0: the mean over all of them.
+
+        A class's weight multiplies the loss of its ones, as ``pos_weight`` does in torch. So the mean has no weights,
+        and a batch has its number of samples as ``loss_weight``.
+        """
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        return binary_cross_entropy_with_logits(logits, targets, pos_weight=self._weights_on(logits.device))
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        """``weights`` on a device."""
+        if self.weights is not None and (self._placed is None or self._placed.device != device):
+            self._placed = self.weights.to(device)
+        return self._placed
 
 
 def targets_of(dataset: Any, where: str) -> Any:

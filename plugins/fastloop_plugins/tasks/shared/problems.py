@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Output, RecipeError
@@ -91,19 +92,19 @@ class MultiLabel:
     """Any number of classes for each text: binary cross entropy of each class, as in transformers.
 
     Args:
+        loss: With the weights of the classes, if they have any.
         threshold: A text has a class if its probability is above this.
     """
 
     modes: ClassVar[Mapping[str, MetricMode]] = {}
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, loss: ClassLoss, threshold: float) -> None:
+        self.loss = loss
         self.threshold = threshold
 
     def output(self, logits: Tensor, targets: Tensor) -> Output:
         """Of logits (N, C) and targets (N, C) of 0.0 and 1.0."""
-        from torch.nn.functional import binary_cross_entropy_with_logits
-
-        return Output(binary_cross_entropy_with_logits(logits.float(), targets), logits, targets)
+        return Output(self.loss.of_sets(logits.float(), targets), logits, targets)
 
     def metrics(
         self, names: Sequence[str], metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
@@ -164,14 +165,7 @@ def make_problem(
             place=f"{where}.positive",
             remedy="Remove it.",
         )
-    if loss.options != LossOptions():
-        used = "mean squared error" if label_type == "number" else "binary cross entropy"
-        raise RecipeError(
-            f"is for one class a text, and data.label_type is {label_type}, which uses {used}.",
-            code="unknown-option",
-            place=f"{where}.loss",
-            remedy="Remove it.",
-        )
+    _check_loss(label_type, loss.options, f"{where}.loss")
     threshold = task.threshold
     if label_type == "number" and threshold is not None:
         raise RecipeError(
@@ -182,7 +176,31 @@ def make_problem(
         )
     if label_type == "number":
         return Regression()
-    return MultiLabel(0.5 if threshold is None else threshold)
+    return MultiLabel(loss, 0.5 if threshold is None else threshold)
+
+
+def _check_loss(label_type: str, options: LossOptions, where: str) -> None:
+    """Refuse an option of the loss that sets of classes, or numbers, do not have.
+
+    Args:
+        where: The place of the option, for messages.
+
+    Raises:
+        RecipeError: There is one.
+    """
+    used = "mean squared error"
+    remedy = "Remove it."
+    if label_type == "classes":
+        options = replace(options, class_weights=None)
+        used = "binary cross entropy"
+        remedy = "Remove it. Only class_weights are for several labels, too."
+    if options != LossOptions():
+        raise RecipeError(
+            f"is for one class a text, and data.label_type is {label_type}, which uses {used}.",
+            code="unknown-option",
+            place=where,
+            remedy=remedy,
+        )
 
 
 def _whole_numbers(targets: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ import logging
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl, option
@@ -348,7 +349,9 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         options = self._settings(base_model(run))
         seed = run.recipe.train.seed
         size = run.recipe.train.eval_batch_size or run.recipe.train.batch_size
+        started = perf_counter()
         completions = generate(run, prompts if run.is_main else [], 1, options, seed, size)
+        seconds = perf_counter() - started
         samples = []
         for target, prompt, completion in zip(targets, prompts, completions, strict=False):  # none on other processes
             asked = tokenizer.decode(prompt)
@@ -357,7 +360,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
                 target_ids = cut_at_end(target_ids, options.eos_token_id).ids
             answer, expected = tokenizer.batch_decode([completion.ids, target_ids], skip_special_tokens=True)
             samples.append(GeneratedSample(asked, answer, expected, completion.ended))
-        log_samples(run, samples)
+        log_samples(run, samples, seconds)
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:

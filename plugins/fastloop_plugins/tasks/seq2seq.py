@@ -21,6 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, hookimpl, option
@@ -324,17 +325,20 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         config = self._for_predictions
         chosen = [dataset[index] for index in spread(len(dataset), self.samples)]
         inputs = {name: value.to(run.device) for name, value in self.build_collator(run)(chosen).inputs.items()}
+        started = perf_counter()
         with preserve_random_states():
             torch.manual_seed(run.recipe.train.seed)
             drawn = self._draw(run, inputs, config, run.strategy.forwards_together)
+        ids_of_samples = drawn.tolist()
+        seconds = perf_counter() - started
         samples = []
-        for sample, ids in zip(chosen, drawn.tolist(), strict=True):
+        for sample, ids in zip(chosen, ids_of_samples, strict=True):
             completion = cut_at_end(ids, config.eos_token_id)
             asked = tokenizer.decode(sample["input_ids"])
             texts = [completion.ids, sample["labels"]]
             answer, expected = tokenizer.batch_decode(texts, skip_special_tokens=True)
             samples.append(GeneratedSample(asked, answer, expected, completion.ended))
-        log_samples(run, samples)
+        log_samples(run, samples, seconds)
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from fastloop import RecipeError
+from fastloop.problem import counted
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -65,8 +66,12 @@ def spread(total: int, count: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
-def log_samples(run: Run, samples: Sequence[GeneratedSample]) -> None:
-    """Log samples of the current weights."""
+def log_samples(run: Run, samples: Sequence[GeneratedSample], seconds: float) -> None:
+    """Log samples of the current weights.
+
+    Args:
+        seconds: How long the model took to write them.
+    """
     if not run.is_main:
         return
     for sample in samples:
@@ -76,6 +81,7 @@ def log_samples(run: Run, samples: Sequence[GeneratedSample]) -> None:
             run.state.step, shorten(sample.prompt, at_start=True), shorten(sample.answer), end,
             shorten(sample.expected),
         )  # fmt: skip
+    logger.info("samples: %s at step %d took %.1f s", counted(len(samples), "text"), run.state.step, seconds)
     run.log_rows("samples", [asdict(sample) for sample in samples])
 
 

@@ -23,7 +23,7 @@ from fastloop_plugins.models.hub import MessagesOnce, quiet
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import GenerationConfig
 
     from fastloop import Run
@@ -284,6 +284,29 @@ def base_model(run: Run) -> Any:
 
 
 @contextmanager
+def casting_once(model: nn.Module) -> Iterator[None]:
+    """Let autocast keep its 16-bit copies of frozen weights, as it keeps those of trained ones, until autocast ends.
+
+    Autocast copies a weight once only if the weight requires gradients. The frozen weights of `lora` would be copied
+    again for each token. Enter it without gradients, inside of autocast.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    frozen = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.dtype == torch.float32 and not isinstance(parameter, DTensor):
+            frozen.append(parameter)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
 def generating(run: Run) -> Iterator[Generator]:
     """Yields the model of a run, which generates with its weights as they are. Every process must enter it.
 
@@ -314,6 +337,8 @@ def generating(run: Run) -> Iterator[Generator]:
         stack.enter_context(evaluating(run.model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(run.accelerator.autocast())
+        if torch.is_autocast_enabled(run.device.type):
+            stack.enter_context(casting_once(model))
         if run.recipe.inference is None:  # each length of a text would be compiled again
             stack.enter_context(uncompiled())
         if not reads_mask:  # `packing` on CUDA: its kernel takes rows without padding

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from generation_runs import LLAMA
 from text_helpers import TINY_GPT, make_run
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import execute
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.observe.log import Log
+from fastloop_plugins.precision.amp import Amp
 from fastloop_plugins.text.generated_samples import shorten, spread
+from fastloop_plugins.text.generation import casting_once
 from fastloop_plugins.training.ema import EMA
 from fastloop_plugins.training.lora import LoRA
 
@@ -133,6 +137,7 @@ def test_samples_are_the_answers_of_the_model_at_each_evaluation(kind):
         ("texts", list),
         ("seq2seq", list),
         ("completions", lambda: [LoRA(r=2)]),
+        ("completions", lambda: [LoRA(r=2), Amp(dtype="bf16")]),
         ("completions", lambda: [Packing()]),
     ],
 )
@@ -144,6 +149,32 @@ def test_losses_with_samples_are_those_without(kind, plugins):
     assert len(with_samples.samples) in (6, 9)  # the texts are two blocks
     repeated = trained(kind, *plugins(), samples=3, temperature=1.5)
     assert repeated.samples == with_samples.samples
+
+
+class Casts(TorchDispatchMode):
+    """Counts the tensors that are cast to 16 bits, by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+def test_autocast_copies_a_frozen_weight_once_while_texts_are_generated():
+    layer = torch.nn.Linear(4, 3).requires_grad_(False)
+    inputs = torch.ones(2, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = layer(inputs)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), casting_once(layer), Casts() as casts:
+        for _ in range(5):
+            assert torch.equal(layer(inputs), expected)
+    assert casts.shapes.count((3, 4)) == 1
+    assert not layer.weight.requires_grad
 
 
 def test_samples_are_of_the_weights_that_are_evaluated():
@@ -161,6 +192,8 @@ def test_samples_are_in_the_log_and_in_the_run_folder(caplog):
     assert [json.loads(line) for line in lines] == samples
     logged = [line for line in Path("run/log.txt").read_text().splitlines() if "samples: step" in line]
     assert len(logged) == len(samples)
+    taken = re.findall(r"samples: 2 texts at step (\d+) took \d+\.\d s", Path("run/log.txt").read_text())
+    assert taken == ["2", "4", "5"]
     for line, sample in zip(logged, samples, strict=True):
         assert f"step {sample['step']}: " in line
         assert shorten(sample["answer"]) in line

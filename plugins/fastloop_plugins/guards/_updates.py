@@ -3,7 +3,8 @@
 The check samples two elements of each parameter, with the largest and the smallest gradient. It copies no weights,
 launches a few small kernels per parameter, and reads one tensor on the host. It examines steps 1, 2, 4, 8, ... until
 every parameter has changed; most runs need only step 1. An unchanged parameter is not reported if its learning rate is
-0, after an overflow, without a gradient, or if the expected update is below the weight's rounding.
+0, after an overflow, without a gradient, or if the expected update is below the weight's rounding. If no parameter gets
+a gradient, the check samples their first and last elements, and reports that none has changed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Element(NamedTuple):
 
 class UpdateCheck:
     """Logs one warning about trained parameters that the optimizer does not step, or that it steps without changing
-    them.
+    them, or if none gets a gradient.
 
     Each process examines its own shards. With strategies that do not set ``grad``, such as DeepSpeed's stages 1 to 3,
     the check only compares the model's parameters with the optimizer's.
@@ -79,6 +80,8 @@ class UpdateCheck:
     Attributes:
         is_done: Whether the check is complete.
         pending: Name -> parameter, for parameters that have not changed yet; None before the first step.
+        ends: If no parameter had a gradient so far: the part of each one on this process, and its first and last
+            element before the first step, (2,).
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class UpdateCheck:
         self.pending: dict[str, Tensor] | None = None
         self.missing: list[str] = []
         self.samples: list[Sample] = []
+        self.ends: list[tuple[Tensor, Tensor]] = []
         self.step = 0
         self.due = 1  # the next step to examine
 
@@ -125,6 +129,12 @@ class UpdateCheck:
             before = elements_at(weight, places)
             sizes = elements_at(gradient, places).abs()
             self.samples.append(Sample(name, learning_rates[id(parameter)], weight, places, before, sizes))
+        if any(parameter.grad is not None for parameter in self.pending.values()):
+            self.ends = []
+        elif self.step == 1:
+            for weight in map(_local, self.pending.values()):
+                if weight.numel():
+                    self.ends.append((weight, _ends(weight)))
 
     def _find_parameters(self) -> dict[str, Tensor]:
         """Name -> parameter, for those that are trained and in the optimizer. Sets ``missing``: the names of those that
@@ -164,6 +174,8 @@ class UpdateCheck:
             if all(math.isfinite(element.gradient) for element in elements):
                 problems += self._examine(elements)
         self.samples = []
+        if self.ends and self.step >= MIN_STEPS and not was_skipped():
+            self._report_ends()
         if problems:
             log.warning(
                 Problem(
@@ -174,6 +186,21 @@ class UpdateCheck:
                 )
             )
         if problems or not self.pending:
+            self.is_done = True
+
+    def _report_ends(self) -> None:
+        """Warn if the first and the last elements of all parameters are what they were before the first step."""
+        are_equal = [bool((_ends(weight) == before).all()) for weight, before in self.ends]
+        self.ends = []
+        if all(are_equal):
+            log.warning(
+                Problem(
+                    f"no trained parameter got a gradient in {self.step} steps, and none changed: the loss does not "
+                    "depend on the model.",
+                    code="no-gradients",
+                    remedy="Compute the loss from the output of the model, and detach nothing in between.",
+                )
+            )
             self.is_done = True
 
     def _examine(self, elements: list[Element]) -> str:
@@ -190,6 +217,11 @@ class UpdateCheck:
         if not changed and self.step >= MIN_STEPS and lr > 0:
             return f" Step {self.step} changed none of the elements examined. Is the learning rate, {lr:g}, too small?"
         return ""
+
+
+def _ends(weight: Tensor) -> Tensor:
+    """Copies of the first and the last element of a weight: (2,)."""
+    return elements_at(weight, torch.tensor([0, weight.numel() - 1], device=weight.device))
 
 
 def _can_be_sampled(gradient: Any, weight: Tensor) -> bool:

@@ -196,6 +196,33 @@ def test_parameters_without_a_gradient_are_not_reported(tiny_run, caplog):
     assert watch.open[-1] == 18, "they may get one later"
 
 
+class ConstantLoss(Plugin):
+    """A loss that depends on no weight in the first steps."""
+
+    name = "constant-loss"
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run: Any) -> Any:
+        output = yield
+        if run.state.step < self.steps:
+            output.loss = torch.ones((), device=output.loss.device, requires_grad=True)
+        return output
+
+
+@pytest.mark.parametrize(("steps", "is_reported"), [(99, True), (3, False)])
+def test_a_loss_that_depends_on_no_weight_is_one_warning_after_eight_steps(tiny_run, caplog, steps, is_reported):
+    watch = Watch()
+    tiny_run([ConstantLoss(steps), watch], max_steps=12)
+    if is_reported:
+        assert_problem(caplog, "no-gradients 8")
+        assert watch.open[-1] == 7
+    assert len(warnings_of(caplog)) == int(is_reported)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_steps_that_a_plugin_skips_decide_nothing(tiny_run, caplog, fused):
     """The first batch is NaN, and `nan-guard` skips its step: on the device with a fused optimizer, else by dropping

@@ -139,6 +139,29 @@ def _check_magnitudes(wrapped: PeftModel) -> None:
                 )
 
 
+def share_inputs(wrapped: PeftModel) -> None:
+    """Let adapters multiply the input of their layer as it is, for training under autocast.
+
+    By default peft casts it to the dtype of the adapter, float32. Autocast casts the copy back to 16 bits for the
+    product, so the backward pass keeps one more copy for each adapter: three of one input, with adapters at query, key
+    and value. Both casts change no bit. In a tensor of 16 bits dropout would round, and DoRA computes its norms in the
+    dtype of the input, so these layers keep the cast. So do all layers of a model with weights in 16 bits, which may
+    compute outside autocast, too.
+    """
+    from peft.tuners.lora import LoraLayer
+    from torch import float32
+    from torch.nn import Identity
+
+    for parameter in wrapped.parameters():
+        if parameter.is_floating_point() and parameter.dtype != float32:
+            return
+    for module in wrapped.modules():
+        if not isinstance(module, LoraLayer) or module.lora_variant:
+            continue
+        if all(isinstance(dropout, Identity) for dropout in module.lora_dropout.values()):
+            module.cast_input_dtype_enabled = False
+
+
 def continue_adapter(
     lora: LoRAOptions, given: Collection[str], run: Run, model: nn.Module, adapter: Adapter
 ) -> PeftModel:

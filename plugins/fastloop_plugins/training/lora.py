@@ -45,6 +45,7 @@ from fastloop_plugins.training._lora_model import (
     adapter_to_continue,
     continue_adapter,
     new_adapter,
+    share_inputs,
 )  # fmt: skip
 from fastloop_plugins.training._lora_modules import running_statistics
 from fastloop_plugins.training._lora_options import LoRAOptions, check_chosen_layers, check_initial_values
@@ -130,6 +131,8 @@ class LoRA(LoRAOptions):
             wrapped = new_adapter(self, run, model)
         else:
             wrapped = continue_adapter(self, self.given, run, model, adapter)
+        if run.accelerator.native_amp and not run.strategy.sets_precision:
+            share_inputs(wrapped)
         if not self.merge and (layers := running_statistics(wrapped)):
             raise RecipeError(
                 "found false. Training changes the running statistics of batch norm, and an adapter alone does not "

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fastloop import CheckpointError, PluginError
@@ -90,6 +94,86 @@ def test_a_model_that_comes_in_eval_mode_is_trained_in_train_mode(tmp_path):
         tiny_bert().eval(), Sentences(), plugins=["lora", Watch()], max_steps=2, batch_size=8, output=tmp_path / "run"
     ).fit()
     assert modes == [True, True]
+
+
+def bytes_for_backward(compute: Callable[[], Tensor]) -> int:
+    """Bytes that a forward pass keeps for its backward pass, each storage once."""
+    sizes: dict[int, int] = {}
+    kept = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)  # so that no other tensor gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute()
+    return sum(sizes.values())
+
+
+class SharedInput(nn.Module):
+    """Three layers that read the output of one, which autocast computes in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 16)
+        self.query = nn.Linear(16, 16)
+        self.key = nn.Linear(16, 16)
+        self.value = nn.Linear(16, 16)
+
+    def forward(self, input_ids, labels):
+        shared = self.first(input_ids.float())
+        total = self.query(shared) + self.key(shared) + self.value(shared)
+        return SimpleNamespace(loss=(total.mean(1) - labels).square().mean())
+
+
+def test_under_autocast_adapters_of_one_input_keep_one_copy_of_it(tmp_path):
+    from fastloop import Plugin, Trainer, hookimpl
+
+    kept = {}
+    losses = {}
+
+    class Watch(Plugin):
+        name = "watch"
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self, run, model, batch):
+            if run.state.step == 1:  # the first step has changed the factors that are zero at the start
+                kept["one copy"] = bytes_for_backward(lambda: model(**batch).loss)
+                losses["one copy"] = model(**batch).loss.item()
+                for layer in run.model.modules():
+                    layer.cast_input_dtype_enabled = True  # peft's default
+                kept["peft's casts"] = bytes_for_backward(lambda: model(**batch).loss)
+                losses["peft's casts"] = model(**batch).loss.item()
+            return (yield)
+
+    plugins = [{"lora": {"target_modules": ["query", "key", "value"]}}, {"amp": {"dtype": "bf16"}}, Watch()]
+    Trainer(SharedInput(), Sentences(), plugins=plugins, max_steps=2, batch_size=8, output=tmp_path / "run").fit()
+    assert kept["peft's casts"] - kept["one copy"] == 2 * 8 * 16 * 2  # two copies of 8 rows of 16 numbers of 2 bytes
+    assert losses["peft's casts"] == losses["one copy"]
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"use_dora": True}], ids=["dropout", "DoRA"])
+def test_layers_that_compute_on_the_input_in_float32_keep_the_cast(tmp_path, options):
+    from fastloop import Plugin, Trainer, hookimpl
+
+    casts = []
+
+    class Watch(Plugin):
+        name = "watch"
+
+        @hookimpl
+        def before_fit(self, run):
+            for module in run.model.modules():
+                if hasattr(module, "cast_input_dtype_enabled"):
+                    casts.append(module.cast_input_dtype_enabled)
+
+    plugins = [{"lora": options}, {"amp": {"dtype": "bf16"}}, Watch()]
+    Trainer(tiny_bert(), Sentences(), plugins=plugins, max_steps=1, batch_size=8, output=tmp_path / "run").fit()
+    assert casts
+    assert all(casts)
 
 
 def test_the_exported_model_has_the_adapters_merged_in(bert_run, tmp_path):

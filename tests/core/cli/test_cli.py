@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import typer
 import yaml
@@ -81,6 +82,29 @@ def test_internal_error_prints_traceback_without_secrets_and_exits_1():
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("Traceback")
     assert done.stderr.splitlines()[-1] == "LookupError: (hidden)"
+
+
+ENDS = """
+import weakref
+import torch
+from fastloop.cli import ending
+
+class Opened:
+    pass
+
+opened = Opened()
+name = "ended::operation"
+weakref.finalize(opened, lambda: print(torch._C._jit_get_schemas_for_operator(name)))  # after those of libraries
+library = torch.library.Library("ended", "DEF")
+library.define("operation() -> ()")
+ending.leave(3)
+"""
+
+
+def test_a_process_closes_what_is_open_and_removes_no_operators():
+    Path("ends.py").write_text(ENDS)
+    done = forked.run("ends.py", timeout=600)
+    assert (done.returncode, done.stdout) == (3, "[ended::operation() -> ()]\n"), done.stderr
 
 
 def test_help_lists_every_command(cli):

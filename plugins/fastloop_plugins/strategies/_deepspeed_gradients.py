@@ -52,7 +52,7 @@ class Reduction:
         engine.allreduce_gradients = self.complete
         for parameter in engine.module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.gradients.add)
+                parameter.register_post_accumulate_grad_hook(self.gradients.add_new)
         if stage:
             zero = engine.optimizer
             groups = zero.fp16_groups if stage == 3 else zero.bit16_groups

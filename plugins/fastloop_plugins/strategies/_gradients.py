@@ -58,6 +58,11 @@ class Gradients:
         """Record that a parameter got a gradient on this process."""
         self.used.add(id(parameter))
 
+    def add_new(self, parameter: Tensor) -> None:
+        """Record that the newest backward pass computed the gradient of a parameter."""
+        self.has_any = True
+        self.add(parameter)
+
     def attach(self) -> None:
         """Exchange the record in the reduction that follows. Call it after each backward pass."""
         import torch

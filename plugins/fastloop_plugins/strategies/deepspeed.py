@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Package, PluginError, hookimpl, option
 from fastloop_plugins.strategies._deepspeed_config import Configuration
+from fastloop_plugins.strategies._gradients import detached_loss
 from fastloop_plugins.strategies._timeout import TimedStrategy
 
 if TYPE_CHECKING:
@@ -179,9 +180,16 @@ class DeepSpeed(TimedStrategy):
             )
         # The loop has weighted the loss, and fp16 scaling is DeepSpeed's. Stage 0 would divide a tensor that the model
         # itself returned.
+        gradients = self.reduction.gradients
+        gradients.has_any = False
         self.reduction.begin()
-        self.engine.backward(loss.clone(), scale_wrt_gas=False)
-        self.reduction.gradients.attach()
+        try:
+            self.engine.backward(loss.clone(), scale_wrt_gas=False)
+        except IndexError as error:  # stages 1 and 2 need a gradient; the others reduce zeros
+            if gradients.has_any:
+                raise
+            raise detached_loss(run, self.name) from error
+        gradients.attach()
         self.sharded.has_gradients = self.engine.is_gradient_accumulation_boundary()
 
     @hookimpl(tryfirst=True)  # before plugins that read gradients

@@ -116,18 +116,21 @@ def test_ddp_refuses_a_layer_that_one_process_leaves_out(processes, tmp_path, na
         assert part in error
 
 
+NEEDS_GRADIENTS: list[tuple[Any, int]] = [
+    ("ddp", 4),
+    ("ddp", 2),
+    ({"ddp": {"find_unused_parameters": True}}, 4),
+    ({"ddp": {"static_graph": True}}, 4),
+    ("fsdp", 4),
+    ({"fsdp": {"hold_gradients": True}}, 2),
+]
+"""Strategies that need a gradient on each process, and the samples of a micro-batch."""
+if HAS_DEEPSPEED:
+    NEEDS_GRADIENTS += [({"deepspeed": {"stage": stage}}, 4) for stage in (1, 2)]
+
+
 @pytest.mark.parametrize("model", ["detached", "detached everywhere"])
-@pytest.mark.parametrize(
-    ("plugin", "micro"),
-    [
-        ("ddp", 4),
-        ("ddp", 2),
-        ({"ddp": {"find_unused_parameters": True}}, 4),
-        ({"ddp": {"static_graph": True}}, 4),
-        ("fsdp", 4),
-        ({"fsdp": {"hold_gradients": True}}, 2),
-    ],
-)
+@pytest.mark.parametrize(("plugin", "micro"), NEEDS_GRADIENTS)
 def test_a_loss_that_depends_on_no_weight_is_refused(processes, tmp_path, model, plugin, micro):
     spec = {"name": "detached", "plugins": [plugin], "model": model, "train": {"micro_batch_size": micro}}
     ended = processes(2, all_of, [spec], folder=tmp_path, limit=120.0)

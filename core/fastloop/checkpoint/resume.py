@@ -85,8 +85,30 @@ def load(run: Run, point: ResumePoint) -> None:
         states = dict(saved["plugins"])
     _restore_plugins(run, path, states)
     log.info("resumed from %s at step %d", path, run.state.step)
+    _report_end(run)
     with refuse_errors(malformed, (*MALFORMED, RuntimeError)):
         _restore_random_states(run, saved["random"])
+
+
+def _report_end(run: Run) -> None:
+    """Log that nothing is left to train: the run is complete, or shorter than the one that saved."""
+    schedule = run.schedule
+    if not schedule.are_epochs_done() and not schedule.should_stop():
+        return
+    step = run.state.step
+    length = run.total_steps
+    if length is not None and step > length:
+        log.warning(
+            Problem(
+                f"the checkpoint is of step {step}, and this run has {counted(length, 'step')}, so nothing is trained: "
+                "the model stays that of the checkpoint.",
+                code="run-complete",
+                remedy="To train on, raise train.epochs or train.max_steps. For a shorter run, start a new one without "
+                "--resume.",
+            )
+        )
+        return
+    log.info("nothing is left to train at step %d", step)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import random
 import re
@@ -690,6 +691,17 @@ def test_resume_reports_removed_plugin(train, caplog):
     train("run", [{"ema": {"decay": 0.9}}], epochs=1)
     train("run", [], epochs=2, resume=True)
     assert_problem(caplog, "plugin-removed 'ema'")
+
+
+def test_a_resumed_run_reports_that_nothing_is_left_to_train(train, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    train("run", [], epochs=2)
+    train("run", [], epochs=2, resume=True)
+    assert "nothing is left to train at step" in caplog.text
+    weights = record(Path("run"), Path("run.audit"))["model"]
+    train("run", [], epochs=1, resume=True)
+    assert_problem(caplog, "run-complete train.epochs --resume")
+    assert record(Path("run"), Path("run.audit"))["model"] == weights
 
 
 def test_other_trained_parameters_are_refused(train):

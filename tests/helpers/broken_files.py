@@ -207,6 +207,14 @@ broken(
     ", line 3",
     data={"read": {"encoding": "ascii"}},
 )
+broken(
+    "a csv in UTF-8, called cp1252",
+    "a.csv",
+    cells(CAFE * 8).encode(),
+    ", line 3",
+    "wrong-encoding",
+    data={"read": {"encoding": "cp1252"}},
+)
 OTHER = '\n{"text": "fine", "label": "neg"}\n{"text": "café", "label": "pos"}\n'.encode("cp1252")
 broken("a jsonl in cp1252", "a.jsonl", OTHER, ", line 3", **cp1252)
 plain_texts = {"data": {"label": None}, "remedy": {"encoding": "cp1252"}, "mended": [("a", None), ("café", None)]}

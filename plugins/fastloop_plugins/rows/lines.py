@@ -37,6 +37,9 @@ CHUNK = 2**16
 CHECKED = 512
 """Bytes that ``contents`` looks at: enough to recognize text."""
 ASCII = bytes(range(128))
+UTF8_CHARACTERS = 8
+"""Characters beyond ASCII from which a text that is valid UTF-8 is taken for it. Fewer may be valid by chance, as a
+word in GBK."""
 
 
 def open_binary(path: str) -> Any:
@@ -83,6 +86,8 @@ class LineFile:
         self.encoding = MARKS.get(self.mark, how.encoding or "utf-8")
         if self.encoding == "utf-8" and not self.mark:
             self._check_utf16(head[:1024])
+        if how.encoding is not None and not self.mark:
+            self._check_utf8(head)
         self.first_bytes = head[:CHECKED]
         self.head = head[len(self.mark) :].decode(self.encoding, "ignore")
         self.transcodes = ASCII.decode(self.encoding, "replace") != ASCII.decode()
@@ -101,6 +106,29 @@ class LineFile:
                     code="wrong-encoding",
                     remedy=f"If it is, give data.read.encoding={name}.",
                 )
+
+    def _check_utf8(self, head: bytes) -> None:
+        """Raise an error for UTF-8 that ``data.read.encoding`` would read as other characters: in cp1252, each byte is
+        one."""
+        if codecs.lookup(self.encoding).name.startswith("utf"):
+            return
+        try:
+            text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        except UnicodeDecodeError:
+            return
+        beyond_ascii = [character for character in text if not character.isascii()]
+        if len(beyond_ascii) < UTF8_CHARACTERS:
+            return
+        first = beyond_ascii[0]
+        read_as = first.encode().decode(self.encoding, "replace")
+        line = len(LINE_END.findall(text[: text.index(first)].encode())) + 1
+        raise RecipeError(
+            f"it is UTF-8, and {self.encoding} (data.read.encoding) would read {first!r} as {read_as!r}.",
+            place=f"{self.path}, line {line}",
+            code="wrong-encoding",
+            remedy="data.read.encoding is for all files: leave it out, and convert those of another encoding to UTF-8: "
+            f"iconv -f {self.encoding} -t utf-8.",
+        )
 
     def _stream(self) -> Any:
         """The decompressed content. A file that can only be read from its beginning is opened again."""
@@ -164,8 +192,8 @@ class LineFile:
         """The error for a line that is not in the encoding."""
         name = "UTF-8" if self.encoding.startswith("utf-8") else self.encoding
         remedy = (
-            "Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv -f latin1 -t utf-8 (with its "
-            "real encoding)."
+            "If all files have another encoding, give it, such as data.read.encoding=cp1252. Otherwise, convert this "
+            "one: iconv -f cp1252 -t utf-8 (with its real encoding)."
         )
         if self.mark:  # which decides the encoding, whatever data.read has
             remedy = "The file begins with the byte-order mark of this encoding: it is damaged, or cut off."

@@ -9,6 +9,12 @@ from fastloop import RecipeError
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
 
+SEVERAL_NUMBERS = (
+    "Train a run for each column. For one model with several numbers, use a model and a dataset of your own: the "
+    "plugin 'module' with loss: mse_loss, or Trainer."
+)
+"""The remedy for several columns of numbers."""
+
 
 def check_label_options(data: TextData, labelled: bool) -> None:
     """Check that the options for labels fit each other and the task.
@@ -61,6 +67,7 @@ def check_label_options(data: TextData, labelled: bool) -> None:
             place=f"{data.where}.label",
             found=str(data.labels),
             expected=f"one column, for data.label_type={data.label_type}",
+            remedy=SEVERAL_NUMBERS if data.label_type == "number" else "",
         )
     if data.several and len(data.labels) < 2:
         raise RecipeError(

@@ -236,6 +236,7 @@ def test_metrics_of_the_recipe_get_their_arguments():
     ("suffix", "section", "expected"),
     [
         ("csv", {"label": "score"}, "wrong-label data.label_type=number"),
+        ("csv", {"label": ["score", "spam"], "label_type": "number"}, "wrong-type data.label 'module' Trainer"),
         ("jsonl", {"label": "score"}, "wrong-label data.label_type=number"),
         ("jsonl", {"label": "tags"}, "wrong-label data.label_type=classes"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 LISTS = "a file of type .conll, .jsonl, .json or .parquet"
 """Files that hold lists of words, for messages."""
+WORD_NUMBER = re.compile(r"[0-9]+([-.][0-9]+)?")
+"""The number of a word in its sentence, in a column of CoNLL-U or GermEval: 3, or 3-4 for two words in one."""
 
 
 @dataclass(kw_only=True)
@@ -209,9 +212,13 @@ class TagTextData(TextData):
         names = set[str]()
         for part in parts:
             tags = set[Any]()
+            are_numbers = self.is_conll(Path(part.where))
             for block in self.parse_blocks(part):
+                are_numbers = are_numbers and all(map(WORD_NUMBER.fullmatch, chain.from_iterable(block["words"])))
                 has_words = has_words or any(block["words"])
                 tags.update(*block["tags"])
+            if are_numbers and tags:
+                self._refuse_numbers(part)
             names.update(self._name(part, tag) for tag in tags)
         if not has_words:
             raise RecipeError(
@@ -243,6 +250,20 @@ class TagTextData(TextData):
         if role == "train" and self.inference is None and self.stream is None:
             self.messages.append(f"data: words of each tag in train: {describe_counts(counts, self.classes)}")
         return rows.finish()
+
+    def _refuse_numbers(self, part: Table) -> None:
+        """Raise an error for a CoNLL file whose column of words has the numbers of the words.
+
+        Raises:
+            RecipeError: Always.
+        """
+        column = self.numbers.words
+        raise RecipeError(
+            f"column {column} (data.words) has numbers alone, as CoNLL-U and GermEval count the words of a sentence.",
+            code="wrong-column",
+            place=part.where,
+            remedy=f"Name the column of the words: data.words={column + 1}, counted from 0.",
+        )
 
     def _number_tags(self, part: Table, start: int, block: Sequence[list[Any]], role: str) -> dict[str, list[Any]]:
         """The words and the ids of the tags of some sentences, without those that have no words.

@@ -136,6 +136,7 @@ CONLL = "a O\nb B-X\n"
         ("a O\n\nb B-X extra\n", {}, "invalid-row a.conll line 3 2 1"),
         ("a\nb\n", {}, "invalid-row a.conll line 1"),
         ("a O\nb B-X\n", {"tags": 5}, "invalid-row a.conll line 1 5 data.tags 2 0"),
+        ("1 a O\n2-3 b B-X\n\n1 c O\n", {}, "wrong-column a.conll 0 data.words data.words=1"),
         ("a\tO\nb\t\n", {}, "invalid-row a.conll line 2 -1 data.tags"),
         ("a O\nb O\n", {}, "one-class a.conll data.tags 'O'"),
         ("\n\n", {}, "empty-split a.conll data.files data.splits"),

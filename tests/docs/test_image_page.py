@@ -48,6 +48,14 @@ def test_script_of_the_page_writes_the_images_of_a_dataset(
     code, _, err = cli("train", "photos.yaml")
     assert code == 2
     assert_problem(err, f"wrong-format data.images: {source} CLASS docs/tasks/image-classification.md")
+    data = {"text": "image", "label": "label"} | (
+        {"name": source} if source == "saved" else {"files": {"train": source}}
+    )
+    model = {"config": {"model_type": "bert", "hidden_size": 16}, "tokenizer": {"kind": "word", "vocab_size": 60}}
+    Path("texts.yaml").write_text(json.dumps({"model": model, "data": data}))
+    code, _, err = cli("train", "texts.yaml")
+    assert code == 2
+    assert_problem(err, "invalid-row data.text image-classification docs/tasks/image-classification.md")
     (script,) = re.findall(r'(?ms)^```python title="write_images\.py"\n(.*?)^```$', PAGE)
     monkeypatch.setattr(sys, "argv", ["write_images.py", source, "written"])
     exec(compile(script, "write_images.py", "exec"), {})

@@ -151,8 +151,17 @@ Bad = Callable[[int, str], None]
 """Receives the number of a bad row, from 0, and its problem. It raises an error, or notes to leave out the row."""
 
 
+IMAGE_FIELDS = {"bytes", "path"}
+"""Fields of an image in a column of `datasets`."""
+
+
 def problem_of_text(value: Any) -> str | None:
     """Why a value is not a text; None if it is one."""
+    if isinstance(value, dict) and value.keys() == IMAGE_FIELDS:
+        return (
+            "holds an image, expected text. The task image-classification trains on a folder of images: "
+            "docs/tasks/image-classification.md has a script that writes one."
+        )
     if not isinstance(value, str):
         return f"holds {show(value)}, expected text."
     try:

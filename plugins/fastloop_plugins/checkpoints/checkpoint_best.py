@@ -258,11 +258,15 @@ class CheckpointBest(Plugin):
             saves in best_at_saves       2    4    6    8
             checkpoints in the folder         4    6
             dropped                      2
+
+        After a resume from an earlier checkpoint, the folder may also have later ones, of the steps that are trained
+        again. They are not in ``best_at_saves``, and show nothing.
         """
         steps_in_folder = self.steps_in_folder(run)
-        newest_in_folder = max(steps_in_folder, default=-1)
+        written_steps = [step for step in self.best_at_saves if step in steps_in_folder]
+        newest_written = max(written_steps, default=-1)
         for step in list(self.best_at_saves):
             is_missing = step not in steps_in_folder
-            is_being_written = step > newest_in_folder
+            is_being_written = step > newest_written
             if is_missing and not is_being_written:
                 del self.best_at_saves[step]

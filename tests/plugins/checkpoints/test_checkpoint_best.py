@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import Plugin, Trainer, UsageError, checkpoint, hookimpl
+from fastloop.checkpoint import saving
 from fastloop.cli.summary import show_summary
 from fastloop.testing import expect_problem, tiny_data, tiny_model
+from fastloop_plugins.checkpoints.async_save import HostCopies, snapshot
 
 
 def best(**options):
@@ -174,6 +177,52 @@ def test_killed_while_saving_the_best_before_it_is_whole():
         assert code == -signal.SIGKILL
         state = checkpoint.read(checkpoint.find_newest(output)[0])[1]
         assert checkpoint.verify(output / state["state"]["best"]["path"]) is None
+
+
+class WritesAfterAnEvaluation(Plugin):
+    """Writes the checkpoint of one step in a thread, once the evaluation of the next step is done."""
+
+    name = "writes-after-an-evaluation"
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.is_evaluated = threading.Event()
+
+    @hookimpl
+    def after_evaluate(self, run) -> None:
+        if run.state.step > self.step:
+            self.is_evaluated.set()
+
+    @hookimpl
+    def write_checkpoint(self, run, folder, model, state):
+        if run.state.step != self.step:
+            return None
+        copies, *_ = snapshot(model, state, HostCopies())
+        pool = ThreadPoolExecutor(1)
+        written = pool.submit(self.write, run, folder, copies)
+        pool.shutdown(wait=False)
+        return written
+
+    def write(self, run, folder, copies) -> None:
+        assert self.is_evaluated.wait(60)
+        saving.write(run, folder, *copies)
+
+
+def test_the_best_of_a_checkpoint_that_is_still_written_stays_beside_those_of_a_later_step(tiny_run):
+    """The run resumes from step 4, and the checkpoint of step 6 is in the folder, while that of step 5 is written."""
+    usual = {"epochs": 1, "max_steps": 6, "output": "run", "keep_checkpoints": 2}
+    tiny_run([best(), ScriptedScore(0.1, 0.2, 0.3)], evaluate_every=2, save_every=2, **usual)
+    resumed = tiny_run(
+        [best(), ScriptedScore(0.4, 0.5), WritesAfterAnEvaluation(5)],
+        evaluate_every=1,
+        save_every=5,
+        resume="run/checkpoints/step-00000004",
+        **usual,
+    )
+    assert resumed.summary["best"]["step"] == 6
+    names = sorted(path.name for path in Path("run/checkpoints").iterdir())
+    assert names == ["best-00000005", "best-00000006", "step-00000005", "step-00000006"]
 
 
 def test_unknown_metric_error_lists_available_metrics(tiny_run):

@@ -79,8 +79,8 @@ def find_shape_problem(where: str, name: str, split: str, value: Any) -> str | N
     if is_number:
         return None
     return (
-        f"{where}: the metric {name!r} gives {what} for {split}, expected one number. Average over classes, such as "
-        "average: macro, or choose another metric."
+        f"{where}: the metric {name!r} gives {what} for {split}, expected one number. Average over classes or "
+        "outputs, such as by average: macro, or choose another metric."
     )
 
 

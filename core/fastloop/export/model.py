@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +95,23 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
     else:
         parameters = inspect.signature(save).parameters.values()
         takes_weights = any(one.name == "state_dict" or one.kind is one.VAR_KEYWORD for one in parameters)
-        if takes_weights:
-            save(folder, state_dict=weights)
-        else:
-            save(folder)
+        with _without_bars():
+            if takes_weights:
+                save(folder, state_dict=weights)
+            else:
+                save(folder)
     return folder
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers, if it is imported. They would be drawn over the log of the run."""
+    library: Any = sys.modules.get("transformers.utils.logging")
+    if library is None or not library.is_progress_bar_enabled():
+        yield
+        return
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.enable_progress_bar()

@@ -14,6 +14,7 @@ from fastloop import Plugin, hookimpl
 from fastloop.errors import RecipeError
 from fastloop.problem import clause
 from fastloop_plugins.models.adapters import is_adapter, merge_adapter
+from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +62,9 @@ def load_model(model: nn.Module, folder: Path, where: str) -> None:
     try:
         pretrained: Any = getattr(type(model), "from_pretrained", None)
         if pretrained is not None:
-            model.load_state_dict(pretrained(folder).state_dict())
+            with quiet():
+                weights = pretrained(folder).state_dict()
+            model.load_state_dict(weights)
         else:
             _load_file(model, folder / "model.safetensors")
     except (OSError, RuntimeError, SafetensorError) as error:

@@ -151,3 +151,35 @@ def test_labels_stay_in_their_row_and_column_of_the_table(tmp_path):
     page = ModelCard(title="run", name="run/model", labels=labels).render(tmp_path)
     table = [line for line in page.splitlines() if line.startswith("| ")]
     assert table == ["| id | label |", "| 0 | a\\|b |", "| 2 | plain |", "| 10 | two lines |"]
+
+
+MODULE = """
+import torch
+from transformers import AutoModelForSequenceClassification, BertConfig
+
+def make():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    return AutoModelForSequenceClassification.from_config(BertConfig(vocab_size=9, **sizes))
+
+def data():
+    rows = [{"input_ids": torch.tensor([index % 9, 3]), "labels": index % 2} for index in range(8)]
+    return {"train": rows, "validation": rows}
+"""
+"""A model of transformers that the task `module` trains."""
+
+
+def test_an_export_and_an_evaluation_draw_no_bars_of_transformers(tmp_path, cli, capsys):
+    (tmp_path / "code.py").write_text(MODULE)
+    recipe = {
+        "model": {"module": "code.py:make"},
+        "data": {"module": "code.py:data"},
+        "train": {"max_steps": 1, "batch_size": 4, "lr": 1e-3, "device": "cpu", "save_every": None},
+        "plugins": ["module"],
+        "output": str(tmp_path / "run"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    train(tmp_path / "recipe.yaml")
+    assert "%|" not in capsys.readouterr().err
+    code, _, err = cli("evaluate", str(tmp_path / "run"), "--split", "validation")
+    assert code == 0, err
+    assert "%|" not in err

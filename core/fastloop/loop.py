@@ -335,7 +335,8 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
         EvaluationInterrupted: A signal stopped the run; raised on every process.
     """
     batches = islice(loader.batches(), run.settings.evaluation_batches)
-    for number, (batch,) in enumerate(run.to_device([batch] for batch in batches)):
+    steps = ([batch] for batch in batches)  # to_device moves the batches of a step together
+    for number, (batch,) in enumerate(run.to_device(steps)):
         if number == 0 and run.world_size > 1 and loader.stream is not None and loader.in_step:
             compared_facts.check_stream(run, loader, batch)
         if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):

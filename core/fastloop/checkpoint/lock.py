@@ -92,7 +92,9 @@ class Lock:
             # another run has just moved the folder aside, and the path leads to a new file
             in_use = not os.path.samestat(os.fstat(self.file), path.stat())
         except OSError as error:
-            in_use = error.errno in (errno.EACCES, errno.EAGAIN, errno.ENOENT)  # ENOENT: its owner has removed it
+            is_locked = error.errno in (errno.EACCES, errno.EAGAIN)
+            is_removed = error.errno == errno.ENOENT  # by its owner, which has just given up the folder
+            in_use = is_locked or is_removed
             owner = self._read_owner()
             if not in_use and owner is not None:  # the file system has no locks
                 in_use = owner.may_run()

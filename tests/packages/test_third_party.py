@@ -766,7 +766,7 @@ def test_invalid_metric_is_rejected_with_its_key(kinds):
     place = "plugins.module.metrics.twice.type:"
     for kind, expected in [
         ("kind_pack:Duble", f"unknown-name {place} kind_pack 'Duble' 'Double'"),
-        ("kind_pack:net", f"unknown-metric {place} kind_pack:net torchmetrics.Metric"),
+        ("kind_pack:net", f"unknown-metric {place} kind_pack:net torchmetrics.Metric update compute Trainer"),
         ("MulticlasAccuracy", f"unknown-metric {place} torchmetrics 'MulticlasAccuracy' 'MulticlassAccuracy'"),
     ]:
         metrics["twice"]["type"] = kind

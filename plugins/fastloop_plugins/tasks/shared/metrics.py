@@ -76,7 +76,11 @@ def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: 
             cls = import_object(kind, recipe, f"{key}.{name}.type")
             if not (isinstance(cls, type) and issubclass(cls, torchmetrics.Metric)):
                 raise RecipeError(
-                    f"{kind} is not a subclass of torchmetrics.Metric.", code="unknown-metric", place=place
+                    f"{kind} is not a subclass of torchmetrics.Metric.",
+                    code="unknown-metric",
+                    place=place,
+                    remedy="Write a class with the methods update and compute. Functions of arrays, such as those of "
+                    "scikit-learn, work in Python: Trainer(metrics={NAME: function}).",
                 )
         elif kind in by_name:
             cls = by_name[kind]

@@ -103,7 +103,8 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
         where: Start of error messages, such as ``recipes/x.yaml: train``.
 
     Raises:
-        RecipeError: A key is unknown (suggests the nearest one), has the wrong type, or is out of range.
+        RecipeError: A key is unknown (suggests the nearest one, or what ``cls.other_names`` has for it), has the wrong
+            type, or is out of range.
     """
     from pydantic import ValidationError
     from pydantic_core import ArgsKwargs
@@ -136,7 +137,8 @@ def _explain(cls: type, error: ValidationError, where: str) -> Iterator[Problem]
         if not item["loc"]:  # __post_init__ refused a combination of options
             yield Problem(str(item["ctx"]["error"]), code="invalid-value", place=where)
         elif item["type"] == "unexpected_keyword_argument":
-            suggestion = did_you_mean(name, [field.name for field in fields])
+            other_names: Mapping[str, str] = getattr(cls, "other_names", {})
+            suggestion = other_names.get(name) or did_you_mean(name, [field.name for field in fields])
             yield Problem("no such option.", code="unknown-option", place=f"{where}.{name}", remedy=suggestion)
         elif item["type"] == "missing":
             expected = _expected(cls, name)

@@ -1,6 +1,7 @@
 """Recipes: typed settings from YAML files and overrides.
 
 recipe                    # ``Recipe``, and the keys of its section ``train``
+other_names               # settings of other trainers, for messages
 loading                   # ``load_recipe``: a file, the recipes that it ``extends``, and the command line -> ``Recipe``
 overrides, interpolation  # ``train.lr=1e-4`` of a command line, and ``${train.lr}``
 safe_yaml                 # YAML as plain data

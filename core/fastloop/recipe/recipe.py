@@ -27,12 +27,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt
 
 from fastloop.options import option
 from fastloop.plugins.plugin import Plugin
+from fastloop.recipe.other_names import IN_TRAIN
 from fastloop.recipe.paths import find_path
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
@@ -43,6 +44,9 @@ DEFAULT_EPOCHS = 3
 @dataclass(kw_only=True)
 class Train:
     """The ``train`` section."""
+
+    other_names: ClassVar[Mapping[str, str]] = IN_TRAIN
+    """Name of a setting in other trainers -> what a recipe has in its place. ``options.parse`` reads it."""
 
     # A new key is fixed or free on a resume: list it in ``fastloop.checks.resumed_run``, and add a row to
     # tests/core/checkpoint/test_settings_on_resume.py.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 import yaml
 
 from fastloop import Problem, RecipeError
-from fastloop.recipe import find_recipe, load_recipe, make_recipe, shipped_recipes
+from fastloop.plugins.installed import installed
+from fastloop.recipe import Train, find_recipe, load_recipe, make_recipe, shipped_recipes
+from fastloop.recipe.other_names import IN_TRAIN
 from fastloop.testing import assert_problem, expect_problem
 
 BASE = """
@@ -92,6 +96,10 @@ WRONG = {
     "model as a name": ("model: small", "wrong-type r.yaml: model: 'small' {name:"),
     "train as a list": ("train: [1]", "wrong-type r.yaml: train: [1] list"),
     "unknown key": ("train: {epoch: 1}", "unknown-option r.yaml: train.epoch: 'epochs'"),
+    "key of another trainer": (
+        "train: {per_device_train_batch_size: 8}",
+        "unknown-option r.yaml: train.per_device_train_batch_size: train.batch_size train.micro_batch_size",
+    ),
     "output as a mapping": ("output: {a: 1}", "wrong-type r.yaml: output: {'a': 1}"),
     "output as a URL": ("output: s3://a/b", "wrong-type r.yaml: output: 's3://a/b'"),
     "plugins as a word": ("plugins: amp", "wrong-type r.yaml: plugins: 'amp'"),
@@ -114,6 +122,15 @@ WRONG = {
 def test_invalid_value_error_has_file_and_key(text, expected):
     with expect_problem(expected, RecipeError):
         load_recipe(write(text))
+
+
+def test_keys_of_other_trainers_are_replaced_by_keys_and_plugins_that_exist():
+    keys = {field.name for field in dataclasses.fields(Train)}
+    assert not keys & IN_TRAIN.keys()
+    for remedy in IN_TRAIN.values():
+        assert set(re.findall(r"train\.(\w+)", remedy)) <= keys
+        plugins = re.findall(r"List the plugin ([\w-]+)", remedy)
+        assert set(plugins) <= installed().keys()
 
 
 # -- interpolation -----------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@
     before_evaluate, evaluate, after_evaluate, log_scalars   # on the test split
     export_model                                    # into the run folder's model/
     log_scalars, write_summary                      # log_scalars: values of run.log() since the last log point, if any
+    log_rows                                        # at any time: at once when a plugin calls run.log_rows
     recover                                         # when training or an evaluation raises
     teardown                                        # last, once: also after a failure, a stop signal or a failed build
     build_prediction_data, predict                  # only to predict; builds no optimizer, nor does evaluate

@@ -23,7 +23,7 @@ from fastloop.cli import main
 from fastloop.errors import UsageError
 from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
 from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, tick_labels, ticks
-from fastloop_tools.report.metrics import MOST, Series, read_log
+from fastloop_tools.report.metrics_log import MOST, Series, read_log
 from fastloop_tools.report.page import MANY, Bar, final_metrics, scale
 from fastloop_tools.report.read import TrainedRun, read
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fastloop_tools.report.metrics import Series
+from fastloop_tools.report.metrics_log import Series
 from fastloop_tools.shared.svg import number
 
 POINTS_SHOWN = 20

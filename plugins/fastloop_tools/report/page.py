@@ -14,7 +14,7 @@ from fastloop.problem import counted
 from fastloop.splits import EVALUATED
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
-from fastloop_tools.report.metrics import Series
+from fastloop_tools.report.metrics_log import Series
 from fastloop_tools.report.read import Evaluation, PageContents, TrainedRun
 from fastloop_tools.report.tables import differences, environment
 from fastloop_tools.shared.matrix_picture import Matrix, draw_matrix

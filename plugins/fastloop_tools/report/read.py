@@ -1,4 +1,5 @@
-"""Reads the output of ``train``, ``evaluate``, ``sweep``, ``bench`` and ``profile``.
+"""Reads the folders that ``train``, ``evaluate``, ``sweep``, ``bench`` and ``profile`` write. ``metrics_log`` reads
+their ``metrics.jsonl``.
 
 Skips missing files; an error names a broken one."""
 
@@ -15,7 +16,7 @@ from fastloop.errors import UsageError
 from fastloop.problem import clause, typed_clause
 from fastloop.recipe import safe_yaml
 from fastloop.recipe.paths import nothing_at
-from fastloop_tools.report.metrics import Series, read_log
+from fastloop_tools.report.metrics_log import Series, read_log
 from fastloop_tools.shared.json_files import MALFORMED, read_json
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}

@@ -1,6 +1,6 @@
 """Samples of the text tasks for `fastloop plan --samples`: rows as read, their tokens, and which tokens have a loss.
 
-The rows go through the code that encodes them for training. ``fastloop_tools.samples`` declares the hook.
+The rows go through the code that encodes them for training. ``fastloop_tools.plan.samples`` declares the hook.
 """
 
 from __future__ import annotations

@@ -4,6 +4,5 @@ command                   # its options
 show                      # the recipe, its plugins with reasons, and the length of the run; reads no data
 code_files                # the files whose code a recipe runs
 memory                    # ``--device-memory``: estimates the memory of each strategy; reads some batches
-
-``--samples`` is in ``fastloop_tools.samples``, which reads the data.
+samples                   # ``--samples``: shows training samples; reads the data
 """

@@ -59,7 +59,7 @@ def plan(
                 code="exclusive-options",
                 remedy="Leave one out.",
             )
-        from fastloop_tools.samples.command import show_samples
+        from fastloop_tools.plan.samples.command import show_samples
 
         show_samples(arguments, samples, output)
         return

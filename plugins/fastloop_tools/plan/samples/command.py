@@ -31,8 +31,8 @@ def show_samples(arguments: RecipeArguments, count: int, output: Path | None) ->
         )
     show_messages()
     recipe = expand(arguments.load())
-    from fastloop_tools.samples.read import read_samples  # imports torch, and errors of the recipe come before
-    from fastloop_tools.samples.show import page, show
+    from fastloop_tools.plan.samples.read import read_samples  # imports torch, and errors of the recipe come before
+    from fastloop_tools.plan.samples.show import page, show
 
     samples = read_samples(recipe, count)
     if output is None:

@@ -13,7 +13,7 @@ from fastloop.recipe import secrets
 from fastloop_tools.shared.visible_text import visible
 
 if TYPE_CHECKING:
-    from fastloop_tools.samples.read import Sample
+    from fastloop_tools.plan.samples.read import Sample
 
 LONGEST = 2000
 """Characters of a text that are shown, about a screen."""

@@ -14,7 +14,7 @@ from text_helpers import TINY, TINY_GPT, make_run
 
 from fastloop.recipe import make_recipe
 from fastloop.testing import assert_problem
-from fastloop_tools.samples.read import read_samples
+from fastloop_tools.plan.samples.read import read_samples
 
 CHATS = [
     [{"role": "user", "content": "Say <b>hi</b>."}, {"role": "assistant", "content": "Hi & bye.\nTwo \x1b[31m lines"}],

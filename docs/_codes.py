@@ -14,6 +14,7 @@ from fastloop.problem import Problem, counted
 
 CHECKOUT = Path(fastloop.__file__).parents[2]
 FOLDERS = ("core", "plugins", "packages")
+"""Folders of the sources, the most general messages first."""
 MOST_FILES = 4
 """Number of files that an entry lists. A code with more of them, such as ``wrong-type``, is a general one."""
 VALUE = re.compile(r"\{[^{}]*\}")
@@ -122,22 +123,39 @@ def class_codes() -> dict[str, Problem]:
 
 
 def code_list() -> str:
-    """Each code with its message that has the most words of its own, and the files with its messages."""
-    wordiest: dict[str, Problem] = {}
+    """Each code with an example of its messages, and the files with its messages."""
+    messages_of: dict[str, list[Message]] = {}
     files: dict[str, list[str]] = {}
     for message in messages():
         code = message.problem.code
-        if code not in wordiest or count_words(message.problem) > count_words(wordiest[code]):
-            wordiest[code] = message.problem
+        messages_of.setdefault(code, []).append(message)
         files.setdefault(code, [])
         if message.file not in files[code]:
             files[code].append(message.file)
-    examples = class_codes() | wordiest
+    examples = class_codes()
+    for code, candidates in messages_of.items():
+        examples[code] = choose_example(candidates)
     lines = []
     for code in sorted(examples):
         text = " ".join(str(examples[code]).split())
         lines.append(f"- `{code}`{list_files(files.get(code, []))}\n\n        {text}\n")
     return "\n".join(lines)
+
+
+def choose_example(candidates: list[Message]) -> Problem:
+    """The message with the most words of its own, among those of the most general place: the modules of
+    ``core/fastloop`` stand before the folders in it, and these before plugins, tools and packages. So the example of
+    ``unknown-option`` is the message for any option, not that of one plugin."""
+    most_general = min(generality(message.file) for message in candidates)
+    general = [message.problem for message in candidates if generality(message.file) == most_general]
+    return max(general, key=count_words)
+
+
+def generality(file: str) -> tuple[int, int]:
+    """The position of a file by generality, lower for more general ones: ``core/fastloop/options.py`` has (0, 2), and
+    ``plugins/fastloop_plugins/models/hub.py`` has (1, 3)."""
+    folders = file.split("/")[:-1]
+    return FOLDERS.index(folders[0]), len(folders)
 
 
 def list_files(files: list[str]) -> str:

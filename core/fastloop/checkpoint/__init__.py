@@ -7,8 +7,8 @@ store                     # the files of a checkpoint: written, verified, and re
 form                      # the form of a state that was read
 folder, lock              # the run folder, and its lock
 run_summary               # ``summary.json``
-saving                    # writes the state of a run
-pending_save              # the save that is under way, and the outcome of earlier saves
+saving                    # starts to write the state of a run
+pending_save              # the save that is under way, and earlier outcomes; ``Run._sync_requests`` acts on them
 learning_rates            # those of a run that resumes with another length
 resume                    # finds the checkpoint to resume from, and restores the state of a run
 build_record              # the settings of a run in its checkpoint; ``fastloop.checks.resumed_run`` compares them

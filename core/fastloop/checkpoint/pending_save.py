@@ -1,4 +1,6 @@
-"""The pending checkpoint, and the outcome of earlier saves.
+"""The pending checkpoint, and the outcome of earlier saves, on one process.
+
+``Run._sync_requests`` shares a failure between all processes, counts it in ``errors``, and warns or ends the run.
 
 A failed save does not end the run: the checkpoint before it is complete, and the training since then is in memory only.
 ``train.on_save_error: stop`` ends it. A plugin state that cannot be saved is an error of the plugin, and ends the run.

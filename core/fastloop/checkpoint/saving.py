@@ -1,4 +1,6 @@
-"""Save the state of a run in a checkpoint. ``resume`` restores it."""
+"""Starts to save the state of a run in a checkpoint. ``resume`` restores it.
+
+``pending_save`` notes on each process how the write ended. ``Run._sync_requests`` shares that between the processes."""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ if TYPE_CHECKING:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint, and remove the oldest ones beyond ``train.keep_checkpoints``.
+    """Start to write a checkpoint. Waits for the previous one first.
+
+    The hook ``write_checkpoint`` may write it while training continues, as ``async-save`` does. ``Run._sync_requests``
+    learns the outcome, here or in a later step. Once it is written, the oldest ones beyond ``train.keep_checkpoints``
+    are removed.
 
     Raises:
         PluginError: A plugin's state contains a value that cannot be saved.
-        SaveError: The checkpoint cannot be written, and ``train.on_save_error`` is ``stop``.
+        SaveError: The previous checkpoint or this one could not be written, and ``train.on_save_error`` is ``stop``.
     """
     wait_for_save(run)
     run._sync_requests()  # handle a failure of the previous save first

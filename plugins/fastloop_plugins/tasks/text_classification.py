@@ -1,6 +1,7 @@
 """Trains a text classifier on a transformer, pretrained or from scratch.
 
-On by default if ``data`` names a ``label`` column. `docs/tasks/text-classification.md` explains data and metrics.
+On by default if ``data`` names a ``label`` column. `docs/tasks/text-classification.md` explains the data, and
+`docs/training-keys.md` losses and metrics.
 
     model: {name: distilbert-base-uncased}
     data:  {files: {train: train.csv, validation: validation.csv, test: test.csv},

@@ -38,7 +38,8 @@ READERS: dict[str, type[File] | None] = {
     ".arrow": None,
     ".txt": Text,
 }
-"""Suffix -> reader of the format. A section that reads ``CONLL`` files has a reader for them, too."""
+"""Suffix -> reader of the format, for each of ``suffixes.FORMATS``. A section that reads ``CONLL`` files has a reader
+for them, too."""
 ROWS_AT_ONCE = 256
 """Rows to decode at once where rows are used one by one: a row group may be larger than memory."""
 

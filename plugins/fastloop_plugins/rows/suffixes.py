@@ -7,7 +7,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".txt")
-"""Suffixes of the files that text tasks read."""
+"""Suffixes of the files that text tasks read. ``formats.READERS`` has a reader for each; this module is apart because
+it imports none of them."""
 CONLL = ".conll"
 """Suffix of CoNLL files, which token classification reads, too."""
 GROUP = "fastloop.formats"

@@ -22,6 +22,7 @@ from fastloop_plugins.rows.formats import CONLL, READERS, FileLayout, describe_f
 from fastloop_plugins.rows.index import Reader, find_shards, read_index
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import find_files
+from fastloop_plugins.rows.suffixes import FORMATS
 
 COLUMNS = {"text": "text", "label": "label"}
 
@@ -184,6 +185,7 @@ def test_an_arrow_file_is_read_in_both_of_its_formats_and_checked():
     ("suffix", "values", "packed", "group"), [(row[0].strip("`"), *row[2:]) for row in describe_formats()]
 )
 def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, group, monkeypatch):
+    assert tuple(READERS) == FORMATS
     assert index.GROUP == 1024
     rows = [{"text": f"word{number}", "label": ["a", "b"]} for number in range(5)]
     path, layout = f"a{suffix}", FileLayout(Read(), {"text": "text"})

@@ -310,8 +310,8 @@ RESUME = [
     Mutant(
         "the newest checkpoints are removed",
         f"{CORE}/checkpoint/store.py",
-        "for path in [*earlier[:-keep], *later",
-        "for path in [*earlier[keep:], *later",
+        "return steps_of_run[-keep:]",
+        "return steps_of_run[:keep]",
     ),
     Mutant(
         "a resumed run begins its epoch again",

@@ -14,7 +14,18 @@ resume                    # finds the checkpoint to resume from, and restores th
 build_record              # the settings of a run in its checkpoint; ``fastloop.checks.resumed_run`` compares them
 """
 
-from fastloop.checkpoint.store import MANIFEST, ResumePoint, find_newest, pack, read, rotate, unpack, verify, write
+from fastloop.checkpoint.store import (
+    MANIFEST,
+    ResumePoint,
+    find_newest,
+    pack,
+    read,
+    rotate,
+    steps_to_keep,
+    unpack,
+    verify,
+    write,
+)
 from fastloop.runtime.step_folders import checkpoints, step_folder, step_of
 
 __all__ = [
@@ -27,6 +38,7 @@ __all__ = [
     "rotate",
     "step_folder",
     "step_of",
+    "steps_to_keep",
     "unpack",
     "verify",
     "write",

@@ -21,7 +21,7 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -371,24 +371,29 @@ def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None],
     return tensors
 
 
-def rotate(folder: Path, keep: int, step: int) -> None:
-    """After a save at ``step``, keep the newest ``keep`` checkpoints, and remove the others and leftovers of
-    interrupted saves.
+def steps_to_keep(steps: Iterable[int], keep: int, newest: int) -> list[int]:
+    """The steps whose checkpoints stay after a save at the step ``newest``, oldest first: at most ``keep``.
 
-    Also removes later steps: after a resume from an earlier checkpoint, they do not belong to the current run. Other
-    files stay.
+    Later steps do not stay: after a resume from an earlier checkpoint, they do not belong to the current run. Of the
+    steps 2, 4, 6 and 12, with ``keep=2`` after a save at step 6, 4 and 6 stay.
     """
-    earlier: list[Path] = []  # oldest first
-    later: list[Path] = []
+    steps_of_run = sorted(step for step in steps if step <= newest)
+    return steps_of_run[-keep:]
+
+
+def rotate(folder: Path, keep: int, newest: int) -> None:
+    """After a save at the step ``newest``, remove the checkpoints of a run beyond ``steps_to_keep``, and leftovers of
+    interrupted saves. Other files stay."""
+    steps: dict[Path, int] = {}  # oldest first
     for path in checkpoints(folder):
-        saved_at = step_of(path)
-        if saved_at is None:
-            continue
-        if saved_at <= step:
-            earlier.append(path)
-        else:
-            later.append(path)
-    for path in [*earlier[:-keep], *later, *leftovers(folder)]:
+        step = step_of(path)
+        if step is not None:
+            steps[path] = step
+    kept_steps = steps_to_keep(steps.values(), keep, newest)
+    for path, step in steps.items():
+        if step not in kept_steps:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in leftovers(folder):
         shutil.rmtree(path, ignore_errors=True)
-    if later:  # they must not return after a loss of power
+    if any(step > newest for step in steps.values()):  # they must not return after a loss of power
         sync(folder / "checkpoints")

@@ -130,12 +130,15 @@ class Uploader(threading.Thread):
             self._logs[name] = facts.st_size, facts.st_mtime_ns
 
     def _remove_old(self, newest: Path, best: set[str]) -> None:
-        """Remove checkpoints that the run folder does not keep, too, and checkpoints of later steps, which another
-        branch has left."""
+        """Remove the checkpoints at the URL beyond the best ones and ``checkpoint.steps_to_keep``, as the run removes
+        them from its folder."""
         names = self.remote.names()
-        steps = [Path(path).name for path in self.remote.steps(names) if step_number(path) <= step_number(newest.name)]
+        names_by_step = {step_number(path): Path(path).name for path in self.remote.steps(names)}
+        kept = set(best)
+        for step in checkpoint.steps_to_keep(names_by_step, self.keep, step_number(newest.name)):
+            kept.add(names_by_step[step])
         there = {name.split("/")[1] for name in names if name.startswith(("checkpoints/step-", "checkpoints/best-"))}
-        for name in sorted(there - best - set(steps[: self.keep])):
+        for name in sorted(there - kept):
             self.remote.remove(f"checkpoints/{name}")
 
 

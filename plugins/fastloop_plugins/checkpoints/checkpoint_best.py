@@ -149,16 +149,17 @@ class CheckpointBest(Plugin):
         self.best_at_saves[step] = best_steps
 
     def _remaining_saves(self, run: Run) -> dict[int, list[int]]:
-        """``best_at_saves`` for the checkpoint that is saved now: without the saves whose checkpoints are removed once
-        it is written.
+        """``best_at_saves`` without the saves whose checkpoints the current save removes once it is written.
 
-        In the example, at the save after step 6, ``step-2`` and ``step-4`` are in the run folder. Of steps 2, 4 and 6,
-        the newest two remain, as ``train.keep_checkpoints`` says.
+        In the example, at the save after step 6, ``step-2`` and ``step-4`` are in the run folder, and ``step-6`` is not
+        yet. Of steps 2, 4 and 6, the newest two remain, as ``train.keep_checkpoints`` says.
         """
-        save_steps = {*self.steps_in_folder(run), run.state.step}
-        known_steps = sorted(save_steps.intersection(self.best_at_saves))
-        newest_steps = known_steps[-run.recipe.train.keep_checkpoints :]
-        return {step: self.best_at_saves[step] for step in newest_steps}
+        from fastloop import checkpoint
+
+        steps_after_save = {*self.steps_in_folder(run), run.state.step}
+        known_steps = steps_after_save.intersection(self.best_at_saves)
+        kept_steps = checkpoint.steps_to_keep(known_steps, run.recipe.train.keep_checkpoints, run.state.step)
+        return {step: self.best_at_saves[step] for step in kept_steps}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:

@@ -374,8 +374,8 @@ def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None],
 def steps_to_keep(steps: Iterable[int], keep: int, newest: int) -> list[int]:
     """The steps whose checkpoints stay after a save at the step ``newest``, oldest first: at most ``keep``.
 
-    Later steps do not stay: after a resume from an earlier checkpoint, they do not belong to the current run. Of the
-    steps 2, 4, 6 and 12, with ``keep=2`` after a save at step 6, 4 and 6 stay.
+    Later steps do not stay: after a resume from an earlier checkpoint, they do not belong to the current run. An
+    example with the steps 2, 4, 6 and 12: after a save at step 6, ``keep=2`` keeps 4 and 6.
     """
     steps_of_run = sorted(step for step in steps if step <= newest)
     return steps_of_run[-keep:]

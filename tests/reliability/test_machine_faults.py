@@ -25,7 +25,7 @@ from fault_runs import (
     with_tmpfs,
     write_recipe,
 )
-from long_form import LONG
+from long_form import LONG, long_form_only
 
 from fastloop.testing import assert_problem, find_problems
 
@@ -268,7 +268,7 @@ def test_full_shared_memory(size, collate):
     assert Forked("plugins.dataloader-workers.num_workers=0", first=full).wait(200) == 0, said()
 
 
-@pytest.mark.parametrize("limit", [26, 30, 33])
+@pytest.mark.parametrize("limit", [26, pytest.param(30, marks=long_form_only), 33])
 def test_few_open_files(limit):
     """a limit on open files that workers exceed: one error with the remedy, and no traceback of workers"""
     write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}, {"dataloader-workers": {"num_workers": 2}}])

@@ -35,7 +35,7 @@ from fault_runs import (
     until,
     write_recipe,
 )
-from long_form import LONG
+from long_form import LONG, long_form_only
 
 from fastloop.cli import launch
 from fastloop.distributed import signals
@@ -378,10 +378,20 @@ def killed_until_done(folder: str, kills: int, chance: random.Random, count: int
         assert all(each in (0, 1, -signal.SIGKILL) for each in codes), said()[-3000:]
 
 
+ASYNC = ["--with", "async-save"]
+KILLED = [
+    pytest.param([], 1, 3, id="plain-1-3", marks=long_form_only),
+    pytest.param([], 2, 1, id="plain-2-1"),
+    pytest.param(ASYNC, 1, 3, id="async-1-3"),
+    pytest.param(ASYNC, 2, 1, id="async-2-1", marks=long_form_only),
+]
+"""Options, the number of processes, and that of kills in the short form, which has each option and each number of
+processes once."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "short"), [(1, 3), (2, 1)])
-@pytest.mark.parametrize("options", [[], ["--with", "async-save"]], ids=["plain", "async"])
-def test_resume_in_a_loop_completes_after_random_kills(count, short, options, record_property):
+@pytest.mark.parametrize(("options", "count", "short"), KILLED)
+def test_resume_in_a_loop_completes_after_random_kills(options, count, short, record_property):
     """a run is killed at random moments, and resumed: it ends with the bits of an undisturbed run"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}}, train={"epochs": 8})
     strategy = [*options, *(["--with", "ddp"] if count > 1 else [])]

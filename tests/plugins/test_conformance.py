@@ -3,15 +3,19 @@
 The quick tests train with a plugin of each kind, and two processes with plugins whose work involves other processes,
 under ddp only. The checks of one plugin take two to nine seconds, and those of a strategy over ten.
 
-``strategies/test_worlds.py`` compares two processes with one, for nearly every plugin. The check ``processes`` of such
-a plugin runs in the long form and in ``make conformance`` alone, unless its work involves the other processes.
+Some checks run in the long form and in ``make conformance`` alone:
+
+- ``processes``, unless the work of the plugin involves the other processes. ``strategies/test_worlds.py`` compares two
+  processes with one, for nearly every plugin.
+- ``killed`` of a plugin without a state. A run that resumes after a kill reads what it reads after an interruption,
+  which ``saved_and_loaded`` checks. The suites of ``QUICK`` and ``KILLED`` and of plugins with a state kill a process.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from long_form import long_form_only
+from long_form import LONG, long_form_only
 from world_rows import NOT_COMPARED
 
 from fastloop.plugins.installed import installed, is_own, load
@@ -129,6 +133,8 @@ ON_PROCESSES = (
 """Plugins whose work involves the other processes."""
 
 
+KILLED = ("async-save", "dataloader-workers", "remote-output")
+"""Plugins without a state whose threads or processes end with a killed process."""
 QUICK = ("amp", "ddp", "ema", "fsdp", "module", "nan-guard")
 """A plugin of each kind whose checks need no text. Those of the other plugins train in `make test-slow`."""
 TRAINING = ("declared", "numerics", "batch_norm", "saved_and_loaded", "killed", "off", "cost")
@@ -148,6 +154,11 @@ def is_checked_on_processes(name: str) -> bool:
     return name in ON_PROCESSES or name in NOT_COMPARED or load(name).slot == "strategy"
 
 
+def is_killed(name: str) -> bool:
+    """Whether the check ``killed`` of a plugin runs in the short form, too."""
+    return name in QUICK or name in KILLED or hasattr(load(name), "save_state")
+
+
 def suite(name: str) -> type[Conformance]:
     """The suite of one plugin."""
     quick = set()
@@ -158,7 +169,9 @@ def suite(name: str) -> type[Conformance]:
     slow = [f"processes[{strategy}]" for strategy in strategies_for(name) if strategy not in quick]
     if name not in QUICK:
         slow += TRAINING
-    attributes = {"plugin": name, "__module__": __name__, "slow": slow, **TRIED_ON.get(name, {})}
+    attributes: dict[str, Any] = {"plugin": name, "__module__": __name__, "slow": slow, **TRIED_ON.get(name, {})}
+    if not LONG and not is_killed(name):
+        attributes["test_killed"] = None  # not collected, so that nothing is trained for it
     base = Conformance if is_checked_on_processes(name) else OnProcessesInLongForm
     return type(f"Test_{name.replace('-', '_')}", (base,), attributes)
 

@@ -14,8 +14,7 @@ error. Three lines test a plugin's declarations:
 Requires pytest: ``pip install 'fastloop-train[testing]'``.
 
 tiny, runs, tasks         # trains a tiny model, or a recipe with plugins; small tasks to train
-starting, first_uses, huge_pages   # real processes and commands, and the imports and memory that they share
-time_limits               # ends processes that hang
+starting, first_uses, time_limits   # real processes and commands, and their imports; those that hang are ended
 conformance, promises, studies   # the suite for a plugin, its checks, and the trainings that they compare
 package_texts             # the texts of a plugin's package, compared with its class
 differences, problems, settings   # comparisons of trainings, errors and global settings

@@ -83,8 +83,7 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     ours = [point.module for point in installed().values() if is_own(point)]
-    # huge_pages: of all that was imported before it
-    context.set_forkserver_preload([*PRELOADED, *ours, "fastloop.testing.huge_pages"])
+    context.set_forkserver_preload([*PRELOADED, *ours])
     return context
 
 

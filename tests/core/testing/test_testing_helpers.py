@@ -6,7 +6,6 @@ import faulthandler
 import gc
 import inspect
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -42,7 +41,6 @@ from fastloop.testing import (
     with_dropout,
     write_texts,
 )
-from fastloop.testing.huge_pages import huge_addresses
 from fastloop.testing.starting import failure
 from fastloop.testing.studies import strategies
 
@@ -141,35 +139,6 @@ def test_collections_of_garbage_leave_out_imported_modules(processes):
     assert gc.get_freeze_count() > 0
     (process,) = processes(1, gc.get_freeze_count)
     assert process.result > 0
-
-
-def read_huge_pages() -> int:
-    """KiB of this process's memory in huge pages."""
-    sizes = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/self/smaps_rollup").read_text()))
-    return int(sizes["AnonHugePages"])
-
-
-def kernel() -> tuple[int, ...]:
-    """The version of the kernel: (6, 1) for 6.1.0-13-amd64."""
-    return tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-
-
-@pytest.mark.skipif(sys.platform != "linux" or kernel() < (6, 1), reason="the kernel does not join pages when asked")
-def test_processes_share_imported_modules_in_huge_pages(processes):
-    (process,) = processes(1, read_huge_pages)
-    assert process.result > 50 * 1024  # of 400 MiB
-
-
-def test_a_huge_page_begins_at_a_multiple_of_its_size():
-    maps = """\
-00100000-00700000 rw-p 00000000 00:00 0                                  [heap]
-00800000-00c00000 rw-p 00000000 08:01 1234                               /usr/lib/libc.so.6
-00e00000-01000000 rw-p 00000000 00:00 0
-01000000-01200000 r--p 00000000 00:00 0
-01300000-01400000 rw-p 00000000 00:00 0
-01500000-01900000 rw-p 00000000 00:00 0                                  [stack]
-"""
-    assert [*huge_addresses(maps)] == [0x200000, 0x400000, 0xE00000]
 
 
 def test_failing_process_fails_test_with_its_output(processes):

@@ -20,7 +20,8 @@ class Content:
     Attributes:
         magic: Matches its first bytes. No text file begins with them.
         name: Its name in messages.
-        suffixes: The formats whose files begin with these bytes.
+        suffixes: The formats whose files may begin with these bytes. For a codec: those whose files may be compressed
+            by it without a suffix of its own. bz2 has none, because a text file may begin with its letters.
         remedy: A sentence that names the next step, with ``{path}`` without the last suffix.
         codec: The compression that it is; empty: none.
     """
@@ -30,6 +31,18 @@ class Content:
     suffixes: tuple[str, ...]
     remedy: str
     codec: str = ""
+
+    def is_expected(self, suffix: str, codec: str | None) -> bool:
+        """Whether a file may be of this kind, by its name. Both ``a.csv`` and ``a.csv.gz`` may be compressed by gzip,
+        but only ``a.csv.bz2`` by bz2.
+
+        Args:
+            suffix: That of its format, such as ``.csv``.
+            codec: That of a suffix after it; None: there is none.
+        """
+        if self.codec and self.codec == codec:
+            return True
+        return suffix in self.suffixes
 
 
 TEXT = tuple(suffix for suffix in (*FORMATS, CONLL) if suffix not in COLUMN_FORMATS)
@@ -91,7 +104,7 @@ def check_content(path: str, how: Read) -> None:
     for content in CONTENTS:
         if not content.magic.match(head):
             continue
-        if suffix not in content.suffixes and (not content.codec or codec != content.codec):
+        if not content.is_expected(suffix, codec):
             raise RecipeError(
                 f"it is {content.name}, by its first bytes, and its name ends with {Path(path).suffix}. "
                 f"{content.remedy.format(path=stem)}",
@@ -121,13 +134,20 @@ def _check_packed(path: str, how: Read, suffix: str) -> None:
     file = LineFile(path, how)
     file.close()
     for content in CONTENTS:
-        if content.magic.match(file.first_bytes) and (content.codec or suffix not in content.suffixes):
-            raise RecipeError(
-                f"its decompressed content is {content.name}, by its first bytes, expected text.",
-                code="wrong-contents",
-                place=str(path),
-                remedy="Decompress it once." if content.codec else f"Decompress it. {content.remedy.format(path=path)}",
-            )
+        if not content.magic.match(file.first_bytes):
+            continue
+        if content.codec:
+            remedy = "Decompress it once."  # it is compressed twice
+        elif suffix in content.suffixes:
+            continue
+        else:
+            remedy = f"Decompress it. {content.remedy.format(path=path)}"
+        raise RecipeError(
+            f"its decompressed content is {content.name}, by its first bytes, expected text.",
+            code="wrong-contents",
+            place=str(path),
+            remedy=remedy,
+        )
 
 
 def _is_text(head: bytes) -> bool:

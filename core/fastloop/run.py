@@ -64,6 +64,9 @@ class Reasons(NamedTuple):
     stop: str | None
 
 
+NO_REASONS = Reasons(None, None, None)
+
+
 class Run:
     """The argument ``run`` of hooks. A field exists once its build step in ``hookspecs`` is done.
 
@@ -397,35 +400,47 @@ class Run:
         return self.schedule.interrupted
 
     def _sync_requests(self) -> None:
-        """Share requests, signals and failed saves between processes: those of one process apply to all. Every process
-        must call it.
+        """Apply the requests, signals and failed saves of each process to all. Every process must call it.
+
+        ``CheckpointSaver.poll`` notes how the pending save of this process ended, and ``_exchange`` shares that. Then
+        ``_handle_failed_save`` and ``_handle_signal`` act on it. Each function call costs time in each step.
 
         Raises:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
         """
-        state = self.state
         saver = self.saver
         if saver.pending is not None:
             saver.poll()
-        signal_name = self.signals.name
         failure = saver.failure
         saver.failure = None
+        signal_name = self.signals.name
         if self.processes.world_size > 1:
-            has_reason = signal_name is not None or failure is not None or state.stop_reason is not None
-            flags = torch.tensor([has_reason, state.evaluate_requested, state.save_requested]).long()
-            any_reason, any_evaluation, any_save = self.processes.all_reduce_sum(flags).tolist()
-            state.evaluate_requested = bool(any_evaluation)
-            state.save_requested = bool(any_save)
-            if any_reason:  # rare, so that a usual step exchanges three numbers
-                own = Reasons(signal_name, failure, state.stop_reason)
-                every = self.processes.all_gather_object(own)
-                signal_name = first_given(reasons.signal for reasons in every)
-                failure = first_given(reasons.failure for reasons in every)
-                state.stop_reason = first_given(reasons.stop for reasons in every)
+            shared = self._exchange(Reasons(signal_name, failure, self.state.stop_reason))
+            failure = shared.failure
+            signal_name = shared.signal
         if failure is not None:
             self._handle_failed_save(failure)
         if signal_name is not None and not self.signals.finishing:
             self._handle_signal(signal_name)
+
+    def _exchange(self, own: Reasons) -> Reasons:
+        """Share the requests of all processes in ``state``, and return their reasons: for each, that of the first
+        process that has one."""
+        state = self.state
+        has_reason = own != NO_REASONS
+        flags = torch.tensor([has_reason, state.evaluate_requested, state.save_requested]).long()
+        any_reason, any_evaluation, any_save = self.processes.all_reduce_sum(flags).tolist()
+        state.evaluate_requested = bool(any_evaluation)
+        state.save_requested = bool(any_save)
+        if not any_reason:  # as in a usual step, which exchanges three numbers only
+            return NO_REASONS
+        every = self.processes.all_gather_object(own)
+        state.stop_reason = first_given(reasons.stop for reasons in every)
+        return Reasons(
+            first_given(reasons.signal for reasons in every),
+            first_given(reasons.failure for reasons in every),
+            state.stop_reason,
+        )
 
     def _handle_failed_save(self, failure: str) -> None:
         """Count a failed save of any process. Raises a ``SaveError`` if it ends the run."""

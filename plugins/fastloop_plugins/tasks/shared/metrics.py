@@ -162,7 +162,7 @@ def classifier_metrics(
     Metrics of two classes, such as ``BinaryAUROC``, get the probability of the positive class, and ``f1`` of two
     classes is its own: see ``binary_metrics``. Metrics of probabilities, such as ``MulticlassAUROC``, get those: see
     ``with_probabilities``. With a threshold, metrics of predicted classes, such as ``MulticlassRecall``, get the
-    classes that it decides. A class of several classes with an ``update`` of its own gets logits.
+    classes that it decides. A subclass of these with an ``update`` of its own gets logits.
 
     Raises:
         RecipeError: A name is taken, or a metric is for two classes and there are others.
@@ -170,9 +170,7 @@ def classifier_metrics(
     from torchmetrics.classification import (
         BinaryF1Score,
         MulticlassAccuracy,
-        MulticlassConfusionMatrix,
         MulticlassF1Score,
-        MulticlassStatScores,
     )
     from torchmetrics.wrappers import LambdaInputTransformer
 
@@ -190,17 +188,14 @@ def classifier_metrics(
     if threshold is not None:
         arguments["threshold"] = threshold
     metrics = with_probabilities(make_metrics(metric_classes, options, where, arguments, metrics))
-    binary = binary_metrics(metric_classes, options)
-    for name, cls in metric_classes.items():
-        # also what a class such as MatthewsCorrCoef makes, by its argument ``task``
-        is_of_classes = isinstance(metrics[name], MulticlassStatScores | MulticlassConfusionMatrix)
-        if threshold is not None and is_of_classes and not _has_own_update(metrics[name]):
-            metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decision.classes)
-        if name not in binary:
-            continue
+    if threshold is not None:
+        for name in metric_classes:
+            if _takes_predicted_classes(metrics[name]):
+                metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decision.classes)
+    for name in binary_metrics(metric_classes, options):
         if num_classes != 2:
             raise RecipeError(
-                f"{cls.__name__} is for two classes, and the data has {num_classes}.",
+                f"{metric_classes[name].__name__} is for two classes, and the data has {num_classes}.",
                 code="wrong-metric",
                 place=f"{where}.{name}.type",
             )
@@ -259,6 +254,17 @@ def with_sigmoids(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         if is_of_sigmoids and not _has_own_update(metric):
             made[name] = LambdaInputTransformer(metric, transform_pred=sigmoids)
     return made
+
+
+def _takes_predicted_classes(metric: Metric) -> bool:
+    """Whether a metric of several classes compares predicted classes, not probabilities, with the labels.
+
+    The object decides, not the recipe's class: ``MatthewsCorrCoef`` with ``task: multiclass`` makes a
+    ``MulticlassMatthewsCorrCoef``, which is a ``MulticlassConfusionMatrix``.
+    """
+    from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassStatScores
+
+    return isinstance(metric, MulticlassStatScores | MulticlassConfusionMatrix) and not _has_own_update(metric)
 
 
 def _has_own_update(metric: Metric) -> bool:

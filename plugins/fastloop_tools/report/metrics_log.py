@@ -72,14 +72,37 @@ class Series:
         self.last = float(values[-1])
         self.least = min(self.least, float(values.min()))
         self.most = max(self.most, float(values.max()))
-        rows = np.concatenate([self._groups, np.insert(added, 2, 1, axis=1)])
-        ends = rows[:, 2].cumsum()
+        new_groups = np.insert(added, 2, 1, axis=1)  # each point is a group of one
+        self._merge(np.concatenate([self._groups, new_groups]))
+        return self
+
+    def _merge(self, groups: NDArray[np.float64]) -> None:
+        """Merge neighbours, (groups, 3), into groups of ``_size`` points, which doubles until they are at most
+        ``MOST``.
+
+        An example with ``_size`` 4 once it has doubled::
+
+            counts        2  2  1  1
+            ends          2  4  5  6    points up to the end of each group
+            first_points  0  2  4  5    index of the first point of each group
+            new_group     0  0  1  1    the group that holds that point
+            starts        0     2       groups with which a new group begins
+            lasts            1     3
+            counts        4     2
+        """
+        import numpy as np
+
+        counts = groups[:, 2]
+        ends = counts.cumsum()
         while ends[-1] > MOST * self._size:
             self._size *= 2
-        starts = np.flatnonzero(np.diff((ends - rows[:, 2]) // self._size, prepend=-1))
-        lasts = np.append(starts[1:], len(rows)) - 1
-        self._groups = np.column_stack([rows[lasts, 0], np.add.reduceat(rows[:, 1:], starts)])
-        return self
+        first_points = ends - counts
+        new_group = first_points // self._size
+        starts = np.flatnonzero(np.diff(new_group, prepend=-1))
+        lasts = np.append(starts[1:], len(groups)) - 1
+        last_steps = groups[lasts, 0]
+        sums_and_counts = np.add.reduceat(groups[:, 1:], starts)
+        self._groups = np.column_stack([last_steps, sums_and_counts])
 
     def scaled(self, factor: float) -> Series:
         """The series in another unit."""

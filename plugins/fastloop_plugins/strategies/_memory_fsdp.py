@@ -139,12 +139,18 @@ class GatheredParts:
         return sum(weight.elements * self.reduced_itemsize for weight in weights if weight.trained)
 
     def held_in_blocks(self) -> float:
-        """The bytes beside activations. A part is held twice, as weights and as the buffer of its all-gather, which
-        torch frees when it gathers the next part."""
+        """The bytes beside activations."""
         root = self.gathered(self.outside)
         sizes = [self.gathered(block) for block in self.blocks]
-        held_twice = 2 * max(sizes) if self.gathers_again and sizes else sum(sizes) or root
-        return root + held_twice + 2 * max(map(self.reduction, self.blocks), default=0.0)
+        if self.gathers_again and sizes:
+            # one block at a time, as weights and as the buffer of its all-gather, which torch frees when it gathers the
+            # next block
+            held_beside_root = 2 * max(sizes)
+        elif any(sizes):
+            held_beside_root = sum(sizes)  # forward leaves the weights of all blocks
+        else:
+            held_beside_root = root  # the buffer of the root's own all-gather
+        return root + held_beside_root + 2 * max(map(self.reduction, self.blocks), default=0.0)
 
     def held_at_first(self, shards: float) -> float:
         """The bytes without activations in forward: the first block is gathered while the root is held twice.

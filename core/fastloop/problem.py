@@ -12,25 +12,30 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 LINE = re.compile(r"^(?P<file>.+?), (?:line|row) (?P<line>\d[\d,]*)")
-"""A place in a file: ``train.csv, line 3``."""
+"""A place in a file: ``train.csv, line 3``, but not ``train.csv``."""
 KEY = re.compile(r"^(?P<file>(?:recipe|.+\.ya?ml)): (?P<key>[\w.\[\]/-]+)")
-"""A place in a recipe: ``recipe.yaml: train.lr``."""
+"""A place in a recipe: ``recipe.yaml: train.lr``, but not ``train.csv: text``."""
 VALUE = r"""'[^']*'|"[^"]*"|\{[^{}`]*\}|\[(?:[^\[\]`]|\[[^\[\]`]*\])*\]|[^\s`]*[^\s`.,:;)]"""
-"""A value in an override: in quotes, ``{'+': pos}``, ``[text, label]``, or a word without the end of the sentence."""
+"""A value in an override: in quotes, ``{'+': pos}``, ``[text, label]``, or a word without the end of the sentence:
+``1e-3``, but not ``1e-3.``."""
 SETTING = r"(?:output|(?:data|model|plugins|train)(?:\.[\w-]+)+)="
-"""The key of an override: ``output=`` or ``data.label=``."""
+"""The key of an override: ``output=`` or ``data.label=``, but not ``label=``."""
 UNQUOTED = (
-    rf"(?<![\w.(`'\"-])({SETTING}(?:{VALUE}))"
-    r"|(?<![\w`-])(--(?:with|without|split) [\w,./:-]*\w)"
+    rf"(?<![\w.(`'\"-])(?P<unquoted>{SETTING}(?:{VALUE}))"
+    r"|(?<![\w`-])(?P<option>--(?:with|without|split) [\w,./:-]*\w)"
 )
-"""An override, or an option that takes a name. An override just behind a parenthesis only names a setting: ``expected a
-number (data.label_type=number)``."""
+"""An override, or an option that takes a name: in ``Set train.lr=1e-3.`` and in ``Add --with ema.``, but not in ``Add
+--resume.``
+
+An override just behind a parenthesis only names a setting: ``expected a number (data.label_type=number)``."""
 IN_FACTS = re.compile(UNQUOTED)
-"""A part of an explanation that a user can type."""
-IN_REMEDY = re.compile(rf"{UNQUOTED}|`(--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[^`]*`")
-"""A part of a remedy that a user can type. Options and commands are between backquotes, and so may names be."""
-OVERRIDE = re.compile(rf"{UNQUOTED}|(?<=`)({SETTING}[^`]*)(?=`)")
-"""An override in a message, with or without backquotes, or an option that takes a name."""
+"""A part of an explanation that a user can type: ``UNQUOTED``, but nothing between backquotes."""
+IN_REMEDY = re.compile(rf"{UNQUOTED}|`(?P<typed>--[^`]+|[\w.-]+=[^`]*|\w+ (?!=)[^`]+)`|`[^`]*`")
+"""A part of a remedy that a user can type. Options and commands are between backquotes: ``Run `fastloop plugins`.``
+Names may be, too: a match of ```ema``` has no group."""
+OVERRIDE = re.compile(rf"{UNQUOTED}|(?<=`)(?P<backquoted>{SETTING}[^`]*)(?=`)")
+"""An override in a message, or an option that takes a name. An override between backquotes is one:
+```data.label=[A, B]```, but a command is none: ```fastloop train a.yaml data.label=A```."""
 SHELL_WORD = re.compile(r"(?:[\w@%+=:,./-]|\{\w*\})+")
 """A word that bash leaves as it is: ``train.lr=1e-3``. ``{}`` is one, and so is ``{name}``, which stands for a value in
 the list of messages; ``{a,b}`` is not."""
@@ -109,7 +114,7 @@ def quote_overrides(sentences: str) -> str:
     """Sentences whose overrides can be copied to a command line. See ``shell_word``."""
 
     def quote(match: re.Match[str]) -> str:
-        override = match[1] or match[3]
+        override = match["unquoted"] or match["backquoted"]
         return shell_word(override) if override else match[0]
 
     return OVERRIDE.sub(quote, sentences)

@@ -131,26 +131,30 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
 def _explain(cls: type, error: ValidationError, where: str) -> Iterator[Problem]:
     """The problems of options: those that are unknown or missing first."""
     invalid = dict[str, list[Any]]()
-    fields = dataclasses.fields(cls)
     for item in error.errors():
-        name = ".".join(map(str, item["loc"][:1]))
         if not item["loc"]:  # __post_init__ refused a combination of options
             yield Problem(str(item["ctx"]["error"]), code="invalid-value", place=where)
-        elif item["type"] == "unexpected_keyword_argument":
-            other_names: Mapping[str, str] = getattr(cls, "other_names", {})
-            suggestion = other_names.get(name) or did_you_mean(name, [field.name for field in fields])
+            continue
+        name = str(item["loc"][0])  # the option; the rest is a place in its value
+        if item["type"] == "unexpected_keyword_argument":
+            suggestion = did_you_mean(name, [field.name for field in dataclasses.fields(cls)])
             yield Problem("no such option.", code="unknown-option", place=f"{where}.{name}", remedy=suggestion)
         elif item["type"] == "missing":
             expected = _expected(cls, name)
             yield Problem("missing.", code="missing-value", place=f"{where}.{name}", expected=expected)
         else:
             invalid.setdefault(name, []).append(item)
-    for name, items in invalid.items():  # pydantic reports each member of a union; report the option once
-        text = f"found {_format(items[-1]['input'])}"
-        bounds = [item["msg"] for item in items if item["type"].startswith(BOUND_ERRORS)]
-        if bounds:
-            text += f" ({bounds[0].removeprefix('Input ')})"
-        yield Problem(f"{text}.", code="invalid-value", place=f"{where}.{name}", expected=_expected(cls, name))
+    for name, items in invalid.items():
+        yield _explain_value(cls, name, items, where)
+
+
+def _explain_value(cls: type, name: str, items: list[Any], where: str) -> Problem:
+    """The problem of an option's value. pydantic gives an item for each member of a union."""
+    text = f"found {_format(items[-1]['input'])}"
+    bounds = [item["msg"] for item in items if item["type"].startswith(BOUND_ERRORS)]
+    if bounds:
+        text += f" ({bounds[0].removeprefix('Input ')})"
+    return Problem(f"{text}.", code="invalid-value", place=f"{where}.{name}", expected=_expected(cls, name))
 
 
 def _expected(cls: type, name: str) -> str:

@@ -19,8 +19,8 @@ from fastloop.recipe.paths import nothing_at
 from fastloop_tools.report.metrics_log import Series, read_log
 from fastloop_tools.shared.json_files import MALFORMED, read_json
 
-RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
-"""The file that a folder has instead of a run -> its part of ``PageContents``."""
+RECORDS = ("sweep.json", "bench.json", "profile.json")
+"""Files of which a folder has one instead of a run."""
 MOST_ROWS = 20
 """Most rows of ``run.log_rows`` on the page, for each name."""
 EVALUATIONS = "evaluation"
@@ -106,6 +106,15 @@ class PageContents:
     profiles: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     sweeps: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
+    def add(self, file: str, name: str, record: dict[str, Any]) -> None:
+        """Add the content of a file of ``RECORDS`` under the name of its folder."""
+        if file == "sweep.json":
+            self.sweeps.append((name, record))
+        elif file == "bench.json":
+            self.ablations.append((name, record))
+        else:
+            self.profiles.append((name, record))
+
 
 def read(folders: Iterable[Path]) -> PageContents:
     """Read everything in the given folders.
@@ -144,9 +153,9 @@ def read(folders: Iterable[Path]) -> PageContents:
             )
         record = read_json(folder / file)
         part = PageContents()
-        for place in (part, contents):
-            getattr(place, RECORDS[file]).append((name, record))
+        part.add(file, name, record)
         _check(part, folder / file)
+        contents.add(file, name, record)
         if file == "sweep.json":
             for run in record["runs"]:
                 member = folder / run["name"]

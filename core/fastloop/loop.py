@@ -214,8 +214,9 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     totals = run._totals_of(batches)
     run._shared_buffers.before_pass()
     world_size = run.processes.world_size
-    # fewer than world_size, if some processes divide a model and train on the same samples
-    processes_with_samples = run.loaders.processes.world_size
+    # world_size counts all processes, and sample_shares those that read different samples. With 4 processes, of which
+    # each 2 divide a model and train on the same samples, there are 2 shares.
+    sample_shares = run.loaders.processes.world_size
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         reduces_gradients = index == len(batches) - 1  # once a step
@@ -225,7 +226,7 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
         with context:
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-                mean_weight = totals.get().weight / processes_with_samples  # get waits, so it follows a forward pass
+                mean_weight = totals.get().weight / sample_shares  # get waits, so it follows a forward pass
                 loss = share_of_loss(output.loss, batch.loss_weight, mean_weight)
             with region("backward"):
                 run.strategy.backward(run, loss)

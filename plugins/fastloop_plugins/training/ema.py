@@ -118,8 +118,10 @@ class EMA(Plugin):
 
     def current_decay(self) -> float:
         """The share of the old average that the current update keeps. ``updates`` counts it already."""
-        if self.mean or (self.start and self.updates == 1):
-            return 1 - 1 / self.updates  # the first update replaces the average
+        if self.mean:
+            return 1 - 1 / self.updates  # 0, 1/2, 2/3, ...
+        if self.start and self.updates == 1:
+            return 0.0  # the weights before ``start`` do not count: the first update replaces them
         if self.warmup:
             return min(self.decay, (1 + self.updates) / (10 + self.updates))
         return self.decay

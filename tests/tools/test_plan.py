@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rich.console import Console
+
 from fastloop.testing import assert_problem
 
 
@@ -105,8 +107,8 @@ def test_plan_shows_wrappers_of_the_loss_and_the_default_that_a_plugin_replaces(
         assert f"'inner' and '{name}' fill the slot 'progress'. Keep one" in " ".join(error.split())
 
 
-def test_plan_fits_80_columns_and_shows_moves(cli, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_plan_fits_a_terminal_of_80_columns_and_shows_moves(cli, monkeypatch):
+    monkeypatch.setattr("rich._console", Console(force_terminal=True, width=80, color_system=None))
     _, out, _ = cli("plan", "quickstart", "train.device=cpu", "--with", "compile,lora")
     assert max(map(len, out.partition("\nrecipe ")[0].splitlines())) <= 80
     assert "listed in the recipe; moved after 'lora'" in " ".join(out.split())

@@ -137,7 +137,9 @@ def _explain(cls: type, error: ValidationError, where: str) -> Iterator[Problem]
             continue
         name = str(item["loc"][0])  # the option; the rest is a place in its value
         if item["type"] == "unexpected_keyword_argument":
-            suggestion = did_you_mean(name, [field.name for field in dataclasses.fields(cls)])
+            other_names: Mapping[str, str] = getattr(cls, "other_names", {})
+            options = [field.name for field in dataclasses.fields(cls)]
+            suggestion = other_names.get(name) or did_you_mean(name, options)
             yield Problem("no such option.", code="unknown-option", place=f"{where}.{name}", remedy=suggestion)
         elif item["type"] == "missing":
             expected = _expected(cls, name)

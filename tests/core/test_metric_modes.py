@@ -90,6 +90,7 @@ def test_auto_is_refused_where_no_one_declares_a_direction(tiny_run, plugin, mod
 
 
 def test_the_metrics_of_tasks_declare_their_direction():
+    from fastloop_plugins.tasks.shared.losses import ClassLoss
     from fastloop_plugins.tasks.shared.metrics import classifier_metrics
     from fastloop_plugins.tasks.shared.problems import MultiLabel, Regression
     from fastloop_plugins.tasks.shared.two_classes import Decision
@@ -100,7 +101,8 @@ def test_the_metrics_of_tasks_declare_their_direction():
 
     assert set(modes(classifier_metrics({}, {}, "r", 2, Decision(0.5))).values()) == {"max"}
     assert set(modes(tag_metrics(["O", "B-a"], None, {}, {}, "r")).values()) == {"max"}
-    assert set(modes(MultiLabel(0.5).metrics(["a", "b"], {}, {}, "r")).values()) == {"max"}
+    several = MultiLabel(ClassLoss("cross_entropy", "r"), 0.5)
+    assert set(modes(several.metrics(["a", "b"], {}, {}, "r")).values()) == {"max"}
     regression = modes(Regression().metrics(["a"], {}, {}, "r")) | Regression.modes
     assert regression == {"mse": "min", "mae": "min", "pearson": "max", "spearman": "max"}
 

@@ -1,4 +1,7 @@
-"""The core's implementations of *first* hooks that need no file of their own; ``core_modules`` lists the others."""
+"""The core's implementations of *first* hooks that need no file of their own; ``core_modules`` lists the others.
+
+``hookspecs`` declares all hooks. A hook without a default needs nothing here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``Strategy``: the plugin in the slot ``strategy``, its errors, and how it is listed."""
+"""``Strategy``: the plugin in the slot ``strategy``, its errors, and how it is listed.
+
+``test_hooks`` computes norms and clips.
+"""
 
 from __future__ import annotations
 

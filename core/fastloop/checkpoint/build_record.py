@@ -3,7 +3,7 @@
 A resume loads the states of the optimizer, the scheduler and the loss scaler. Torch keeps settings in these states,
 such as the betas of Adam or the step size of a schedule, so a loaded state replaces the settings of the recipe. And the
 optimizer's state refers to parameters by their position. Therefore a checkpoint records both by name, as they were
-before the first step, and a run that resumes compares its own.
+before the first step, and a run that resumes compares its own. ``saving`` has all that a checkpoint contains.
 """
 
 from __future__ import annotations

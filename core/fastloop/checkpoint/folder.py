@@ -1,7 +1,8 @@
 """The run folder: its checks before the run, and its creation.
 
 An earlier run in the folder is renamed to ``NAME.1``: to overwrite it would lose a run to a forgotten ``--resume``, and
-to number the new one would move the path that scripts rely on.
+to number the new one would move the path that scripts rely on. Checkpoints of the run itself are removed by
+``store.rotate``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The summary of a run, ``summary.json`` in the run folder: written after a run, also after one that failed."""
+"""The summary of a run, ``summary.json`` in the run folder: written after a run, also after one that failed.
+
+Plugins add values in the hook ``write_summary``: `log` adds the versions of packages.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Check the hooks that a plugin implements, when a run registers them: names, arguments and marks.
 
-Does not import torch.
+The names and arguments are those of ``hookspecs``: a new hook needs nothing here. Does not import torch.
 """
 
 from __future__ import annotations

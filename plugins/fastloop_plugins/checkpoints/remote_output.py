@@ -5,9 +5,9 @@
     output: runs/first
 
 A thread copies ``runs/first`` to ``s3://bucket/experiments/first``: logs, the newest complete checkpoint, best
-checkpoints, and the exported model. With ``--resume``, a newer complete checkpoint at the URL is first downloaded and
-verified, also on a new machine. A new run refuses a URL that holds a run. Runs of a sweep or search get ``SWEEP/RUN``
-as ``folder``.
+checkpoints, and the exported model. It removes from the URL what the run folder has removed. With ``--resume``, a newer
+complete checkpoint at the URL is first downloaded and verified, also on a new machine. A new run refuses a URL that
+holds a run. Runs of a sweep or search get ``SWEEP/RUN`` as ``folder``.
 
 A failed upload is repeated, then logged; if the last one fails, the command fails. ``s3://`` needs ``pip install
 'fastloop-train[s3]'``, other protocols the package that fsspec names; it finds the credentials.

@@ -5,7 +5,7 @@
 
 Weights that a plugin replaces after the optimizer was built would silently never train. A difference after
 ``build_optimizer`` is a warning, and one that ``prepare``, ``after_prepare`` or ``before_fit`` introduces an error.
-Parameters that the first steps do not change are one warning.
+Parameters that the first steps do not change are one warning, which ``_updates`` decides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""When ``fsdp`` reduces gradients: those of all trained parameters, or of the last micro-step only."""
+"""When ``fsdp`` reduces gradients: those of all trained parameters, or of the last micro-step only.
+
+Their norm and clipping are methods of ``DividingStrategy`` in ``_tensor_group``.
+"""
 
 from __future__ import annotations
 

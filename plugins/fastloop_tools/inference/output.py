@@ -1,4 +1,5 @@
 """Writes the columns of predictions to a file. The hook ``predict`` of the task computes them.
+Formats of files to predict are in ``fastloop_plugins.rows``.
 
 Complete chunks are kept beside it until the end, so that an interrupted job continues after the last one.
 

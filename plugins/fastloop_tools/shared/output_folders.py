@@ -1,4 +1,5 @@
-"""The folder that a command writes to."""
+"""The folder that a command such as ``fastloop bench`` writes its results to. The run folder of a training is in
+``fastloop.checkpoint.folder``."""
 
 from __future__ import annotations
 

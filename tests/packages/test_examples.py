@@ -64,7 +64,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tup
     projects = shutil.copytree(
         ROOT / "examples", folder / "projects", ignore=shutil.ignore_patterns("__pycache__", "runs", ".*", "*.ipynb")
     )
-    assert {project.name for project in projects.iterdir()} == set(NAMES)
+    assert {path.name for path in projects.iterdir() if path.is_dir()} == set(NAMES)
     venv = CleanVenv(folder / "venv", fastloop_wheel)
     for name, kind in NEW.items():
         done = venv.run("-m", "fastloop", "new", kind, name, "--author", "Ada Lovelace", cwd=projects)

@@ -142,6 +142,9 @@ def changed_settings(built: Any, saved: Any, now: Any, key: str) -> Iterator[Cha
     """The settings that differ between two runs, without the values that the first run changed while it trained, such
     as the number of steps of a scheduler.
 
+    ``last_epoch`` is 0 as built, 40 as saved and 0 now: progress. ``step_size`` is 10 as built, 10 as saved and 5 now:
+    changed.
+
     Args:
         built: The settings of the run that saved the checkpoint, as it was built.
         saved: Its state in the checkpoint.

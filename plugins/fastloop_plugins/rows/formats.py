@@ -130,7 +130,8 @@ class FileLayout:
         kept: Columns that ``rows`` collects beside those that it yields; None: no others.
         drop: The rows that a stream leaves out.
         names: For each file of a stream, if columns have other names there: column -> its name in the file, and the
-            option that names it. See ``of_file``.
+            option that names it, such as ``{"text": ("review", "sources[1].text")}``. See ``of_file``.
+        renamed: In a layout of one file: column -> its name in the file, such as ``{"text": "review"}``.
     """
 
     how: Read

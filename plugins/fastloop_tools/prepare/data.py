@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from fastloop import Plugin, UsageError, hookimpl
 from fastloop_plugins._cache import Entry, tokens_kept_in
 from fastloop_plugins.data.token_cache import TokenCache, open_token_folder
-from fastloop_tools.shared.data_plugins import with_data_plugins
+from fastloop_tools.shared.data_plugins import build_data
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -65,10 +64,6 @@ def prepare_data(recipe: Recipe) -> PreparedData:
         RecipeError: The recipe or the data is wrong.
         UsageError: The task keeps no token ids.
     """
-    from fastloop.lifecycle import open_run
-    from fastloop.plugins.resolve import resolve
-    from fastloop.recipe import make_recipe
-
     if recipe.data.get("streaming"):
         raise UsageError(
             "the training files are read while training, so there is nothing to prepare.",
@@ -81,12 +76,7 @@ def prepare_data(recipe: Recipe) -> PreparedData:
     option = options.get("folder", "auto") if isinstance(options, dict) else "auto"
     folder = open_token_folder(str(option), recipe.where)
     builder = DataBuilder(folder)
-    tree = recipe.to_dict()
-    tree["train"] |= {"device": "cpu", "max_steps": None}  # a run of few steps needs few rows
-    with tempfile.TemporaryDirectory(prefix="fastloop-prepare-") as scratch:
-        resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
-        with open_run(with_data_plugins(resolved), [builder]):
-            pass
+    resolved = build_data(recipe, builder, max_steps=None)  # a run of few steps needs few rows
     if not builder.entries:
         raise UsageError(
             f"the task {resolved.plugins.in_slot('task')!r} keeps no token ids. prepare is for tasks with the trait "

@@ -1,7 +1,7 @@
 """Helpers of several commands. They import no command, and ``trials`` imports only them.
 
 changed_recipes, recipe_text, differing_keys   # recipes with changes, as YAML, and compared
-data_plugins              # recipes whose data is read without a model
+data_plugins              # builds the data of a recipe without a model
 command_lines             # the command that repeats or continues another one
 json_files                # records as JSON
 output_folders            # errors of creating the folder of ``--output``

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, hookspec
-from fastloop_tools.shared.data_plugins import with_data_plugins
+from fastloop_tools.shared.data_plugins import build_data
 from fastloop_tools.shared.sample_text import describe_sample
 
 if TYPE_CHECKING:
@@ -68,17 +67,8 @@ def read_samples(recipe: Recipe, count: int) -> list[Sample]:
         RecipeError: The recipe or the data is wrong, or the data is streamed.
         UsageError: The training split has no sample.
     """
-    from fastloop.lifecycle import open_run
-    from fastloop.plugins.resolve import resolve
-    from fastloop.recipe import make_recipe
-
-    tree = recipe.to_dict()
-    tree["train"] |= {"device": "cpu"}
     reader = SampleReader(count)
-    with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch:
-        resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
-        with open_run(with_data_plugins(resolved), [reader]):
-            pass
+    build_data(recipe, reader)
     if not reader.samples:
         raise UsageError(
             "the training split has no sample that can be shown.",

@@ -13,7 +13,7 @@ The checkpoints lie in ``checkpoints/best-*`` of the run folder, which ``train.k
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -132,7 +132,7 @@ class CheckpointBest(Plugin):
         saved: dict[int, list[int]] = {}
         if run.is_main:
             self._add_save(run.state.step)
-            saved = self._remaining_saves(run)
+            saved = self._remaining_saves(run, saving=run.state.step)
         return {
             "kept": [asdict(kept) for kept in self.kept],
             "saved": saved,
@@ -148,18 +148,11 @@ class CheckpointBest(Plugin):
                 best_steps.append(kept.step)
         self.best_at_saves[step] = best_steps
 
-    def _remaining_saves(self, run: Run) -> dict[int, list[int]]:
-        """``best_at_saves`` without the saves whose checkpoints the current save removes once it is written.
-
-        In the example, at the save after step 6, ``step-2`` and ``step-4`` are in the run folder, and ``step-6`` is not
-        yet. Of steps 2, 4 and 6, the newest two remain, as ``train.keep_checkpoints`` says.
-        """
-        from fastloop import checkpoint
-
-        steps_after_save = {*self.steps_in_folder(run), run.state.step}
-        known_steps = steps_after_save.intersection(self.best_at_saves)
-        kept_steps = checkpoint.steps_to_keep(known_steps, run.recipe.train.keep_checkpoints, run.state.step)
-        return {step: self.best_at_saves[step] for step in kept_steps}
+    def _remaining_saves(self, run: Run, saving: int | None = None) -> dict[int, list[int]]:
+        """``best_at_saves`` without the saves whose checkpoints are removed, see ``remaining_saves``."""
+        keep = run.recipe.train.keep_checkpoints
+        steps = remaining_saves(self.best_at_saves, self.steps_in_folder(run), keep, saving)
+        return {step: self.best_at_saves[step] for step in steps}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
@@ -237,7 +230,7 @@ class CheckpointBest(Plugin):
         """Remove the folders of weights that are neither kept nor the best at a save. The main process does it."""
         if not run.is_main:
             return
-        self._forget_removed_saves(run)
+        self.best_at_saves = self._remaining_saves(run)
         needed_steps = {kept.step for kept in self.kept}
         for best_steps in self.best_at_saves.values():
             needed_steps.update(best_steps)
@@ -250,24 +243,38 @@ class CheckpointBest(Plugin):
         for path in unneeded:
             shutil.rmtree(path, ignore_errors=True)
 
-    def _forget_removed_saves(self, run: Run) -> None:
-        """Drop the saves whose checkpoints were removed from ``best_at_saves``.
 
-        A save that is not in the run folder is still written if it is later than the newest one in there, and was
-        removed if it is earlier. In the example, while ``step-8`` is written::
+def remaining_saves(
+    saves: Collection[int], in_folder: Collection[int], keep: int, saving: int | None = None
+) -> list[int]:
+    """The steps of the saves from which a run can resume.
 
-            saves in best_at_saves       2    4    6    8
-            checkpoints in the folder         4    6
-            dropped                      2
+    Without ``saving``: at this moment. A checkpoint that is missing in the folder was removed if it is earlier than the
+    newest one, and is still written if it is later::
 
-        After a resume from an earlier checkpoint, the folder may also have later ones, of the steps that are trained
-        again. They are not in ``best_at_saves``, and show nothing.
-        """
-        steps_in_folder = self.steps_in_folder(run)
-        written_steps = [step for step in self.best_at_saves if step in steps_in_folder]
-        newest_written = max(written_steps, default=-1)
-        for step in list(self.best_at_saves):
-            is_missing = step not in steps_in_folder
-            is_being_written = step > newest_written
-            if is_missing and not is_being_written:
-                del self.best_at_saves[step]
+        saves      in_folder    keep     remaining
+        2 4 6      4 6          2        4 6          2 was removed
+        2 4 6 8    4 6          2        4 6 8        8 is still written
+        4 5        4 6          2        4 5          5 is still written; 6 is of the run before it resumed from step 4
+
+    With ``saving``: after the save of this step, which removes the oldest checkpoints beyond ``keep``::
+
+        saves      in_folder    keep     saving    remaining
+        2 4 6      2 4          2        6         4 6          2 is removed
+        2 4 6 8    2 4          2        8         4 8          6 was not written, so 4 stays in its place
+        4 5        4 6          2        5         4 5          6 is removed
+        4 6        4 6          2        6         4 6          6 is saved again, after an evaluation
+
+    Args:
+        saves: Their steps, in ascending order.
+        in_folder: The steps of the complete checkpoints in the run folder.
+        keep: ``train.keep_checkpoints``, which counts with ``saving``.
+        saving: The step of a save that begins; None: none does.
+    """
+    if saving is not None:
+        from fastloop import checkpoint
+
+        written = [step for step in saves if step in in_folder or step == saving]
+        return checkpoint.steps_to_keep(written, keep, saving)
+    newest_written = max((step for step in saves if step in in_folder), default=-1)
+    return [step for step in saves if step in in_folder or step > newest_written]

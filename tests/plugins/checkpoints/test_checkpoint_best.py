@@ -22,6 +22,7 @@ from fastloop.checkpoint import saving
 from fastloop.cli.summary import show_summary
 from fastloop.testing import expect_problem, tiny_data, tiny_model
 from fastloop_plugins.checkpoints.async_save import HostCopies, snapshot
+from fastloop_plugins.checkpoints.checkpoint_best import remaining_saves
 
 
 def best(**options):
@@ -177,6 +178,25 @@ def test_killed_while_saving_the_best_before_it_is_whole():
         assert code == -signal.SIGKILL
         state = checkpoint.read(checkpoint.find_newest(output)[0])[1]
         assert checkpoint.verify(output / state["state"]["best"]["path"]) is None
+
+
+@pytest.mark.parametrize(
+    ("saves", "in_folder", "saving", "remaining"),
+    [
+        ([], [2], None, []),
+        ([2, 4], [], None, [2, 4]),
+        ([2, 4, 6], [4, 6], None, [4, 6]),
+        ([2, 4, 6, 8], [4, 6], None, [4, 6, 8]),
+        ([4, 5], [4, 6], None, [4, 5]),
+        ([2], [], 2, [2]),
+        ([2, 4, 6], [2, 4], 6, [4, 6]),
+        ([2, 4, 6, 8], [2, 4], 8, [4, 8]),
+        ([4, 5], [4, 6], 5, [4, 5]),
+        ([4, 6], [4, 6], 6, [4, 6]),
+    ],
+)
+def test_saves_remain_while_a_run_can_resume_from_them(saves, in_folder, saving, remaining):
+    assert remaining_saves(saves, in_folder, keep=2, saving=saving) == remaining
 
 
 class WritesAfterAnEvaluation(Plugin):

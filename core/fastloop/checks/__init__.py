@@ -5,4 +5,5 @@ resumed_run               # the run has other settings or data than its checkpoi
 optimizer_parts           # an optimizer that needs a closure, settings that no checkpoint can hold
 batch_norm, sample_orders # a sample alone in batch norm, another order on each process
 hook_results, read_only   # what hooks of plugins return and change
+hook_types                # whether a result has the type that ``hookspecs`` annotates
 """

@@ -4,34 +4,33 @@ Each implementation is replaced by one that compares the result with the hook's 
 without a result must leave the counters, the batches and the optimizer alone, no hook may leave the model in eval mode,
 and a read-only plugin must change no number that training depends on. The hooks of a step are restored after ``STEPS``
 steps, so later steps cost nothing. ``train_step`` is checked in every step.
+
+The tables ``RESULT_CHECKS`` and ``CALLS`` show which hooks have more checks than others, and the functions for them.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.data import BatchSampler
 from torch.utils.hooks import RemovableHandle
 
 from fastloop import hookspecs
+from fastloop.checks.hook_types import find_wrong_type, return_type
 from fastloop.checks.read_only import ReadOnlyChecks
 from fastloop.errors import PluginError
 from fastloop.plugins.hook_replacement import replace
 from fastloop.plugins.plugin import Plugin, hookimpl
 from fastloop.problem import Problem, clause
-from fastloop.state import Batch, Output
 from fastloop.unstepped import stepped_parameters
 
 if TYPE_CHECKING:
@@ -72,18 +71,6 @@ REMEDIES = {
     "changed a counter": "Only fastloop counts. To end training, call run.state.request_stop(reason).",
 }
 """Hook or problem -> the advice for the plugin's author."""
-TYPES = {
-    "BatchSampler": BatchSampler,
-    "Batch": Batch,
-    "Future": Future,
-    "LRScheduler": LRScheduler,
-    "Optimizer": Optimizer,
-    "Output": Output,
-    "Tensor": Tensor,
-    "nn": nn,
-}
-"""Names in the annotations of hookspecs that hookspecs imports for type checkers alone."""
-
 CHECKS: WeakValueDictionary[int, HookChecks] = WeakValueDictionary()
 """``id`` of a run -> the checks of its hooks, which live as long as the replaced functions."""
 
@@ -100,7 +87,7 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
             result = function(*arguments)
             if result is not None:
                 raise PluginError(
-                    f"{hook} returned {_find_problem(hook, result)}. "
+                    f"{hook} returned {find_wrong_type(hook, result)}. "
                     f"{REMEDIES.get(hook, 'docs/loop.md describes the hook.')}",
                     code="wrong-result",
                     place=f"{recipe.where}: plugin {plugin.name!r}",
@@ -170,58 +157,24 @@ class HookChecks:
         # an error at the end of a run would hide the run's own
         if hook == "teardown" or not hasattr(hookspecs, hook):
             return function
-        where = f"{self.run.recipe.where}: plugin {plugin.name!r}: {hook}"
         is_last = hook == "compute_loss" and [*self.run.plugins.each(hook)][-1][0] is plugin
-        needed = hook in NEEDED if wraps else is_last
-
-        def check(result: Any) -> Any:
-            if hook == "train_step":
-                _check_updates(self.run.updates, result, wraps, where)
-            if result is not None or needed:
-                problem = _find_problem(hook, result)
-                if problem:
-                    raise PluginError(
-                        f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}",
-                        code="wrong-result",
-                    )
-            if hook == "before_prepare" and isinstance(result, nn.Module) and not result.training:
-                self._refuse_eval_mode(where)
-            return result
+        needs_result = hook in NEEDED if wraps else is_last
+        implementation = Implementation(self, plugin, hook, function, wraps, needs_result)
+        call_implementation = CALLS.get(hook, call_checked)
 
         def call(*arguments: Any) -> Any:
-            if hook == "train_step":
-                with self._keeping_train_mode(where, hook, arguments):
-                    return check(function(*arguments))
-            if hook in STEP_HOOKS and not self._is_in_first_steps():
-                return function(*arguments)
-            if hook == "log_scalars" and self._was_log_checked(plugin):
-                return function(*arguments)
-            if hook == "after_evaluate":  # each plugin gets its own copy of the metrics
-                arguments = tuple(dict(value) if isinstance(value, dict) else value for value in arguments)
-            before = self._read(arguments)
-            summary = copy.deepcopy(_summary_in(arguments)) if hook == "write_summary" else {}
-            with self._keeping_train_mode(where, hook, arguments), self.read_only.watching(plugin, hook):
-                result = check(function(*arguments))
-            if _return_type(hook) == "None":
-                for problem, value in self._read(arguments).items():
-                    if value != before[problem]:
-                        remedy = REMEDIES.get(problem, REMEDIES["changed a counter"])
-                        raise PluginError(f"{where} {problem}.", code="wrong-result", remedy=remedy)
-            if hook == "compute_loss":
-                self.has_loss[plugin.name] = self.has_loss.get(plugin.name, False) or result is not None
-            if hook == "write_summary":
-                _restore_keys(where, summary, _summary_in(arguments))
-                _check_json(where, _summary_in(arguments))
-            return result
+            return call_implementation(implementation, arguments)
 
         def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
-            with self._keeping_train_mode(where, hook, arguments):
-                return check((yield from function(*arguments)))
+            with self.keep_train_mode(implementation, arguments):
+                result = yield from function(*arguments)
+                check_result(implementation, result)
+                return result
 
         return call_wrapper if wraps else call
 
-    def _read(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """Problem -> the value that changes with it."""
+    def read_guarded(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """Read what a hook without a result must leave alone: problem -> the value that changes with it."""
         batches: list[Any] = []
         for value in arguments:
             if isinstance(value, list):
@@ -236,40 +189,29 @@ class HookChecks:
         }
 
     @contextmanager
-    def _keeping_train_mode(self, where: str, hook: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+    def keep_train_mode(self, implementation: Implementation, arguments: tuple[Any, ...]) -> Iterator[None]:
         """Check that the block, a call of a hook, does not put the model that is trained into eval mode."""
+        ends_training = implementation.hook in AFTER_TRAINING
         given = next((value for value in arguments if isinstance(value, nn.Module)), None)
         model = getattr(self.run, "_built_model", given)  # in before_prepare, it is not there yet
-        trained = model if model is not None and model.training and hook not in AFTER_TRAINING else None
+        trained = model if model is not None and model.training and not ends_training else None
         yield
         if trained is not None and not trained.training:
-            self._refuse_eval_mode(where)
-
-    def _refuse_eval_mode(self, where: str) -> None:
-        """Raise an error for a hook after which a run would train in eval mode."""
-        if self.run.recipe.inference is None:
-            problem = "left the model in eval mode"
-            raise PluginError(f"{where} {problem}. {REMEDIES[problem]}", code="wrong-result")
+            refuse_eval_mode(implementation)
 
     def begin(self) -> None:
         """Check the hooks of the next ``STEPS`` steps."""
         self.last_step = self.run.state.step + STEPS
         self._counting = register_optimizer_step_pre_hook(self._count_optimizer_step)
 
-    def _is_in_first_steps(self) -> bool:
-        if self._counting is not None and self.run.state.step >= self.last_step:
+    def close_after_first_steps(self) -> None:
+        """Call ``close`` once ``STEPS`` steps are done."""
+        if self.is_in_first_steps() and self.run.state.step >= self.last_step:
             self.close()
-        return self._counting is not None
 
-    def _was_log_checked(self, plugin: Plugin) -> bool:
-        """Whether a call of the plugin's ``log_scalars`` needs no check: it is called at each log point, of which the
-        first one may come after the first steps."""
-        if self._is_in_first_steps():
-            return False
-        if plugin.name in self.has_logged:
-            return True
-        self.has_logged.add(plugin.name)
-        return False
+    def is_in_first_steps(self) -> bool:
+        """Whether the hooks of a step are checked."""
+        return self._counting is not None
 
     def _count_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         stepped = set(map(id, stepped_parameters(self.run.optimizer)))  # a plugin may step other ones
@@ -277,68 +219,212 @@ class HookChecks:
             self.optimizer_steps += 1
 
 
-def _return_type(hook: str) -> str:
-    """The annotation of a hook's result, as hookspecs writes it."""
-    return str(getattr(hookspecs, hook).__annotations__["return"])
+@dataclass(frozen=True, eq=False)
+class Implementation:
+    """A plugin's implementation of a hook.
+
+    Attributes:
+        checks: Those of the run.
+        hook: The name of the hook.
+        function: The plugin's method.
+        wraps: Whether it is a wrapper.
+        needs_result: Whether the run needs its result: None is wrong, too.
+    """
+
+    checks: HookChecks
+    plugin: Plugin
+    hook: str
+    function: Callable[..., Any]
+    wraps: bool
+    needs_result: bool
+
+    @property
+    def where(self) -> str:
+        """For messages: the recipe, the plugin and the hook."""
+        return f"{self.checks.run.recipe.where}: plugin {self.plugin.name!r}: {self.hook}"
 
 
-def _result_type(hook: str) -> Any:
-    """The type of a hook's result, such as ``dict[str, float] | None``: hookspecs' annotations are texts."""
-    names = vars(hookspecs) | TYPES
-    if hook == "build_metrics":
-        from torchmetrics import MetricCollection  # takes a second to import
-
-        names["MetricCollection"] = MetricCollection
-    return eval(_return_type(hook), names) or NoneType
-
-
-def _find_problem(hook: str, result: Any) -> str:
-    """The type of a result, and the expected one; empty if the result is valid."""
-    expected_type = _result_type(hook)
-    if result is None or not _matches(result, expected_type):
-        annotation = _return_type(hook)
-        expected = "no result" if annotation == "None" else annotation.removesuffix(" | None")
-        returned = "None" if result is None else f"a {type(result).__name__}{_wrong_item(result, expected_type)}"
-        problem = f"{returned}, expected {expected}"
-        if inspect.isgenerator(result):
-            problem += ". An implementation with a yield is marked @hookimpl(wrapper=True)"
-        return problem
-    if hook == "compute_loss" and not (isinstance(result.loss, Tensor) and result.loss.dim() == 0):
-        shape = f" of shape {tuple(result.loss.shape)}" if isinstance(result.loss, Tensor) else ""
-        return f"an Output whose loss is a {type(result.loss).__name__}{shape}"
-    if hook == "train_step" and (result.dim() or result.requires_grad):
-        return f"a tensor of shape {tuple(result.shape)}, requires_grad={result.requires_grad}"
-    schedulers = result.values() if isinstance(result, Mapping) else [result]
-    if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
-        return "a ReduceLROnPlateau, which steps by a metric"
-    return ""
+def call_checked(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
+    """Call an implementation that is no wrapper, and check its result and what it changed."""
+    checks = implementation.checks
+    hook = implementation.hook
+    before = checks.read_guarded(arguments)
+    with checks.keep_train_mode(implementation, arguments), checks.read_only.watching(implementation.plugin, hook):
+        result = implementation.function(*arguments)
+        check_result(implementation, result)
+    if return_type(hook) == "None":
+        for problem, value in checks.read_guarded(arguments).items():
+            if value != before[problem]:
+                remedy = REMEDIES.get(problem, REMEDIES["changed a counter"])
+                raise PluginError(f"{implementation.where} {problem}.", code="wrong-result", remedy=remedy)
+    return result
 
 
-def _check_updates(updates: int, loss: Any, wraps: bool, where: str) -> None:
-    """Check that a ``train_step`` that returned ``loss`` updated the weights, and that one that returned None did not.
+def call_train_step(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
+    """Call ``train_step``, and check only its result and the mode of the model: it is checked in every step."""
+    with implementation.checks.keep_train_mode(implementation, arguments):
+        result = implementation.function(*arguments)
+        check_result(implementation, result)
+        return result
 
-    Args:
-        updates: Calls of ``run.apply_gradients`` in this step.
-        wraps: Whether it wraps the core's ``train_step``.
+
+def call_step_hook(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
+    """Call a hook of a step: with checks in the first steps."""
+    checks = implementation.checks
+    checks.close_after_first_steps()
+    if not checks.is_in_first_steps():
+        return implementation.function(*arguments)
+    return call_checked(implementation, arguments)
+
+
+def call_compute_loss(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
+    """Call ``compute_loss``: with checks in the first steps, and note whether the plugin ever computes the loss."""
+    checks = implementation.checks
+    name = implementation.plugin.name
+    checks.close_after_first_steps()
+    if not checks.is_in_first_steps():
+        return implementation.function(*arguments)
+    result = call_checked(implementation, arguments)
+    checks.has_loss[name] = checks.has_loss.get(name, False) or result is not None
+    return result
+
+
+def call_log_scalars(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
+    """Call ``log_scalars``: with checks in the first steps, and at the first log point after them, which may be the
+    first one of all."""
+    checks = implementation.checks
+    name = implementation.plugin.name
+    checks.close_after_first_steps()
+    if not checks.is_in_first_steps():
+        if name in checks.has_logged:
+            return implementation.function(*arguments)
+        checks.has_logged.add(name)
+    return call_checked(implementation, arguments)
+
+
+def call_after_evaluate(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
+    """Call ``after_evaluate`` with a copy of the metrics, so that a plugin cannot change those of others."""
+    copies = tuple(dict(value) if isinstance(value, dict) else value for value in arguments)
+    return call_checked(implementation, copies)
+
+
+def call_write_summary(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
+    """Call ``write_summary``. Undo its changes of the keys of others, and check that its own have JSON values."""
+    before = copy.deepcopy(_summary_in(arguments))
+    result = call_checked(implementation, arguments)
+    summary = _summary_in(arguments)
+    _restore_keys(implementation.where, before, summary)
+    _check_json(implementation.where, summary)
+    return result
+
+
+CALLS: dict[str, Callable[[Implementation, tuple[Any, ...]], Any]] = {
+    **dict.fromkeys(STEP_HOOKS, call_step_hook),
+    "compute_loss": call_compute_loss,
+    "train_step": call_train_step,
+    "log_scalars": call_log_scalars,
+    "after_evaluate": call_after_evaluate,
+    "write_summary": call_write_summary,
+}
+"""Hook -> the function that calls its implementations, except wrappers. Other hooks have ``call_checked``."""
+
+
+def check_result(implementation: Implementation, result: Any) -> None:
+    """Check what an implementation returned, also a wrapper.
 
     Raises:
-        PluginError: It did not keep this contract.
+        PluginError: The result is wrong.
     """
-    leaves_step_to_core = loss is None and not wraps
+    check = RESULT_CHECKS.get(implementation.hook, check_type)
+    check(implementation, result)
+
+
+def check_type(implementation: Implementation, result: Any) -> None:
+    """Check that a result has the type that ``hookspecs`` declares. It may be None, unless the run needs it."""
+    if result is None and not implementation.needs_result:
+        return
+    problem = find_wrong_type(implementation.hook, result)
+    if problem:
+        raise _wrong_result(implementation, problem)
+
+
+def check_before_prepare(implementation: Implementation, result: Any) -> None:
+    """Check the type of the result of ``before_prepare``, and that a model is in train mode."""
+    check_type(implementation, result)
+    if isinstance(result, nn.Module) and not result.training:
+        refuse_eval_mode(implementation)
+
+
+def check_build_scheduler(implementation: Implementation, result: Any) -> None:
+    """Check the type of the result of ``build_scheduler``, and that no scheduler steps by a metric."""
+    check_type(implementation, result)
+    schedulers = result.values() if isinstance(result, Mapping) else [result]
+    if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
+        raise _wrong_result(implementation, "a ReduceLROnPlateau, which steps by a metric")
+
+
+def check_compute_loss(implementation: Implementation, result: Any) -> None:
+    """Check the type of the result of ``compute_loss``, and that its loss is 0-dim."""
+    check_type(implementation, result)
+    if result is None:
+        return
+    loss = result.loss
+    if not isinstance(loss, Tensor):
+        raise _wrong_result(implementation, f"an Output whose loss is a {type(loss).__name__}")
+    if loss.dim() != 0:
+        problem = f"an Output whose loss is a {type(loss).__name__} of shape {tuple(loss.shape)}"
+        raise _wrong_result(implementation, problem)
+
+
+def check_train_step(implementation: Implementation, result: Any) -> None:
+    """Check that a ``train_step`` that returned the loss updated the weights, and that one that returned None did not:
+    it leaves the step to the core. The loss must be 0-dim and detached."""
+    updates = implementation.checks.run.updates
+    leaves_step_to_core = result is None and not implementation.wraps
     if leaves_step_to_core and updates:
         raise PluginError(
             "called run.apply_gradients and returned None.",
             code="wrong-result",
-            place=where,
+            place=implementation.where,
             remedy="Return the step's loss, or leave the whole step to the core.",
         )
     if not leaves_step_to_core and not updates:
         raise PluginError(
             "did not call run.apply_gradients, so no weight changed.",
             code="no-update",
-            place=where,
+            place=implementation.where,
             remedy="Call it at least once, on every process.",
         )
+    check_type(implementation, result)
+    if result is not None and (result.dim() or result.requires_grad):
+        problem = f"a tensor of shape {tuple(result.shape)}, requires_grad={result.requires_grad}"
+        raise _wrong_result(implementation, problem)
+
+
+RESULT_CHECKS: dict[str, Callable[[Implementation, Any], None]] = {
+    "before_prepare": check_before_prepare,
+    "build_scheduler": check_build_scheduler,
+    "compute_loss": check_compute_loss,
+    "train_step": check_train_step,
+}
+"""Hook -> the function that checks its results, also those of wrappers. Other hooks have ``check_type``."""
+
+
+def refuse_eval_mode(implementation: Implementation) -> None:
+    """Raise an error for a hook after which a run would train in eval mode."""
+    if implementation.checks.run.recipe.inference is None:
+        problem = "left the model in eval mode"
+        raise PluginError(f"{implementation.where} {problem}. {REMEDIES[problem]}", code="wrong-result")
+
+
+def _wrong_result(implementation: Implementation, problem: str) -> PluginError:
+    """The error for a result.
+
+    Args:
+        problem: The result and what was expected, such as ``None, expected Output``.
+    """
+    remedy = REMEDIES.get(implementation.hook, "docs/loop.md describes the hook.")
+    return PluginError(f"{implementation.where} returned {problem}. {remedy}", code="wrong-result")
 
 
 def _summary_in(arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -375,42 +461,3 @@ def _check_json(where: str, summary: Mapping[str, Any]) -> None:
                 f"{where} set {key!r} to a {type(value).__name__}, expected a JSON value: {clause(error)}.",
                 code="not-json",
             ) from None
-
-
-def _matches(value: Any, expected: Any) -> bool:
-    kind = get_origin(expected)
-    parts = get_args(expected)
-    if kind is UnionType:
-        return any(_matches(value, part) for part in parts)
-    if kind is tuple:
-        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_matches, value, parts))
-    if kind in (dict, Mapping):
-        return isinstance(value, kind) and _find_wrong_item(value, *parts) is None
-    if kind is Iterable and isinstance(value, str):
-        return False  # its characters are no samples
-    if expected is float:
-        return isinstance(value, float | int)
-    return expected is Any or isinstance(value, kind or expected)
-
-
-def _find_wrong_item(mapping: Mapping[Any, Any], key_type: Any, value_type: Any) -> Any:
-    """The first key of a mapping that has another type, or whose value has another type; None: all are right.
-
-    Values such as ``Sequence[Any]`` are not checked: a tensor stands for a sequence.
-    """
-    for key, value in mapping.items():
-        if not _matches(key, key_type) or not (get_origin(value_type) or _matches(value, value_type)):
-            return key
-    return None
-
-
-def _wrong_item(result: Any, expected: Any) -> str:
-    """The item of a mapping that has another type than expected, for a message: `` with 'loss': 'high'``."""
-    for part in (expected, *get_args(expected)):
-        if get_origin(part) in (dict, Mapping) and isinstance(result, Mapping):
-            key = _find_wrong_item(result, *get_args(part))
-            if key is not None:
-                value = result[key]
-                is_plain = value is None or isinstance(value, str | int | float)
-                return f" with {key!r}: {value!r:.60}" if is_plain else f" with {key!r}: a {type(value).__name__}"
-    return ""

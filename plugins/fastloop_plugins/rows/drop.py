@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastloop import RecipeError, option
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, ColumnName, File
 from fastloop_plugins.rows.roles import first_roles
 from fastloop_plugins.rows.table import Bad, RowError, is_missing, show
 
@@ -87,13 +87,12 @@ class Drop:
             options.setdefault(condition.column, f"drop[{number}].column")  # the first entry names a column
         return options
 
-    def renamed(self, names: Mapping[str, tuple[str, str]]) -> Drop:
-        """The same conditions, for a file whose columns have other names: column -> its name, and an option."""
+    def renamed(self, names: Mapping[str, ColumnName]) -> Drop:
+        """The same conditions, for a file in which these columns have other names."""
         conditions = list[Condition]()
         for condition in self.conditions:
             if condition.column in names:
-                own, _ = names[condition.column]
-                condition = replace(condition, column=own)
+                condition = replace(condition, column=names[condition.column].in_file)
             conditions.append(condition)
         return Drop(conditions)
 

@@ -40,6 +40,20 @@ def at_row(error: Exception, before: int) -> Exception:
     return error
 
 
+@dataclass(frozen=True)
+class ColumnName:
+    """The name that a column of the ``data`` section has in a file, such as ``ColumnName("review", "sources[1].text")``
+    for the column ``text``: ``data.sources[1].text`` is ``review``.
+
+    Attributes:
+        in_file: The name.
+        option: The option of ``data`` that gives it, for messages.
+    """
+
+    in_file: str
+    option: str
+
+
 @dataclass
 class Block:
     """Consecutive rows of a file, by column.

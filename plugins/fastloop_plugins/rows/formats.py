@@ -20,7 +20,7 @@ from fastloop_plugins.rows.conll import Columns, Conll
 from fastloop_plugins.rows.contents import check_content
 from fastloop_plugins.rows.csv import Delimited
 from fastloop_plugins.rows.drop import Drop
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, ColumnName, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
 from fastloop_plugins.rows.options import Read
@@ -129,8 +129,8 @@ class FileLayout:
         predicts: See ``File``.
         kept: Columns that ``rows`` collects beside those that it yields; None: no others.
         drop: The rows that a stream leaves out.
-        names: For each file of a stream, if columns have other names there: column -> its name in the file, and the
-            option that names it, such as ``{"text": ("review", "sources[1].text")}``. See ``of_file``.
+        names: For each file of a stream, if columns have other names there: column -> its name in the file, such as
+            ``{"text": ColumnName("review", "sources[1].text")}``. See ``of_file``.
         renamed: In a layout of one file: column -> its name in the file, such as ``{"text": "review"}``.
     """
 
@@ -143,7 +143,7 @@ class FileLayout:
     predicts: bool = False
     kept: KeptColumns | None = None
     drop: Drop = field(default_factory=Drop)
-    names: Sequence[Mapping[str, tuple[str, str]]] = ()
+    names: Sequence[Mapping[str, ColumnName]] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def of_file(self, number: int) -> FileLayout:
@@ -151,8 +151,9 @@ class FileLayout:
         if not self.names:
             return self
         names = self.names[number]
-        renamed = {name: own for name, (own, _) in names.items()}
-        return replace(self, columns=dict(names.values()), names=(), renamed=renamed, drop=self.drop.renamed(names))
+        columns = {name.in_file: name.option for name in names.values()}
+        renamed = {column: name.in_file for column, name in names.items()}
+        return replace(self, columns=columns, names=(), renamed=renamed, drop=self.drop.renamed(names))
 
     def own_names(self, columns: Sequence[str]) -> list[str]:
         """The names of columns in the file, for a result of ``of_file``."""

@@ -12,6 +12,7 @@ import numpy as np
 from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins._mapped import concatenate, flatnonzero, take, zeros
+from fastloop_plugins.rows.file import ColumnName
 from fastloop_plugins.rows.held_out import draw
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.split_rows import Rows
@@ -49,8 +50,8 @@ class Source:
             self.shards += paths
         return self.shards
 
-    def names(self, data: TextData) -> dict[str, tuple[str, str]]:
-        """Column of the section -> its name in the files of this source, and the option that names it."""
+    def names(self, data: TextData) -> dict[str, ColumnName]:
+        """Column of the section -> its name in the files of this source."""
         key = self.where.rpartition("data.")[2]
         own = column_names(data.columns if self.text is None else self.text, f"{self.where}.text")
         if len(own) != len(data.columns):
@@ -60,26 +61,34 @@ class Source:
                 found=str(own),
                 expected=f"as many columns as data.text: {data.columns}",
             )
-        names = dict(zip(data.columns, ((name, f"{key}.text") for name in own), strict=True))
-        names |= {name: (self.label or name, f"{key}.label") for name in data.labels}
-        others = data.drop.columns()
-        return names | {name: (name, option) for name, option in others.items() if name not in names}
+        names = dict[str, ColumnName]()
+        for column, name in zip(data.columns, own, strict=True):
+            names[column] = ColumnName(name, f"{key}.text")
+        for column in data.labels:
+            names[column] = ColumnName(self.label or column, f"{key}.label")
+        for column, drop_option in data.drop.columns().items():
+            if column not in names:
+                names[column] = ColumnName(column, drop_option)
+        return names
 
     def read(self, number: int, data: TextData) -> list[Table]:
         """Its files, with the columns named as ``data.text`` and ``data.label`` name them."""
         key = self.where.rpartition("data.")[2]
-        columns = self.names(data)
-        layout = replace(data.layout(), columns=dict(columns.values()))
+        names = self.names(data)
+        layout = replace(data.layout(), columns={name.in_file: name.option for name in names.values()})
         parts = []
         for path in self.paths:
             part = layout.read(str(path))
-            values = {name: part.column(option, column) for name, (column, option) in columns.items()}
-            names = {}
-            for name, (column, _) in columns.items():
-                if column in part.class_names:
-                    names[name] = part.class_names[column]
+            columns = {}
+            class_names = {}
+            for column, name in names.items():
+                columns[column] = part.column(name.option, name.in_file)
+                if name.in_file in part.class_names:
+                    class_names[column] = part.class_names[name.in_file]
             where = f"{path} (data.{key})"
-            parts.append(replace(part, where=where, columns=values, names=None, source=number, class_names=names))
+            parts.append(
+                replace(part, where=where, columns=columns, names=None, source=number, class_names=class_names)
+            )
         return parts
 
 

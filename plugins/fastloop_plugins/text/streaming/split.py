@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fastloop import Run
+    from fastloop_plugins.rows.file import ColumnName
     from fastloop_plugins.rows.index import Index, Row
     from fastloop_plugins.text.data import TextData
     from fastloop_plugins.text.streaming.blocks import BlockReader, Tokens
@@ -179,10 +180,10 @@ class StreamedSplit:
             class_names=index.class_names,
         )
 
-    def _list_column_names(self) -> list[dict[str, tuple[str, str]]]:
+    def _list_column_names(self) -> list[dict[str, ColumnName]]:
         """The names of the columns in each file, with ``data.sources``; else empty."""
         data = self.data
-        names: list[dict[str, tuple[str, str]]] = []
+        names: list[dict[str, ColumnName]] = []
         for source in data.sources:
             names += [source.names(data)] * len(source.shards)
         return names

@@ -7,7 +7,7 @@ context_parallel          # sequences that processes divide
 
 Their helpers, by the beginning of the name::
 
-_fsdp_meshes, _fsdp_gradients, _fsdp_launcher   # of ``fsdp``
+_fsdp_meshes, _fsdp_reduction, _fsdp_launcher   # of ``fsdp``
 _deepspeed_config, _deepspeed_state, _deepspeed_gradients   # of ``deepspeed``
 _tensor_group, _tensor_plan         # of ``tensor_parallel``
 _context_attention                  # of ``context_parallel``

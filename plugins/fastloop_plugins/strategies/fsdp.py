@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, PluginError, Problem, When, hookimpl, option
 from fastloop_plugins.models.blocks import transformer_blocks
-from fastloop_plugins.strategies._fsdp_gradients import fill_gradients, held_back
 from fastloop_plugins.strategies._fsdp_meshes import Meshes, make_meshes
+from fastloop_plugins.strategies._fsdp_reduction import fill_gradients, held_back
 from fastloop_plugins.strategies._gradients import Gradients, detached_loss
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fastloop import log_points, loop
-from fastloop.checkpoint import folder, resume, run_summary
+from fastloop.checkpoint import resume, run_folder, run_summary
 from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.data import Loaders
 from fastloop.data.loaders import divide_step
@@ -101,7 +101,7 @@ def _build(run: Run, resume_from: Path | None) -> Run:
                 run.resume_point = resume.find_resume_point(run.folder, resume_from)
             run.resume_point = run.processes.all_gather_object(run.resume_point)[0]
         if recipe.inference is None:
-            folder.check(run)
+            run_folder.check(run)
         set_seed(recipe.train.seed)
         _build_loaders(run)
         _build_model(run)
@@ -125,7 +125,7 @@ def execute(run: Run) -> dict[str, Any]:
     if run.resume_point is not None:
         with explain_errors(run):
             resume.load(run, run.resume_point)
-    folder.make(run)
+    run_folder.make(run)
     run.processes.barrier()
     try:
         with explain_errors(run):

@@ -5,7 +5,7 @@ an evaluation whether to write the weights to ``best-*`` beside these, and puts 
 
 store                     # the files of a checkpoint: written, verified, and removed when newer ones follow
 form                      # the form of a state that was read
-folder, lock              # the run folder, and its lock
+run_folder, lock          # the run folder, and its lock
 run_summary               # ``summary.json``
 saving                    # starts to write the state of a run
 pending_save              # the save that is under way, and earlier outcomes; ``Run._sync_requests`` acts on them

@@ -82,7 +82,7 @@ def make_plan(recipe: Recipe, nproc: int | None) -> Plan:
         resolved = resolve(recipe)
         plugins = resolved.plugins
         # only here: they import torch, and errors of the recipe come before
-        from fastloop.checkpoint.folder import check_contents
+        from fastloop.checkpoint.run_folder import check_contents
         from fastloop.lifecycle import check_task
 
         plugins.hooks.check_recipe(recipe=resolved.recipe, plugins=plugins)

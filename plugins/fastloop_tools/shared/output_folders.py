@@ -1,5 +1,5 @@
 """The folder that a command such as ``fastloop bench`` writes its results to. The run folder of a training is in
-``fastloop.checkpoint.folder``."""
+``fastloop.checkpoint.run_folder``."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fastloop.checkpoint.folder import move_earlier_run
+from fastloop.checkpoint.run_folder import move_earlier_run
 from fastloop.errors import UsageError
 from fastloop.metric_modes import MetricMode
 from fastloop.problem import clause

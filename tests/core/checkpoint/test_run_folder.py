@@ -1,4 +1,4 @@
-"""The output folder: an earlier run is moved aside, and nothing else ever is."""
+"""The run folder: an earlier run is moved aside, and nothing else ever is."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from fastloop import log_points, loop
 from fastloop.checkpoint import resume, run_folder, run_summary
-from fastloop.checkpoint.build_record import BuildRecord
+from fastloop.checkpoint.settings_record import SettingsRecord
 from fastloop.data import Loaders
 from fastloop.data.loaders import divide_step
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
@@ -352,9 +352,9 @@ def _build_model(run: Run) -> None:
     optimizer: Any = run.hooks.build_optimizer(run=run, model=model)  # one optimizer: fastloop wraps a dict
     if optimizer is None:
         raise PluginError("no plugin built an optimizer.", code="no-optimizer", place=run.recipe.where)
-    record = BuildRecord.make(model, optimizer, run.plugins)
+    record = SettingsRecord.make(model, optimizer, run.plugins)
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
-    run.build_record = record.with_scheduler(run.scheduler)
+    run.settings_record = record.with_scheduler(run.scheduler)
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
     run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.checkpoint.pending_save import CheckpointSaver
+from fastloop.checkpoint.settings_record import SettingsRecord
 from fastloop.checkpoint.store import ResumePoint
 from fastloop.data import Loader, Loaders
 from fastloop.distributed.buffers import SharedBuffers
@@ -98,7 +98,7 @@ class Run:
         schedule: When to evaluate, save and stop.
         saver: The pending and the newest complete checkpoint.
         signals: The stop signal of this process.
-        build_record: The settings with which the run was built, for its checkpoints.
+        settings_record: The settings with which the run was built, for its checkpoints.
         resume_point: The checkpoint to resume from: its folder ``checkpoint``, and ``skipped``, the warnings about
             damaged ones. None: the run starts anew.
         scalars: The values since the last log point; see ``log``.
@@ -131,7 +131,7 @@ class Run:
         self.scheduler: Any
         self.metrics: MetricCollection | None = None
         self.schedule: Schedule
-        self.build_record: BuildRecord
+        self.settings_record: SettingsRecord
         self._skipped_steps: SkippedSteps
         self._unstepped: UnsteppedParameters
         self._shared_buffers: SharedBuffers

@@ -11,7 +11,7 @@ saving                    # starts to write the state of a run
 pending_save              # the save that is under way, and earlier outcomes; ``Run._sync_requests`` acts on them
 learning_rates            # those of a run that resumes with another length
 resume                    # finds the checkpoint to resume from, and restores the state of a run
-build_record              # the settings of a run in its checkpoint; ``fastloop.checks.resumed_run`` compares them
+settings_record           # the settings of a run in its checkpoint; ``fastloop.checks.resumed_run`` compares them
 """
 
 from fastloop.checkpoint.store import (

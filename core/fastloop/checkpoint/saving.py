@@ -52,7 +52,7 @@ def _collect_state(run: Run) -> dict[str, Any]:
     return {
         "fastloop": 1,
         "recipe": secrets.hidden(run.recipe.to_dict()),
-        "build": run.build_record.to_dict(),
+        "build": run.settings_record.to_dict(),
         "state": run.state.to_dict(),
         "clock": dict(run.clock.seconds),
         "data": run.loaders.fingerprints,

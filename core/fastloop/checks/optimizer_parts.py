@@ -9,7 +9,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from fastloop.checkpoint import pack
-from fastloop.checkpoint.build_record import without_parameters
+from fastloop.checkpoint.settings_record import without_parameters
 from fastloop.errors import UsageError
 from fastloop.optimizers.several import Optimizers
 from fastloop.plugins.plugin import Plugin, hookimpl

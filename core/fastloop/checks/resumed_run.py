@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastloop.checkpoint import unpack
-from fastloop.checkpoint.build_record import (
+from fastloop.checkpoint.resume import refuse_errors
+from fastloop.checkpoint.settings_record import (
     OPTIMIZER_CODE,
     ChangedSetting,
     changed_settings,
@@ -23,7 +24,6 @@ from fastloop.checkpoint.build_record import (
     group_settings,
     plain,
 )
-from fastloop.checkpoint.resume import refuse_errors
 from fastloop.errors import CheckpointError
 from fastloop.plugins.plugin import hookimpl
 from fastloop.problem import Problem, clause
@@ -140,7 +140,7 @@ def compare_plugins(run: Run, path: Path, saved: dict[str, Any]) -> list[Changed
             continue
         changes_training = plugin.numerics == "changes-training" or plugin.slot == "task"
         default = "fixed" if changes_training else "free"
-        now = run.build_record.plugins[plugin.name]["options"]
+        now = run.settings_record.plugins[plugin.name]["options"]
         for name, value in now.items():
             before = saved[plugin.name]["options"].get(name)
             if before == value:
@@ -160,7 +160,7 @@ def compare_trained(run: Run, path: Path, saved: dict[str, Any]) -> None:
     Raises:
         CheckpointError: They differ; names the parameters, or the key and both values.
     """
-    problem = explain_parameters(saved["build"]["parameters"], run.build_record.parameters)
+    problem = explain_parameters(saved["build"]["parameters"], run.settings_record.parameters)
     if problem is not None:
         raise CheckpointError(
             f"was saved by a run that trains other parameters: {problem}.",
@@ -170,11 +170,11 @@ def compare_trained(run: Run, path: Path, saved: dict[str, Any]) -> None:
         )
     built = saved["build"]
     groups = [group_settings(group) for group in without_tensors(saved["optimizer"]["param_groups"])]
-    for difference in changed_settings(built["groups"], groups, run.build_record.groups, "optimizer.param_groups"):
+    for difference in changed_settings(built["groups"], groups, run.settings_record.groups, "optimizer.param_groups"):
         if difference.key.rpartition(".")[2] not in OPTIMIZER_CODE:
             raise refusal(path, difference)
     state = plain(without_tensors(saved["scheduler"]))
-    for difference in changed_settings(built["scheduler"], state, run.build_record.scheduler, "scheduler"):
+    for difference in changed_settings(built["scheduler"], state, run.settings_record.scheduler, "scheduler"):
         raise refusal(path, difference)
 
 

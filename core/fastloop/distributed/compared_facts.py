@@ -85,7 +85,7 @@ def check_step(run: Run, batches: Sequence[Batch]) -> None:
     for batch in batches:
         if batch.samples:  # else a filler, which repeats a sample with weight 0
             ids += batch.ids
-    parameters = json.dumps(run.build_record.parameters).encode()
+    parameters = json.dumps(run.settings_record.parameters).encode()
     facts = StepFacts(
         share=run.loaders.processes.rank,
         ids=None if may_repeat else tuple(ids),
@@ -197,7 +197,7 @@ def _compared_weights(run: Run) -> dict[str, Tensor]:
         return {}
     parameters = dict(run.unwrap_model().named_parameters())
     weights: dict[str, Tensor] = {}
-    for name, _ in run.build_record.parameters:
+    for name, _ in run.settings_record.parameters:
         weight = parameters.get(name)
         if weight is None or is_traceable_wrapper_subclass(weight):
             return {}

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
-from fastloop.checkpoint.build_record import without_parameters
+from fastloop.checkpoint.settings_record import without_parameters
 from fastloop_plugins.strategies._deepspeed_gradients import Slices
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, StepLR
 from training_runs import execute
 
 from fastloop import CheckpointError, Plugin, Trainer, checkpoint, hookimpl
-from fastloop.checkpoint.build_record import plain
+from fastloop.checkpoint.settings_record import plain
 from fastloop.checks.resumed_run import FIXED, FREE
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, is_own, load

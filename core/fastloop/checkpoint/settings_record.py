@@ -33,7 +33,7 @@ LISTED = 3
 
 
 @dataclass(frozen=True)
-class BuildRecord:
+class SettingsRecord:
     """The settings of a run as it was built, in JSON values.
 
     Attributes:
@@ -49,7 +49,7 @@ class BuildRecord:
     scheduler: dict[str, Any] | None = None
 
     @classmethod
-    def make(cls, model: nn.Module, optimizer: Optimizer, plugins: PluginSet) -> BuildRecord:
+    def make(cls, model: nn.Module, optimizer: Optimizer, plugins: PluginSet) -> SettingsRecord:
         """Record a run whose optimizer is built, before a scheduler changes the learning rates and a strategy replaces
         parameters."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -65,7 +65,7 @@ class BuildRecord:
             recorded[plugin.name] = {"numerics": plugin.numerics, "options": options}
         return cls(parameters=parameters, groups=groups, plugins=recorded)
 
-    def with_scheduler(self, scheduler: Any) -> BuildRecord:
+    def with_scheduler(self, scheduler: Any) -> SettingsRecord:
         """The same record with a scheduler that did no step yet, or without one."""
         if scheduler is None:
             return self

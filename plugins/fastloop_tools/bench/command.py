@@ -115,7 +115,7 @@ def bench(
     from fastloop_plugins._time import parse_time
     from fastloop_tools.bench.ablation import AblationSettings
     from fastloop_tools.shared.command_lines import command_line
-    from fastloop_tools.shared.output_folders import refuse_output_override
+    from fastloop_tools.shared.result_folders import refuse_output_override
     from fastloop_tools.trials.measuring_process import Window
 
     if ranks.world_size() > 1:
@@ -325,7 +325,7 @@ def make_folder(folder: Path) -> Path:
         UsageError: The folder cannot be created.
     """
     from fastloop.runtime import files
-    from fastloop_tools.shared.output_folders import explain_output_errors, make_output_folder
+    from fastloop_tools.shared.result_folders import explain_output_errors, make_output_folder
 
     with explain_output_errors(folder):
         if (folder / "bench.json").is_file():

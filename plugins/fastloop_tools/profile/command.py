@@ -43,7 +43,7 @@ def profile(
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
     from fastloop_tools.shared.command_lines import command_line, option_words
-    from fastloop_tools.shared.output_folders import make_output_folder, refuse_output_override
+    from fastloop_tools.shared.result_folders import make_output_folder, refuse_output_override
     from fastloop_tools.trials.measuring_process import Window
 
     refuse_output_override(overrides or ())

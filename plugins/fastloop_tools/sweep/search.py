@@ -36,7 +36,7 @@ def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat
     require_optuna()
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import secrets
-    from fastloop_tools.shared.output_folders import make_output_folder
+    from fastloop_tools.shared.result_folders import make_output_folder
     from fastloop_tools.sweep import space
     from fastloop_tools.sweep.study import collect, open_study, read_runs, storage_errors
     from fastloop_tools.sweep.worker import Worker

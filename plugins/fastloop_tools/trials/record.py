@@ -18,7 +18,7 @@ from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop_tools.shared.json_files import MALFORMED, read_json
-from fastloop_tools.shared.output_folders import make_output_folder
+from fastloop_tools.shared.result_folders import make_output_folder
 from fastloop_tools.shared.svg import number
 from fastloop_tools.shared.tables import Cell, ReportTable, show_table
 from fastloop_tools.trials.runs import TrialRun, parse_runs

@@ -1,7 +1,8 @@
-"""``fastloop plan``: show what a recipe would run, without training."""
+"""``fastloop plan``: show what a recipe would run, its samples or its memory, without training."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -46,19 +47,22 @@ def plan(
 ) -> None:
     """Resolve a recipe and show what would run, without training.
 
-    It shows the files whose code runs, the plugins in call order, the device and the effective batch.
+    It shows the files whose code runs, the plugins in call order, the device and the effective batch. With --samples,
+    it shows training samples instead; with --device-memory, --nnodes, --device-flops, --bandwidth or --json, the memory
+    of each strategy.
     """
     from fastloop.errors import UsageError
 
     arguments = RecipeArguments.read(recipe, overrides, with_, without)
+    memory_options = {
+        "--json": json_file,
+        "--device-memory": device_memory,
+        "--nnodes": nnodes,
+        "--device-flops": device_flops,
+        "--bandwidth": bandwidth,
+    }
     if samples is not None:
-        if json_file or device_memory:
-            option = "--json" if json_file else "--device-memory"
-            raise UsageError(
-                f"--samples and {option}: plan does one of them at a time.",
-                code="exclusive-options",
-                remedy="Leave one out.",
-            )
+        refuse_together("--samples", memory_options | {"--nproc": nproc, "--verbose": verbose})
         from fastloop_tools.plan.samples.command import show_samples
 
         show_samples(arguments, samples, output)
@@ -70,11 +74,39 @@ def plan(
             place="--output",
             remedy="Give both, such as --samples 3.",
         )
-    if nnodes is not None or device_flops is not None or device_memory or bandwidth or json_file:
-        from fastloop_tools.plan.memory.command import estimate_memory
+    for name, value in memory_options.items():
+        if not is_given(value):
+            continue
+        refuse_together(name, {"--verbose": verbose})
+        from fastloop_tools.plan.memory.command import show_memory
 
-        estimate_memory(arguments, nproc or 1, nnodes or 1, device_memory, device_flops, bandwidth, json_file)
+        show_memory(arguments, nproc or 1, nnodes or 1, device_memory, device_flops, bandwidth, json_file)
         return
     from fastloop_tools.plan.show import show_plan
 
     show_plan(arguments, nproc, verbose)
+
+
+def is_given(value: object) -> bool:
+    """Whether the command line gives an option: a value that is not given is None, False or empty."""
+    return value is not None and value is not False and value != ""
+
+
+def refuse_together(name: str, others: Mapping[str, object]) -> None:
+    """Refuse options that have no effect beside the option ``name``.
+
+    Args:
+        others: Option -> its value.
+
+    Raises:
+        UsageError: One of them is given.
+    """
+    from fastloop.errors import UsageError
+
+    for other, value in others.items():
+        if is_given(value):
+            raise UsageError(
+                f"{name} and {other}: plan does one of them at a time.",
+                code="exclusive-options",
+                remedy="Leave one out.",
+            )

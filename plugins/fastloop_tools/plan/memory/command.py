@@ -1,11 +1,14 @@
-"""``fastloop plan --device-memory``: memory and traffic of each strategy, without its devices and real weights."""
+"""``fastloop plan --device-memory``: memory and traffic of each strategy, without its devices and real weights.
+
+The options ``--nnodes``, ``--device-flops``, ``--bandwidth`` and ``--json`` of ``fastloop plan`` begin it, too.
+"""
 
 from __future__ import annotations
 
 from fastloop.cli.arguments import RecipeArguments
 
 
-def estimate_memory(
+def show_memory(
     arguments: RecipeArguments,
     nproc: int,
     nnodes: int,
@@ -14,7 +17,7 @@ def estimate_memory(
     bandwidth: str,
     json_file: str,
 ) -> None:
-    """Estimate memory and traffic, and show them.
+    """Estimate memory and traffic, print them, and write them to ``json_file``.
 
     Args:
         nproc: Processes of one machine.

@@ -1,4 +1,4 @@
-"""Schedules of torch and transformers, or of a file or package, for ``lr-scheduler``."""
+"""Schedules for ``lr-scheduler``: fastloop's own, and those of torch, transformers, a file or a package."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
             place=f"{where}.schedule",
             remedy="Use another.",
         )
-    made: Callable[..., LRScheduler]
+    factory: Callable[..., LRScheduler]
     if ":" in name:
-        made = import_object(name, recipe, "plugins.lr-scheduler.schedule")
-        if not callable(made):
+        factory = import_object(name, recipe, "plugins.lr-scheduler.schedule")
+        if not callable(factory):
             raise RecipeError(
-                f"{name} is of type {type(made).__name__}, expected a class or function.",
+                f"{name} is of type {type(factory).__name__}, expected a class or function.",
                 code="wrong-type",
                 place=f"{where}.schedule",
             )
     else:
-        made = _find_in_libraries(name, f"{where}.schedule")
-    check_arguments(made, name, arguments, f"{where}.arguments")
-    return made
+        factory = _find_in_libraries(name, f"{where}.schedule")
+    check_arguments(factory, name, arguments, f"{where}.arguments")
+    return factory
 
 
 def _find_in_libraries(name: str, place: str) -> Callable[..., LRScheduler]:
@@ -88,20 +88,20 @@ def _find_in_libraries(name: str, place: str) -> Callable[..., LRScheduler]:
         from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
         known |= {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    made: Callable[..., LRScheduler] | None = known.get(name)
-    if made is None:
+    factory: Callable[..., LRScheduler] | None = known.get(name)
+    if factory is None:
         hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])
         raise RecipeError(
             f"neither torch nor transformers has {name!r}.{hint} Another one is file.py:name.",
             code="unknown-schedule",
             place=place,
         )
-    return made
+    return factory
 
 
 def make_schedule(
     name: str,
-    made: Callable[..., LRScheduler],
+    factory: Callable[..., LRScheduler],
     run: Run,
     optimizer: Optimizer,
     warmup: int | float,
@@ -117,9 +117,9 @@ def make_schedule(
 
     where = f"{run.recipe.where}: plugins.lr-scheduler"
     given = dict(arguments)
-    taken = inspect.signature(made).parameters
+    taken = inspect.signature(factory).parameters
     lengths = [key for key in LENGTHS if key in taken and key not in given and INSTEAD.get(key) not in given]
-    if made is PolynomialLR and LENGTH_OF_POLYNOMIAL not in given:
+    if factory is PolynomialLR and LENGTH_OF_POLYNOMIAL not in given:
         lengths.append(LENGTH_OF_POLYNOMIAL)
     if run.total_steps is None and (lengths or isinstance(warmup, float)):
         raise UsageError(
@@ -141,7 +141,7 @@ def make_schedule(
             remedy="Remove it, or use linear, cosine or constant.",
         )
     try:
-        schedule = made(optimizer, **given)
+        schedule = factory(optimizer, **given)
     except (TypeError, ValueError) as error:
         raise RecipeError(
             f"{name} was called with {given}: {clause(error)}.", code="call-failed", place=where

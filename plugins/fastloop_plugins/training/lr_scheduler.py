@@ -4,9 +4,9 @@
       - lr-scheduler: {schedule: cosine, warmup: 0.06}
 
 With ``s`` steps done, ``w`` warm-up steps and ``n`` steps in the run, the rate is ``lr * s / w`` during warm-up. Then
-it is ``lr`` times, with ``p = (s - w) / (n - w)``: linear ``1 - p``, cosine ``(1 + cos(pi p)) / 2``, constant 1; scaled
-to end at ``min_ratio``. Other schedules are a class of ``torch.optim.lr_scheduler``, a name of ``get_scheduler`` of
-transformers, or ``file.py:name``, called with ``(optimizer, **arguments)``:
+it is ``lr`` times, with ``p = (s - w) / (n - w)``: linear ``1 - p``, cosine ``(1 + cos(pi p)) / 2``, constant 1. Linear
+and cosine are scaled to end at ``min_ratio``. Other schedules are a class of ``torch.optim.lr_scheduler``, a name of
+``get_scheduler`` of transformers, or ``file.py:name``, called with ``(optimizer, **arguments)``:
 
     plugins:
       - lr-scheduler: {schedule: OneCycleLR, arguments: {pct_start: 0.1}}
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 
+OPTIONS_OF_OWN = {"linear": ("warmup", "min_ratio"), "cosine": ("warmup", "min_ratio"), "constant": ("warmup",)}
+"""Schedule of ``OWN`` -> the options that change it."""
+
+
 class LRSchedule(Plugin):
     """Changes the learning rate over the run."""
 
@@ -51,26 +55,26 @@ class LRSchedule(Plugin):
     )
     arguments: dict[str, Any] = option("Keyword arguments of another schedule than the three.", default_factory=dict)
 
-    made: Callable[..., LRScheduler]  # from check_recipe on
+    factory: Callable[..., LRScheduler]  # makes the schedule, if it is not of OWN; from check_recipe on
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         where = f"{recipe.where}: plugins.lr-scheduler"
         if self.schedule not in OWN:
-            self.made = find_schedule(self.schedule, self.arguments, recipe)
-            if self.min_ratio:
-                raise RecipeError(
-                    f"is for linear and cosine, and the schedule is {self.schedule}.",
-                    code="unknown-option",
-                    place=f"{where}.min_ratio",
-                    remedy="Use arguments.",
-                )
+            self.factory = find_schedule(self.schedule, self.arguments, recipe)
         elif self.arguments:
             raise RecipeError(
-                f"{self.schedule} has only warmup and min_ratio.",
+                f"{self.schedule} has only {' and '.join(OPTIONS_OF_OWN[self.schedule])}.",
                 code="unknown-option",
                 place=f"{where}.arguments",
                 remedy=f"Remove {min(self.arguments)!r}.",
+            )
+        if self.min_ratio and "min_ratio" not in OPTIONS_OF_OWN.get(self.schedule, ()):
+            raise RecipeError(
+                f"is for linear and cosine, and the schedule is {self.schedule}.",
+                code="unknown-option",
+                place=f"{where}.min_ratio",
+                remedy="Remove it." if self.schedule in OWN else "Use arguments.",
             )
 
     @hookimpl
@@ -79,7 +83,7 @@ class LRSchedule(Plugin):
 
         total = run.total_steps
         if self.schedule not in OWN:
-            return make_schedule(self.schedule, self.made, run, optimizer, self.warmup, self.arguments)
+            return make_schedule(self.schedule, self.factory, run, optimizer, self.warmup, self.arguments)
         if total is None and (self.schedule != "constant" or isinstance(self.warmup, float)):
             raise UsageError(
                 "the data has no known length, so the run has no known end.",

@@ -236,6 +236,7 @@ def test_a_resumed_run_of_another_length_has_the_rates_of_that_length(schedule, 
             {"schedule": "linear", "arguments": {"power": 2}},
             "unknown-option min_ratio 'power'",
         ),
+        ({"schedule": "constant", "min_ratio": 0.1}, "unknown-option min_ratio constant"),
         ({"schedule": "code.py:number"}, "wrong-type code.py:number"),
         (
             {"schedule": "code.py:returns_nothing", "arguments": {"lr": 1}},

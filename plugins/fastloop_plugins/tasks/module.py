@@ -203,7 +203,7 @@ class Module(Plugin):
     def before_prepare(self, run: Run) -> None:
         if self.uses_classes and run.recipe.inference is None:
             train = run.datasets["train"]
-            self.criterion.follow(train, lambda: targets_of(train, self.criterion.where))
+            self.criterion.count_again(train, lambda: targets_of(train, self.criterion.where))
 
     @hookimpl
     def build_collator(self) -> Callable[[list[Any]], Any]:

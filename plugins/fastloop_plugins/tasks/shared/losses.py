@@ -49,7 +49,7 @@ class ClassifierOptions(Plugin):
     def before_prepare(self, run: Run) -> None:
         """Count ``balanced`` on the samples that the run trains on: a plugin such as `folds` may have divided them."""
         if run.recipe.inference is None:
-            self.criterion.follow(run.datasets["train"])
+            self.criterion.count_again(run.datasets["train"])
 
 
 @dataclass(kw_only=True)
@@ -94,13 +94,13 @@ class ClassLoss:
         self.weights: Tensor | None = None
         self._placed: Tensor | None = None
         self._names: Sequence[str] | None = None
-        self._counted: Any = None  # the dataset of ``set_weights``
+        self._counted_dataset: Any = None  # the dataset of ``set_weights``
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_placed": None, "_counted": None}  # workers of a loader get a copy
+        return {**self.__dict__, "_placed": None, "_counted_dataset": None}  # workers of a loader get a copy
 
-    def follow(self, dataset: Any, labels: Callable[[], Any] | None = None) -> None:
-        """Count ``balanced`` again, if the run trains on another dataset than that of ``set_weights``.
+    def count_again(self, dataset: Any, labels: Callable[[], Any] | None = None) -> None:
+        """Count the classes of ``balanced`` again, if the run trains on another dataset than that of ``set_weights``.
 
         Args:
             labels: Returns the classes of its samples; None: its method ``tags``, else its attribute ``labels``. A
@@ -109,7 +109,9 @@ class ClassLoss:
         Raises:
             RecipeError: ``balanced`` finds no sample of a class in it.
         """
-        if self.options.class_weights != "balanced" or self._counted is None or dataset is self._counted:
+        if self.options.class_weights != "balanced" or self._counted_dataset is None:
+            return
+        if dataset is self._counted_dataset:
             return
         of_dataset = getattr(dataset, "labels", None)
         if labels is None:
@@ -136,7 +138,7 @@ class ClassLoss:
             labels: Returns the classes of the training samples, (N,) int64, or the sets of classes, (N, C) of 0.0 and
                 1.0; None: the training split is not read.
             names: The classes' names; None: unknown, and as many as ``balanced`` finds or the list has.
-            dataset: The dataset of these samples, for ``follow``.
+            dataset: The dataset of these samples, for ``count_again``.
 
         Raises:
             RecipeError: A class has no weight, or ``balanced`` finds no sample of it.
@@ -144,7 +146,7 @@ class ClassLoss:
         import torch
 
         self._names = names
-        self._counted = dataset
+        self._counted_dataset = dataset
         weights = self.options.class_weights
         if weights is None:
             return
@@ -218,7 +220,7 @@ class ClassLoss:
         Raises:
             RecipeError: A class has no weight, or a weight has no class.
         """
-        for name in {*by_name, *names}:
+        for name in [*by_name, *names]:
             if name in by_name and name in names:
                 continue
             remedy = f" The classes: {', '.join(names)}."

@@ -147,6 +147,10 @@ def test_processes_give_the_weighted_loss_of_one_big_batch(processes, tmp_path):
             "unknown-label loss.class_weights 'a'",
         ),
         (
+            {"name": "cross_entropy", "class_weights": dict.fromkeys("qwertyuiop", 1.0)},
+            "unknown-label loss.class_weights 'e'",
+        ),
+        (
             {"name": "focal", "label_smoothing": 0.1},
             "invalid-value label_smoothing cross_entropy",
         ),

@@ -113,7 +113,7 @@ def test_an_error_has_the_code_of_its_class_unless_it_has_one():
         UsageError("x", code="odd", place="p", remedy="Give `a=1`."),
         DataError("x"),
         MetricError("is a list.", None, {"top": 1}, place="r: metrics"),
-        NotFinite("x", StepStart(3, 0, 16)),
+        NotFinite("x", StepStart(3, 0, 16, 8)),
     ],
 )
 def test_an_error_of_another_process_keeps_its_fields(error: FastloopError):

@@ -1,17 +1,21 @@
-"""Losses and gradients that are NaN, infinite or far from the others: the reaction of a run."""
+"""Losses and gradients that are NaN, infinite or far from the others: stop, skip, rollback and spikes of ``nan-guard``.
+
+Its ``max_loss`` is tested in ``tests/plugins/guards/test_nan_guard.py``.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
@@ -115,6 +119,24 @@ def test_nan_loss_stops_before_weights_change(tiny_run, tmp_path, value):
     assert (line["what"], line["step"], line["epoch"]) == ("not finite", 3, 0)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["nan-guard"]["not_finite"]) == ("failed", 1)
+
+
+class Stream(IterableDataset):
+    """The samples of ``Rows`` in order, without a length."""
+
+    def __init__(self, *bad: int) -> None:
+        self.rows = Rows(bad)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for index in range(len(self.rows)):
+            yield self.rows[index]
+
+
+def test_the_last_step_of_a_stream_names_no_position_after_its_end(tiny_run, tmp_path):
+    """NaN in the short last step of an iterable dataset: the positions end with the data"""
+    with expect_problem("not-finite step 9:", NotFinite):
+        tiny_run(["nan-guard"], data=Stream(65), output=tmp_path / "run")
+    assert lines(tmp_path / "run")[0]["ids"] == [64, 65, 66]
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

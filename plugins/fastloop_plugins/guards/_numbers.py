@@ -32,11 +32,13 @@ class StepStart:
         number: The step, as in metrics.jsonl: the first one is 1.
         epoch: Its epoch, from 0.
         samples: How many samples of the epoch came before the step.
+        drawn: Samples of the step that this process reads.
     """
 
     number: int
     epoch: int
     samples: int
+    drawn: int
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,17 @@ def restore_buffers(buffers: list[SavedBuffer]) -> None:
 
 
 def write_record(run: Run, start: StepStart, **facts: Any) -> None:
-    """Append a line about a step to ``bad_batches.jsonl``, on the main process.
+    """Append a line about a step to ``bad_batches.jsonl``, on the main process. All processes must call it.
 
     The line has the step's sample ids, or its positions in an iterable dataset.
 
     Args:
         facts: Further entries of the line, such as ``what`` and ``loss``.
     """
+    drawn: list[int] = run.loaders.processes.all_gather_object(start.drawn)
     if not run.is_main:
         return
-    end = start.samples + run.recipe.train.batch_size
+    end = start.samples + sum(drawn)  # the last step of an epoch may have fewer than train.batch_size
     sampler = run.train_loader.sampler
     if sampler is None:
         ids = list(range(start.samples, end))

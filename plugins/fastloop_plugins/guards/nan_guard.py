@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import CheckpointError, FastloopError, Plugin, PluginError, Problem, hookimpl, option
 from fastloop.problem import counted
+from fastloop.step_totals import add_up
 from fastloop_plugins.guards._numbers import (
     MIN_WINDOW,
     NotFinite,
@@ -40,7 +41,7 @@ from fastloop_plugins.guards._numbers import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fastloop import Run
+    from fastloop import Batch, Run
     from fastloop.checkpoint import ResumePoint
     from fastloop_plugins.guards._numbers import SavedBuffer
 
@@ -97,9 +98,10 @@ class NanGuard(Plugin):
             )
 
     @hookimpl
-    def before_step(self, run: Run) -> None:
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
         state = run.state
-        self.start = StepStart(number=state.step + 1, epoch=state.epoch, samples=state.epoch_samples)
+        drawn = add_up(batches).drawn
+        self.start = StepStart(number=state.step + 1, epoch=state.epoch, samples=state.epoch_samples, drawn=drawn)
         self.skips_step = False
         if self.action == "skip":
             self.buffers = copy_buffers(run.model)

@@ -3,9 +3,10 @@
     plugins:
       - profile: {wait: 5, warmup: 2, active: 5}
 
-Each process writes a trace, ``profile/rank0.*.pt.trace.json.gz`` for ui.perfetto.dev, chrome://tracing and TensorBoard,
-and ``profile/rank0.operations.txt``, the operations that took longest. Both show the loop's regions (``fastloop/data``)
-and plugins' hooks (``fastloop/ema.after_step``). ``memory`` on CUDA writes a history of allocations, for
+Each process writes two files; those of process 0 are ``profile/rank0.*.pt.trace.json.gz``, a trace for ui.perfetto.dev,
+chrome://tracing and TensorBoard, and ``profile/rank0.operations.txt``, the operations that took longest. Both show the
+loop's regions (``fastloop/data``) and plugins' hooks (``fastloop/ema.after_step``). With ``memory``, they show memory,
+too, and each process writes the allocations on CUDA since training began to ``profile/rank0.memory.pickle``, for
 pytorch.org/memory_viz.
 """
 
@@ -31,6 +32,10 @@ ROWS = 60
 """Rows in the table of operations."""
 
 
+RECORDING = ("RECORD", "RECORD_AND_SAVE")
+"""Names of torch's ``ProfilerAction`` of a step that is recorded."""
+
+
 class Profile(Plugin):
     """Profiles a few steps. The traces show regions and hooks by name."""
 
@@ -41,16 +46,17 @@ class Profile(Plugin):
     wait: int = option("Steps to skip first.", default=5, ge=0)
     warmup: int = option("Profiled steps to discard: the first ones are slower.", default=2, ge=1)
     active: int = option("Steps to record.", default=5, ge=1)
-    repeat: int = option("Number of such cycles; 0: until the end.", default=1, ge=0)
+    repeat: int = option("How often to skip, warm up and record; 0: until the end.", default=1, ge=0)
     memory: bool = option("Record allocations too.", default=False)
     shapes: bool = option("Record the shapes of operations' inputs too.", default=False)
     stacks: bool = option("Record the Python stack of operations too.", default=False)
 
     written: int  # traces
+    recorded: int  # steps since the last trace
     history: bool  # whether the history of allocations is recorded
     folder: Path  # of the traces; from before_fit on
     prefix: str  # of the names of this process's files
-    open: ExitStack  # closes the profiler
+    open: ExitStack  # ends the profiler and the history
     profiler: torch.profiler.profile
 
     @hookimpl
@@ -61,15 +67,17 @@ class Profile(Plugin):
         from fastloop_plugins.observe._hook_regions import hook_regions
 
         self.written = 0
+        self.recorded = 0
         kinds = [profiler.ProfilerActivity.CPU]
         if run.device.type == "cuda":
             kinds.append(profiler.ProfilerActivity.CUDA)
         self.history = self.memory and run.device.type == "cuda"
-        if self.history:
-            torch.cuda.memory._record_memory_history()
         self.folder = run.folder / "profile"
         self.prefix = f"rank{run.rank}"
         self.open = ExitStack()
+        if self.history:
+            torch.cuda.memory._record_memory_history()
+            self.open.callback(torch.cuda.memory._record_memory_history, enabled=None)
         self.profiler = self.open.enter_context(
             profiler.profile(
                 activities=kinds,
@@ -85,6 +93,8 @@ class Profile(Plugin):
 
     @hookimpl(trylast=True)
     def after_step(self) -> None:
+        if self.profiler.current_action.name in RECORDING:
+            self.recorded += 1
         self.profiler.step()
 
     @hookimpl
@@ -105,7 +115,9 @@ class Profile(Plugin):
             self.open.close()
 
     def write(self, profiler: torch.profiler.profile) -> None:
-        """Write the recorded steps. The profiler calls it after each cycle."""
+        """Write the recorded steps. The profiler calls it after each cycle, and at its end."""
+        if not self.recorded:  # training ended after the warm-up
+            return
         import torch
 
         from fastloop_plugins.observe._trace_files import write_trace
@@ -124,4 +136,5 @@ class Profile(Plugin):
         if self.history:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.prefix}.memory.pickle"))  # type: ignore[no-untyped-call]
         self.written += 1
-        self.log.info("%s written to %s", counted(self.active, "step"), self.folder)
+        self.log.info("%s written to %s", counted(self.recorded, "step"), self.folder)
+        self.recorded = 0

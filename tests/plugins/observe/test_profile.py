@@ -77,10 +77,18 @@ def test_evaluation_and_saving_have_names(tiny_run):
     assert found["fastloop/save"] >= 1
 
 
-def test_a_run_that_ends_too_early_says_so(tiny_run, caplog):
-    result = tiny_run([Profile(wait=500)])
+@pytest.mark.parametrize("wait", [500, 16])  # with 16, the run of 18 steps ends after the warm-up
+def test_a_run_that_ends_too_early_says_so(tiny_run, caplog, wait):
+    result = tiny_run([Profile(wait=wait)])
     assert_problem(caplog, "nothing-recorded profile 18 wait")
     assert not traces(result.trainer.run.folder)
+
+
+def test_it_logs_the_steps_that_were_recorded(tiny_run, caplog):
+    with caplog.at_level("INFO"):
+        tiny_run([Profile(wait=1, warmup=1, active=5, repeat=0)], max_steps=10)
+    written = [line for line in caplog.messages if "written to" in line]
+    assert [line.split(" written")[0] for line in written] == ["profile: 5 steps", "profile: 1 step"]
 
 
 def test_a_failing_run_ends_the_profiler(tiny_run):

@@ -207,7 +207,7 @@ class NanGuard(Plugin):
         if self.max_loss_action == "error":
             raise FastloopError(
                 f"{reason}.",
-                code="not-finite",
+                code="high-loss",
                 place=f"{run.recipe.where}: plugins.nan-guard.max_loss: step {run.state.step}",
             )
         run.state.request_stop(f"nan-guard: {reason}")

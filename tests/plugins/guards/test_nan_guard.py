@@ -1,4 +1,4 @@
-"""``nan-guard`` with ``max_loss``; tests/reliability/test_numbers.py has its work on numbers that are not finite."""
+"""``nan-guard`` with ``max_loss``. tests/reliability/test_numbers.py tests stop, skip, rollback and spikes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_stops_after_the_third_log_point_in_a_row_above_the_threshold(tiny_ru
 
 def test_it_fails_with_action_error(tiny_run):
     guard = {"nan-guard": {"max_loss": 5.0, "max_loss_action": "error", "action": "skip"}}
-    with expect_problem(f"not-finite plugins.nan-guard.max_loss 7 {FOUND}", FastloopError):
+    with expect_problem(f"high-loss plugins.nan-guard.max_loss 7 {FOUND}", FastloopError):
         tiny_run([guard], loss=scripted(HIGH), log_every=1)
 
 

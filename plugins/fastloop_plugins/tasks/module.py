@@ -77,7 +77,9 @@ class ReferencedData(ReferencedCode):
     """The ``data`` section."""
 
     pad_to_multiple_of: int | None = option(
-        "Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", default=None, ge=1
+        "Multiple to which your collator pads lengths, for plugins that count tokens; null: as they choose.",
+        default=None,
+        ge=1,
     )
     shuffle_block: int | None = option(
         "Shuffle training samples in blocks of this many, for a slow disk; null: an epoch as a whole.",

@@ -204,6 +204,8 @@ def _to_answer(row: dict[str, Any], data: LanguageTextData) -> Chat:
 class PromptCollator:
     """Pads prompts on the left, so that all of them end where generation begins. An empty prompt becomes an end token.
 
+    A batch is as wide as its longest prompt, without ``pad_to_multiple_of``: the answers change its width anyway.
+
     Args:
         room: Tokens of a prompt at most: of a longer one, the token that begins a text and its end are kept. None: no
             limit.

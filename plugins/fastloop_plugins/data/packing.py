@@ -99,7 +99,7 @@ class Packing(Plugin):
         from fastloop_plugins.data._packing import LaterPackedCollator, PackedCollator
 
         collate = yield
-        if getattr(collate, "generates", False):
+        if getattr(collate, "generates", False):  # prompts to continue, which cannot be packed
             return collate
         if split != run.loaders.first:
             return LaterPackedCollator(self.collator, collate)
@@ -138,7 +138,8 @@ class Packing(Plugin):
             trial: Whether to compute packed rows first. The model must have its weights.
 
         Returns:
-            The model's first position, or a reason against packing. The model is unchanged then. None without a trial.
+            The model's first position, or a reason against packing; with a reason, the model is unchanged. None: the
+            model was adapted without a trial.
         """
         from fastloop_plugins.data import _varlen
         from fastloop_plugins.data._packing import first_tokens, register

@@ -10,7 +10,8 @@ Compiled code stays in ``~/.cache/fastloop/compiled``, or in the folder that ``T
 machine of the same kind starts warm with a copy of that folder. It holds code, so copy only your own. ``compile`` in
 summary.json counts ``cache_hits`` and ``cache_misses``.
 
-Under `fsdp`, each sharded block is compiled alone, and its weights are gathered outside of the compiled code.
+With ``regional``, each repeated block is compiled alone: far less to compile, nearly as fast. Under `fsdp`, each module
+that is sharded is compiled alone, with and without ``regional``: its weights are gathered outside of the compiled code.
 
 ``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, which speeds up small models with
 few shapes: ``data.padding: max_length``, and whole batches. Under `fsdp` and `deepspeed` none is recorded: gathered
@@ -81,7 +82,9 @@ class Compile(Plugin):
         default=None,
     )
     fullgraph: bool = option("Refuse a model whose graph breaks.", default=False)
-    regional: bool = option("Compile the repeated blocks only: far less to compile, nearly as fast.", default=False)
+    regional: bool = option(
+        "Compile the repeated blocks only; under fsdp, the sharded modules are compiled either way.", default=False
+    )
     capture_scalars: bool = option(
         "Keep numbers that a model reads off tensors (`.item()`) in the graph.", default=False
     )
@@ -89,7 +92,7 @@ class Compile(Plugin):
     cache: bool = option("Keep compiled code in the user's cache folder for later runs.", default=True)
     on_failure: Literal["eager", "error"] = option("What to do with a model that cannot be compiled.", default="eager")
 
-    before: float  # seconds of compiling in this process before the run; from after_prepare on
+    seconds_before: float  # of compiling in this process before the run; from after_prepare on
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -113,10 +116,14 @@ class Compile(Plugin):
         """Fusion saves about half the time of everything but matrix products and attention, launch overhead
         included."""
         listed = recipe.plugins.get(cls.name)
-        cut = next((cut for cut in profile.graph_breaks if "capture_scalar_outputs" in cut["reason"]), None)
+        graph_break = None  # where the model reads a number from a tensor
+        for candidate in profile.graph_breaks:
+            if "capture_scalar_outputs" in candidate["reason"]:
+                graph_break = candidate
+                break
         if listed and listed.get("capture_scalars"):
             return None
-        if listed is not None and cut is None:
+        if listed is not None and graph_break is None:
             return None
         not_fusible = []  # beside matrix products
         for name in profile.operations:
@@ -126,9 +133,9 @@ class Compile(Plugin):
         fused += profile.region("launch")
         calls = sum(profile.counts.values())
         why = f"{fused / profile.seconds:.0%} of a step is fusible operations, in {calls:,.0f} calls."
-        if cut is not None:
-            why = f"The graph breaks at {cut['where']}, which reads a number from a tensor. {why}"
-        options = {} if cut is None else {"capture_scalars": True}
+        if graph_break is not None:
+            why = f"The graph breaks at {graph_break['where']}, which reads a number from a tensor. {why}"
+        options = {} if graph_break is None else {"capture_scalars": True}
         return SpeedupEstimate(seconds=FUSED * fused, why=why, options=options, once=SECONDS_A_CALL * calls)
 
     def __init__(self, **options: Any) -> None:
@@ -147,12 +154,13 @@ class Compile(Plugin):
     def after_prepare(self, run: Run) -> None:
         self._set_up_torch()
         self._choose_mode(run)
-        self.before = seconds()
+        self.seconds_before = seconds()
         model = run.unwrap_model()  # inside the strategy's wrapper, which cannot be compiled
         shards = sharded_modules(model)
         targets = shards or self._targets(model)
         # a block takes tensors whose last size is constant, and compiles fast
-        any_shape = self.dynamic is None and targets == [model] and "padded" in recipe_traits(run.recipe)
+        whole_model = targets == [model]
+        any_shape = self.dynamic is None and whole_model and "padded" in recipe_traits(run.recipe)
         for module in targets:
             compile_in_place(module, self, any_shape, hooks_outside=bool(shards))
 
@@ -252,7 +260,7 @@ class Compile(Plugin):
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
-        summary["compile_seconds"] = seconds() - self.before - self.while_evaluating
+        summary["compile_seconds"] = seconds() - self.seconds_before - self.while_evaluating
         totals = counts(self.records)
         summary["compile"] = {**totals, "evaluate_seconds": self.while_evaluating, "failure": self.failure}
         skipped = totals["cuda_graphs_skipped"]

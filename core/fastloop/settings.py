@@ -62,8 +62,8 @@ class Settings:
     The fields of this object have the values for ``train``; ``of`` returns those of a split."""
     pad_to_multiple_of: int | None = None
     """Tasks of texts pad lengths to a multiple of this many tokens, except prompts to continue. With `module`, it only
-    says to which multiple the user's collator pads. The recipe's ``data.pad_to_multiple_of``; a plugin may set a default
-    for it. None: lengths are not padded further."""
+    says to which multiple the user's collator pads. The recipe's ``data.pad_to_multiple_of``; a plugin may set a
+    default for it. None: lengths are not padded further."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
     """``arrange(dataset, ids, batch_size, generator)`` returns ``ids`` in the order of training, the same on all
     processes. In training, ``ids`` have a random order, and ``generator`` supplies more random numbers. In evaluation,

@@ -1,7 +1,8 @@
 """Log points: every ``train.log_every`` steps, the core adds its values to the plugins' and calls ``log_scalars``.
 
-``after_step`` makes the values of the core, whose names are ``scalars.CORE_NAMES``. Plugins add theirs by ``Run.log``;
-``scalars`` keeps and reduces them. Metrics of an evaluation are not among them: ``loop.evaluate`` logs these.
+``scalars.CORE_NAMES`` lists the values of the core. ``after_step`` measures them, except for ``train/grad_norm``: the
+loop sets it, in ``loop.apply_gradients`` and ``loop.count_update``, before the optimizer steps. Plugins add theirs by
+``Run.log``; ``scalars`` keeps and reduces them. ``loop.evaluate`` logs the metrics of an evaluation.
 
 On the CPU a log point is logged in its own step. On an accelerator, the host would have to wait until the device has
 computed the losses. So the log point copies them to the host, and they are logged at the next log point, when they have

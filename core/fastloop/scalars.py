@@ -28,9 +28,10 @@ CORE_NAMES = (
     "train/tokens_per_second",
     "train/memory_bytes",
 )
-"""Names that the core logs at each log point, without a reduction. ``log_points.after_step`` sets them, and
-``loop.apply_gradients`` the norm, which exists only before the optimizer steps. They are values of the main process:
-the others have the same, except for ``train/memory_bytes``. ``hookspecs.log_scalars`` describes them."""
+"""Names that the core logs at each log point, without a reduction. ``log_points.after_step`` sets them, except for the
+norm: it exists only before the optimizer steps, so ``loop.apply_gradients`` sets it, or ``loop.count_update`` after a
+recorded update. They are values of the main process: the others have the same, except for ``train/memory_bytes``.
+``hookspecs.log_scalars`` describes them."""
 RESERVED = {"step", "epoch", "split", *CORE_NAMES, *(name.removeprefix("train/") for name in CORE_NAMES)}
 """Names that plugins cannot use: those of the core, and the keys of ``metrics.jsonl``."""
 

@@ -8,7 +8,7 @@ import pytest
 
 LONGEST = (
     "tests/packages/test_packages.py",
-    "tests/plugins/strategies/test_worlds.py",
+    "tests/plugins/strategies/test_plugins_on_two_processes.py",
     "tests/round_trip/test_round_trip.py",
     "tests/reliability/test_two_machines.py",
     "tests/packages/test_examples.py",

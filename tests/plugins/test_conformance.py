@@ -5,8 +5,8 @@ under ddp only. The checks of one plugin take two to nine seconds, and those of 
 
 Some checks run in the long form and in ``make conformance`` alone:
 
-- ``processes``, unless the work of the plugin involves the other processes. ``strategies/test_worlds.py`` compares two
-  processes with one, for nearly every plugin.
+- ``processes``, unless the work of the plugin involves the other processes. For nearly every plugin,
+  ``strategies/test_plugins_on_two_processes.py`` compares two processes with one.
 - ``killed`` of a plugin without a state. A run that resumes after a kill reads what it reads after an interruption,
   which ``saved_and_loaded`` checks. The suites of ``QUICK`` and ``KILLED`` and of plugins with a state kill a process.
 """
@@ -142,7 +142,7 @@ TRAINING = ("declared", "numerics", "batch_norm", "saved_and_loaded", "killed", 
 
 
 class OnProcessesInLongForm(Conformance):
-    """The suite of a plugin that ``test_worlds.py`` compares."""
+    """The suite of a plugin that ``test_plugins_on_two_processes.py`` compares."""
 
     @long_form_only
     def test_processes(self, study_results: StudyResults, strategy: str) -> None:

@@ -130,8 +130,8 @@ LONG_ONLY |= {"ddp 2 to ddp 4", "fsdp 2 to fsdp 4", "hsdp 4 held", "hsdp 4 meta"
 LONG_ONLY |= {"ddp 2 bf16", "ddp 2 best", "ddp 2 compiled", "ddp 2 ema", "fsdp 2 bf16", "fsdp 2 best"}
 LONG_ONLY |= {"ddp 2 stream", "ddp 2 uneven", "ddp 2 weighted", "ddp 4", "ddp 4 to plain"}
 LONG_ONLY |= {"hsdp 4 uneven", "hsdp 4 async", "hsdp 4 to fsdp 2", "hsdp 4 to plain"}
-"""Runs of the long form: another one has the same option, the other strategy or more. ``test_worlds.py`` compares
-`amp`, `checkpoint-best`, `compile` and `ema` under both strategies."""
+"""Runs of the long form: another one has the same option, the other strategy or more.
+``test_plugins_on_two_processes.py`` compares `amp`, `checkpoint-best`, `compile` and `ema` under both strategies."""
 chosen = partial(of_this_form, long_only=LONG_ONLY)
 STARTS = [(1, PLAIN), (2, chosen(TWO)), (4, chosen(FOUR)), (2, chosen(TWO_AFTER_FOUR)), (1, chosen(AFTER))]
 """Number of processes, and the runs of one start."""

@@ -35,8 +35,8 @@ def classify(name: str, *plugins: Any) -> dict[str, Any]:
 
 
 LONG_ONLY = {"plain tied", "mesh tied", "plain ema", "mesh ema", "mesh to fsdp", "fsdp to mesh"}
-"""Runs of the long form: ``test_tensor_parallel.py`` divides tied weights, ``test_worlds.py`` compares `ema` under
-``fsdp``, and other runs resume on a mesh and from one."""
+"""Runs of the long form: ``test_tensor_parallel.py`` divides tied weights, ``test_plugins_on_two_processes.py``
+compares `ema` under ``fsdp``, and other runs resume on a mesh and from one."""
 chosen = partial(of_this_form, long_only=LONG_ONLY)
 PLAIN = [
     run("plain"),

@@ -36,6 +36,9 @@ LENGTHS = "sequence_lengths"
 class Sequences:
     """A map-style dataset of token ids in one array. Reading a sample is a slice, and workers share the memory.
 
+    A sample has token ids and its label. Other columns of a file, such as an identifier, are not kept: a subclass adds
+    further values of a row in ``__getitem__``.
+
     Args:
         ids: Token ids of all samples, end to end. If mapped from a file, only the parts in use are in memory.
         lengths: Tokens of every sample.

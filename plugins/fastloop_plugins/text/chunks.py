@@ -115,8 +115,8 @@ def text_chunks(
             by_name[name] = data.read_column(values, name, bad)
         optional = {}
         if len(columns) > count:  # texts by themselves have no optional columns
-            optional = dict(zip(data.optional_columns(), columns[count:], strict=True))
-        data.add_optional(by_name, optional, bad)
+            optional = dict(zip(data.optional_text_columns(), columns[count:], strict=True))
+        data.add_optional_texts(by_name, optional, bad)
         texts_by_column = list(by_name.values())
         if len(texts_by_column) == 1:
             texts = list[Text](texts_by_column[0])

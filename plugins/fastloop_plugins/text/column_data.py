@@ -130,11 +130,13 @@ class ColumnData(TextData):
                 self.messages.append(problem)
         return rows
 
-    def optional_columns(self) -> list[str]:
+    def optional_text_columns(self) -> list[str]:
         is_text = TOOLS in self.places and self.places[TOOLS] not in self.task.values
         return [TOOLS] if self.task.conversations and not is_text else []
 
-    def add_optional(self, texts: Mapping[str, list[str]], optional: Mapping[str, Sequence[Any]], bad: Bad) -> None:
+    def add_optional_texts(
+        self, texts: Mapping[str, list[str]], optional: Mapping[str, Sequence[Any]], bad: Bad
+    ) -> None:
         """Add the tools of each row to its conversations."""
         conversations = [column for name, column in texts.items() if self.places[name] in self.task.conversations]
         for index, value in enumerate(optional.get(TOOLS, ())):

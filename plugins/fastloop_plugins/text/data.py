@@ -294,8 +294,9 @@ class TextData:
         """Column of texts -> the option that names it."""
         return dict.fromkeys(self.columns, self.text_key)
 
-    def optional_columns(self) -> list[str]:
-        """Columns that are read if a file has them, after those of ``text_columns``."""
+    def optional_text_columns(self) -> list[str]:
+        """Columns whose values become a part of a row's texts, such as ``tools`` of a conversation, if a file has them.
+        ``parse`` reads them after ``row_columns``, and ``add_optional_texts`` adds them."""
         return []
 
     def label_columns(self) -> dict[str, str]:
@@ -315,31 +316,34 @@ class TextData:
         """How files are read: those of a split, or a file to predict, which has no labels."""
         if predicts:
             columns = dict.fromkeys(self.columns, self.text_key)
-            return FileLayout(self.how, columns, self.optional_columns(), predicts=True, kept=self.kept)
+            return FileLayout(self.how, columns, self.optional_text_columns(), predicts=True, kept=self.kept)
         columns = self.text_columns() | self.label_columns() | self.text_columns()
         columns |= {name: key for name, key in self.drop.columns().items() if name not in columns}
-        return FileLayout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
+        return FileLayout(self.how, columns, self.optional_text_columns(), skip_unreadable=self.skip_unreadable)
 
     def row_columns(self) -> dict[str, str]:
-        """Column that ``parse`` reads -> the option that names it. Those of ``optional_columns`` follow."""
+        """Column that ``parse`` reads -> the option that names it. Those of ``optional_text_columns`` follow."""
         return self.text_columns()
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
         """The columns of a split from those of its source. Rows in memory and streamed rows pass through it."""
         texts = {}
-        by_name = dict(zip([*self.row_columns(), *self.optional_columns()], columns, strict=True))
+        by_name = dict(zip([*self.row_columns(), *self.optional_text_columns()], columns, strict=True))
         for name in self.row_columns():
             values = by_name[name]
             texts[name] = self.read_column(values, name, with_drop_line(bad, name, values))
-        self.add_optional(texts, {name: by_name[name] for name in self.optional_columns()}, bad)
+        self.add_optional_texts(texts, {name: by_name[name] for name in self.optional_text_columns()}, bad)
         return texts
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
         """A column of texts, of a split or of a file to predict."""
         return text_column(values, name, self.text_key, bad)
 
-    def add_optional(self, texts: Mapping[str, list[str]], optional: Mapping[str, Sequence[Any]], bad: Bad) -> None:
-        """Add the values of ``optional_columns`` to the texts of their rows, in place. Here, there are none."""
+    def add_optional_texts(
+        self, texts: Mapping[str, list[str]], optional: Mapping[str, Sequence[Any]], bad: Bad
+    ) -> None:
+        """Add the values of ``optional_text_columns`` to the texts of their rows, in place. In this class, there are
+        none."""
 
     def parse_rows(self, rows: Sequence[Sequence[Any]], names: Sequence[object]) -> list[Any]:
         """Streamed rows as ``Rows.texts`` has those in memory. They may have more columns.
@@ -351,7 +355,7 @@ class TextData:
         def bad(index: int, problem: str) -> None:
             raise DataError(problem, code="invalid-row", place=str(names[index]))
 
-        count = len(self.row_columns()) + len(self.optional_columns())
+        count = len(self.row_columns()) + len(self.optional_text_columns())
         columns = list(self.parse(list(zip(*rows, strict=True))[:count], bad).values())
         return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
@@ -363,7 +367,7 @@ class TextData:
         """
         unreadable = UnreadableRows(part)
         columns: list[Iterable[Any]] = [part.column(key, name) for name, key in self.row_columns().items()]
-        columns += [part.columns.get(name, repeat(None, len(part))) for name in self.optional_columns()]
+        columns += [part.columns.get(name, repeat(None, len(part))) for name in self.optional_text_columns()]
         report = bad or unreadable.add
         for start, block in in_blocks(columns):
 

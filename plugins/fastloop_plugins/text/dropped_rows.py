@@ -141,7 +141,7 @@ def drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
 
     for part in parts:
         names = dict(data.text_columns())
-        for name in data.optional_columns():
+        for name in data.optional_text_columns():
             if name in part.columns:
                 names[name] = data.text_key
         for _, block in in_blocks([part.column(key, name) for name, key in names.items()]):

@@ -271,7 +271,7 @@ class LanguageTextData(TextData):
             return {self.options.prompt: "prompt", self.options.completion: "completion"}
         return super().text_columns()
 
-    def optional_columns(self) -> list[str]:
+    def optional_text_columns(self) -> list[str]:
         if not self.chat_columns:
             return []
         return [name for name in OPTIONAL if name == TOOLS or name in self.chat_columns]
@@ -290,7 +290,7 @@ class LanguageTextData(TextData):
                 explain = with_drop_line(bad, name, values)
                 texts[name] = text_column(values, name, keys[name], explain, required=self.masked)
             return texts
-        names = [*keys, *self.optional_columns()]
+        names = [*keys, *self.optional_text_columns()]
         templates = self.templates()
         marked = any(MARKER.search(text) for text in templates)
         needs_prompt = bool(templates) and not marked and self.options.train_on != "all"

@@ -61,7 +61,7 @@ def chat_chunks(
     keys = Counter[str]()
     empty = EmptyTexts()
     cut = CutPrompts(room)
-    names = [*data.columns, *data.optional_columns()]
+    names = [*data.columns, *data.optional_text_columns()]
     for rows, bad in read_chunks(data, source, start, size):
         prompts = []
         for index, values in enumerate(rows):

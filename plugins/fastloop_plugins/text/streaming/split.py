@@ -110,7 +110,7 @@ class StreamedSplit:
         """
         data = self.data
         labels = list(data.label_columns())
-        self.columns = [*data.text_columns(), *data.optional_columns(), *labels]
+        self.columns = [*data.text_columns(), *data.optional_text_columns(), *labels]
         counted_column = labels[0] if labels and data.label_type == "class" else None
         layout = replace(data.layout(), drop=data.drop, names=self._list_column_names())
         index = read_index(self.paths, layout, counted_column, lists=data.tagged)

@@ -9,11 +9,11 @@ import torch
 
 from fastloop.distributed.at_exit import group_at_exit
 from fastloop.distributed.groups import check_groups
-from fastloop.distributed.processes import Processes
-from fastloop.distributed.ranks import check_variables, world_size
+from fastloop.distributed.processes import Processes, is_connection_error
+from fastloop.distributed.ranks import check_variables, rank, world_size
 from fastloop.distributed.rendezvous import store_arguments
-from fastloop.errors import PluginError, UsageError
-from fastloop.problem import counted
+from fastloop.errors import PluginError, ProcessLost, UsageError
+from fastloop.problem import clause, counted
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop.settings import Settings
@@ -87,6 +87,9 @@ def _connect(device: str, settings: Settings, timeout: timedelta | None) -> None
 
     Args:
         timeout: How long a process waits for another; None: torch's default.
+
+    Raises:
+        ProcessLost: Another process did not connect in time.
     """
     from accelerate.state import PartialState
 
@@ -97,10 +100,22 @@ def _connect(device: str, settings: Settings, timeout: timedelta | None) -> None
         connection["timeout"] = timeout
     connects = world_size() > 1
     is_connected = connects and torch.distributed.is_initialized()
-    if connects:
-        connection |= store_arguments()
-    # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
-    PartialState(cpu=device == "cpu", **connection)
+    try:
+        if connects:
+            connection |= store_arguments(timeout)
+        # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
+        PartialState(cpu=device == "cpu", **connection)
+    except (RuntimeError, torch.distributed.DistError) as error:
+        if not is_connection_error(error):
+            raise
+        raise ProcessLost(
+            f"process {rank()} of {world_size()} could not connect to the others: {clause(error)}.",
+            code="process-lost",
+            remedy=(
+                "Start all processes with the same MASTER_ADDR and MASTER_PORT. If one of them has ended, its output "
+                "has the reason. If they start at different times, raise the option timeout of the strategy."
+            ),
+        ) from error
     if connects:
         group_at_exit.begin(is_made=not is_connected)
 

@@ -104,7 +104,7 @@ class Processes:
         try:
             yield
         except (RuntimeError, torch.distributed.DistError) as error:
-            if self.world_size == 1 or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            if self.world_size == 1 or not is_connection_error(error):
                 raise
             timed_out = "timed out" in str(error).lower()
             why = "which did not respond in time (option timeout of the strategy)" if timed_out else "which ended first"
@@ -113,3 +113,8 @@ class Processes:
                 code="process-lost",
                 remedy="Its output has the reason.",
             ) from error
+
+
+def is_connection_error(error: Exception) -> bool:
+    """Whether torch raised an error because it cannot reach another process. Gloo raises a ``RuntimeError``."""
+    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -26,6 +26,19 @@ def test_two_processes_without_a_strategy_are_refused():
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_whose_peer_is_missing_ends_after_the_timeout_of_the_strategy(rank: int):
+    pytest.importorskip("sklearn")
+    variables = launch.process_variables(rank, 2, "127.0.0.1", str(launch.free_port()))
+    train = ("-m", "fastloop", "train", "digits_module", "train.device=cpu", "output=out")
+    strategy = ("--with", "ddp", "plugins.ddp.timeout=2s")
+    command = forked.Command(*train, *strategy, env=os.environ | variables)
+    assert command.wait(120) != 0  # torch's default timeout is 30 minutes
+    assert_problem(command.stderr, f"process-lost process {rank} of 2 could not connect 2000ms")
+    assert "Traceback" not in command.stderr
+
+
 SAMPLER = """import torch
 from torch.utils.data import BatchSampler, Sampler
 from fastloop import Plugin, hookimpl

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,6 +184,18 @@ def test_an_evaluation_reads_the_reference_or_loads_it_again(trained):
 def test_the_reference_is_read_from_the_cache(trained):
     one, other = (points(trained / name)[1]["rewards/margins"] for name in ("dpo", "again"))
     assert other == pytest.approx(5 * one, rel=1e-3) != 0  # Adam's first step does not depend on beta
+
+
+def test_adapters_with_other_initial_values_have_another_reference_in_the_cache(trained):
+    """The adapters are a part of the model before training, and each seed draws others. So the first loss is ln 2."""
+    plugins = [{"lora": {"init_lora_weights": False}}, {"token-cache": {"folder": str(trained / "cache")}}]
+    given = {"model": {"name": str(trained / "base")}, "epochs": 1, "plugins": plugins}
+    folders = [write_recipe(trained / f"seed-{seed}", "dpo", seed=seed, **given) for seed in (1, 2)]
+    run_commands([(folder, "train", "recipe.yaml") for folder in folders])
+    assert [points(folder)[0]["loss"] for folder in folders] == pytest.approx([math.log(2)] * 2)
+    (folders[0] / "rows.jsonl").write_text((trained / "dpo" / "rows.jsonl").read_text())
+    (output,) = run_commands([(folders[0], "predict", "run", "rows.jsonl", "--out", "rewards.jsonl")], code=2)
+    assert "adapters with random values (init_lora_weights: false), which are not saved" in " ".join(output.split())
 
 
 def test_transformers_computes_the_scores_of_a_reward_model(trained):

@@ -87,19 +87,18 @@ class PolicyTask(PreferenceTask):
 
     @hookimpl
     def build_model(self, run: Run) -> Any:
-        from fastloop_preference.reference import adapter_fingerprint, fingerprint
-
         model: Any = super().build_model(run)
         add_loss(model)
-        if self.has_reference and run.is_main and run.recipe.inference is None:
-            facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
-            weights = (fingerprint(model), adapter_fingerprint(run))
-            self.known = " ".join(map(str, (*weights, *facts)))
         return model
 
     @hookimpl
     def before_prepare(self, run: Run, model: Any) -> None:
+        from fastloop_preference.reference import fingerprint
+
         super().before_prepare(run, model)
+        if self.has_reference and run.is_main and run.recipe.inference is None:  # with the adapters of `lora`
+            facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
+            self.known = " ".join(map(str, (fingerprint(model), *facts)))
         chunk_log_probabilities(run, model)
 
     @hookimpl

@@ -57,30 +57,34 @@ class Reference:
         return cls((load_file(path)["packed"] if path.is_file() else nothing).to(device))
 
 
-def adapter_fingerprint(run: Run) -> str:
-    """A hash of the adapter that a run continues, whose weights ``build_model`` does not load; empty without one."""
-    options = run.recipe.plugins.get("lora") or {}
-    for name in (options.get("adapter"), run.recipe.model.get("name")):
-        if name is None:
-            continue
-        weights = run.recipe.find(name) / "adapter_model.safetensors"
-        if weights.is_file():
-            return blake2b(weights.read_bytes(), digest_size=20).hexdigest()
-    return ""
-
-
 def pack(keys: Tensor, values: Tensor) -> Tensor:
     """Hashes and log-probabilities of completions, (completions,) each, as (completions, 2) int64."""
     return torch.stack([keys, values.view(torch.int32).long()], 1)
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of all weights and buffers."""
+    """A hash of all weights and buffers, without adapters that add nothing yet: each seed draws others."""
+    weights = model.state_dict()
+    for name in idle_adapters(weights):
+        del weights[name]
     digest = blake2b(digest_size=20)
-    for name, value in sorted(model.state_dict().items()):
+    for name, value in sorted(weights.items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def idle_adapters(weights: Mapping[str, Tensor]) -> set[str]:
+    """The names of the adapters of `lora` that add nothing, because one of their two factors is 0."""
+    idle = set()
+    for name, value in weights.items():
+        for kind in ("lora_", "lora_embedding_"):
+            other = name.replace(f".{kind}A.", f".{kind}B.")
+            if other == name or other not in weights:
+                continue
+            if not value.any() or not weights[other].any():
+                idle |= {name, other}
+    return idle
 
 
 class NoEntry(Exception):
@@ -128,6 +132,13 @@ def load_model(run: Run, task: PolicyTask) -> nn.Module:
             place=run.recipe.place(task.name),
         )
     lora = run.recipe.plugins.get("lora") or {}
+    if lora.get("init_lora_weights") is False and lora.get("adapter") is None:
+        raise UsageError(
+            "the model before training had adapters with random values (init_lora_weights: false), which are not "
+            "saved. Predict a split of the run's data: --split NAME.",
+            code="nothing-to-predict",
+            place=run.recipe.place(task.name),
+        )
     if lora.get("quantize"):
         logger.warning(
             Problem(

@@ -1,4 +1,4 @@
-"""The summary says which weights ``model/`` has, and their metrics."""
+"""``summary.json`` names the weights that ``model/`` has: their step, kind and metrics."""
 
 from __future__ import annotations
 

@@ -322,8 +322,8 @@ def _build_loaders(run: Run) -> None:
         loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
     loaders.build()
     steps = loaders.train.steps_per_epoch() if trains else None
-    epoch_samples = loaders.train.epoch_samples if trains else None
-    run.schedule = Schedule(run.recipe.train, run.state, steps, epoch_samples, loaders.evaluation)
+    samples_per_epoch = loaders.train.samples_per_epoch if trains else None
+    run.schedule = Schedule(run.recipe.train, run.state, steps, samples_per_epoch, loaders.evaluation)
 
 
 def _build_model(run: Run) -> None:

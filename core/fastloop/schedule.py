@@ -44,7 +44,7 @@ class Schedule:
     Attributes:
         total_steps: Optimizer steps of the whole run; None: unknown.
         epochs: Epochs that the run begins; None: unknown.
-        epoch_samples: Samples of an epoch; None: unknown, an epoch ends with the loader.
+        samples_per_epoch: Samples of an epoch; None: unknown, an epoch ends with the loader.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Schedule:
         train: Train,
         state: State,
         steps_per_epoch: int | None,
-        epoch_samples: int | None,
+        samples_per_epoch: int | None,
         eval_loaders: Mapping[str, Any],
     ) -> None:
         self._train = train
@@ -62,7 +62,7 @@ class Schedule:
             if isinstance(steps, int):  # not "epoch"
                 self._periods.append(steps)
         self.total_steps: int | None = run_length(steps_per_epoch, train.epochs, train.max_steps)
-        self.epoch_samples = epoch_samples
+        self.samples_per_epoch = samples_per_epoch
         self._eval_loaders = eval_loaders
         self.epochs: int | None = train.epochs
         if train.epochs is None and train.max_steps is not None and steps_per_epoch is not None:
@@ -98,9 +98,9 @@ class Schedule:
     def is_epoch_done(self) -> bool:
         """Whether every sample of the current epoch was drawn. For data of unknown length, call it after the loader has
         ended, or the run has stopped. A run that stops there counts as stopped within the epoch."""
-        if self.epoch_samples is None:
+        if self.samples_per_epoch is None:
             return not self.should_stop()
-        return self._state.epoch_samples >= self.epoch_samples
+        return self._state.epoch_samples >= self.samples_per_epoch
 
     def needs_evaluation(self) -> bool:
         """Whether the current weights can be evaluated and are not yet."""

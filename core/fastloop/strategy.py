@@ -41,7 +41,7 @@ class Strategy(Plugin):
             such as that of torch's DistributedDataParallel. Otherwise the core broadcasts those that training changes.
         gathers_weights: Whether each forward pass gathers sharded weights, into memory that differs from step to step.
             `compile` then records no CUDA graphs.
-        forwards_together: Whether all processes must call the model's forward equally often, inside ``gathered``, too.
+        forwards_together: Whether all processes must call the model's forward equally often, inside ``unsharded``, too.
         keeps_weights_equal: Whether every process has the same weights after each step. The processes then compare them
             after the second step. False: processes divide the weights, or average them every few steps.
     """
@@ -135,10 +135,10 @@ class Strategy(Plugin):
         run.optimizer.load_state_dict(state | {"state": sharded})
 
     @contextmanager
-    def gathered(self, run: Run) -> Iterator[None]:
-        """Inside the block, ``run.unwrap_model()`` computes apart from training steps, such as to generate texts. Every
-        process must enter it, and may then call the model's forward as often as it needs, or not at all, unless
-        ``forwards_together``.
+    def unsharded(self, run: Run) -> Iterator[None]:
+        """Inside the ``with`` block, ``run.unwrap_model()`` computes apart from training steps, such as to generate
+        texts: fsdp gathers all weights. Every process must enter it, and may then call the model's forward as often as
+        it needs, or not at all, unless ``forwards_together``. ``run.full_state_dict()`` gathers weights to save.
 
         Raises:
             PluginError: The strategy divides the weights, and cannot gather them.

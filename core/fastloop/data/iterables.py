@@ -55,7 +55,10 @@ class IsolatedRandomState:
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset, sharded so that each sample is read once, in the same batches for any number of workers.
+    """An iterable dataset, sharded: one reader yields each sample, in the same batches for any number of workers.
+
+    A dataset with ``read_ranges`` reads only the samples of its reader, one with ``shards_itself`` whatever it chooses.
+    Every reader iterates another dataset as a whole, and drops the samples of the other readers.
 
     Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. Inside the dataset,
     ``get_worker_info()`` is None, so that it does not shard its samples again. Its random numbers are the same on every
@@ -96,7 +99,10 @@ class Stream(IterableDataset[Any]):
 
     def set_position(self, epoch: int, start: int) -> None:
         """Let ``__iter__`` begin in an epoch, after its first ``start`` samples, in each process that reads this
-        stream."""
+        stream.
+
+        For a dataset with ``shards_itself``, ``start`` must be 0: ``Loader.steps`` refuses others.
+        """
         self._position[0] = epoch
         self._position[1] = start
 

@@ -130,7 +130,7 @@ class Loader:
         self.loader = make_loader(reader, batch_sampler=_announced(self.sampler, dataset))
 
     @property
-    def epoch_samples(self) -> int | None:
+    def samples_per_epoch(self) -> int | None:
         """Samples per epoch; None for a dataset of unknown length."""
         if self.stream is not None and hasattr(self.dataset, "read_ranges"):
             return int(self.stream.size)
@@ -138,7 +138,7 @@ class Loader:
 
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps per epoch; None for a dataset of unknown length."""
-        samples = self.epoch_samples
+        samples = self.samples_per_epoch
         if samples is None and self.in_step and hasattr(self.dataset, "__len__"):
             samples = self.stream.size  # as the dataset states it: an epoch ends with its last sample
         return None if samples is None else math.ceil(samples / self.batch_size)
@@ -150,7 +150,7 @@ class Loader:
         Args:
             samples: Samples of a complete epoch, over all processes.
         """
-        if self.stream is None or self.epoch_samples is not None or self.steps_per_epoch() is None:
+        if self.stream is None or self.samples_per_epoch is not None or self.steps_per_epoch() is None:
             return
         if samples != self.stream.size and not self.has_warned_of_length:
             self.has_warned_of_length = True

@@ -7,7 +7,8 @@ packing                   # rows of several sequences; its parts: _packing, _pac
 sample_audit              # the ids of trained samples; _audit_files reads and writes them
 skip_unreadable           # skips samples that cannot be read; _skipping_reader is its reader
 token_cache               # the cache of token ids, which ``fastloop_plugins._cache`` reads and writes
-_padding_multiples        # multiples to pad lengths to, so that a run has few shapes
+_padding_multiples        # multiples that plugins choose, so that a run has few shapes
 
+``text.batches`` pads batches of texts: ``Width`` rounds lengths up to ``settings.pad_to_multiple_of``.
 The core makes samples, batches and their order, and logs the samples that were skipped: ``fastloop.data``.
 """

@@ -1,4 +1,7 @@
-"""Padding multiples that keep the number of shapes small. Does not import torch."""
+"""Multiples that plugins choose, so that padded lengths have few shapes. Does not import torch.
+
+``fastloop_plugins.text.batches.Width`` pads to them.
+"""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class SampleAudit(Plugin):
 
     def _check(self, run: Run, epoch: int, drawn: int, done: bool) -> str:
         """Describe the problems of an epoch of which ``drawn`` samples were drawn; empty if there are none."""
-        stream = run.train_loader.epoch_samples is None  # ids are positions
+        stream = run.train_loader.samples_per_epoch is None  # ids are positions
         size = length_hint(run.datasets["train"], drawn) if done or not stream else drawn
 
         def ids() -> Iterator[list[int]]:

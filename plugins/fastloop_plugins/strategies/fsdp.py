@@ -14,7 +14,8 @@ with ddp around tensor parallelism.
 
 Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open; others are
 refused. Parameters without dimensions, and optimizers such as Adafactor and Rprop, whose operations torch lacks for
-shards, are refused. Any number of processes can read the sharded checkpoint. Method: Zhao et al., "PyTorch FSDP", 2023.
+shards, are refused. Any number of processes can read the sharded checkpoint. The export gathers the weights, in
+``run.full_state_dict()``. Method: Zhao et al., "PyTorch FSDP", 2023.
 """
 
 from __future__ import annotations
@@ -265,14 +266,14 @@ class FSDP(DividingStrategy):
             parameter.grad = None  # zero, but an optimizer would move it by momentum and weight decay
 
     @contextmanager
-    def gathered(self, run: Run) -> Iterator[None]:
-        """Gather the weights of all blocks at once, and keep them until the end of the block."""
+    def unsharded(self, run: Run) -> Iterator[None]:
+        """Gather the weights of all layers at once, and keep them until the end of the ``with`` block."""
         from torch.distributed.fsdp import FSDPModule
 
         root = run.unwrap_model()
         shards = [module for module in root.modules() if isinstance(module, FSDPModule)]
         if self.group is not None or not shards:
-            with super().gathered(run):
+            with super().unsharded(run):
                 yield
             return
         shards[0]._get_fsdp_state()._lazy_init()  # else the first block that is called would become the root

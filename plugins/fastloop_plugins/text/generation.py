@@ -325,7 +325,7 @@ def generating(run: Run) -> Iterator[Generator]:
     attention = model.config._attn_implementation
     reads_mask = attention in ALL_MASK_ATTENTION_FUNCTIONS
     with ExitStack() as stack:
-        stack.enter_context(run.strategy.gathered(run))
+        stack.enter_context(run.strategy.unsharded(run))
         if run.world_size > 1 and run.settings.processes_per_batch != 1:
             raise PluginError(
                 f"plugin {run.settings.writers['processes_per_batch']!r} divides each sequence over processes, and a "

@@ -148,14 +148,14 @@ def test_a_start_reads_later_ranges_only():
     found = loader(data := Positions(23))
     assert contents(found.batches(start=8)) == [list(range(begin, min(begin + 4, 23))) for begin in range(8, 23, 4)]
     assert data.asked == [range(8, 12), range(12, 16), range(16, 20), range(20, 23)]
-    assert (found.steps_per_epoch(), found.epoch_samples) == (3, 23)
+    assert (found.steps_per_epoch(), found.samples_per_epoch) == (3, 23)
 
 
 def test_ranges_of_an_incomplete_step_are_dropped_on_request():
     sampler = BatchSampler(SequentialSampler(range(23)), 8, drop_last=True)
     settings: Any = {"batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "shuffle": True}
     found = Loader(Positions(23), torch.stack, Settings(), sampler=sampler, **settings)
-    assert (found.steps_per_epoch(), found.epoch_samples) == (2, 16)
+    assert (found.steps_per_epoch(), found.samples_per_epoch) == (2, 16)
     assert [sample for batch in contents(found.batches()) for sample in batch] == list(range(16))
 
 

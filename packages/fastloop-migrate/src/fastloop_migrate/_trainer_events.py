@@ -179,7 +179,7 @@ class TrainerEvents:
         loader = self.run.train_loader
         state.global_step = run.state.step
         state.num_input_tokens_seen = run.state.tokens
-        size = run.schedule.epoch_samples
+        size = run.schedule.samples_per_epoch
         samples = loader.micro_batch_size * loader.world_size
         state.epoch = float(run.state.epoch)
         if size:

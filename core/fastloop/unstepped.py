@@ -139,7 +139,10 @@ class UnsteppedParameters:
             if gradient.dtype == torch.float16:
                 halves.append((parameter, gradient))
                 _set_gradient(parameter, gradient.float())
-        scaler.unscale_(SGD(parameters, lr=0.0))  # it takes gradients from an optimizer
+        # unscale_ divides the gradients of an optimizer's parameters. This optimizer only holds the parameters for that
+        # call, and never steps them.
+        holder = SGD(parameters, lr=0.0)
+        scaler.unscale_(holder)
         scale = scaler.scale(torch.ones((), device=parameters[0].device))
         yield
         for parameter in parameters:

@@ -169,12 +169,15 @@ class FSDP(DividingStrategy):
             remedy = "Use ddp with find_unused_parameters, or leave its class out of plugins.fsdp.blocks."
             self.order = ModuleOrder(run, model, gathered, remedy)
         if self.hold_gradients or self.shard_within is not None:
+            # Without `no_sync`, each micro-step reduces its gradients. With `shard_within`, there are several copies of
+            # the model, and each micro-step would also add the gradients of all copies. Once a step is enough, so the
+            # other micro-steps add gradients within a copy alone. With `hold_gradients`, they reduce nothing.
             switch = "set_requires_gradient_sync" if self.hold_gradients else "set_requires_all_reduce"
 
             def no_sync() -> AbstractContextManager[None]:
                 return held_back(getattr(model, switch))
 
-            model.no_sync = no_sync  # type: ignore[assignment] # Accelerate calls it
+            model.no_sync = no_sync  # type: ignore[assignment] # Accelerate calls it in all micro-steps but the last
 
     def _find_blocks(self, model: nn.Module, place: str) -> list[nn.Module]:
         """The modules to shard one by one, without the model, which is sharded anyway."""

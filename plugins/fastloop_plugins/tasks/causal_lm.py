@@ -133,7 +133,11 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         self._checked: dict[str, MaskedSequences] = {}
         self.adds_metrics = type(self).adds_metrics
         self.sees_all_rows = self.data.text_key == "prompt"  # a warning counts prompts that are tokenized apart
-        if not self.data.masked and recipe.plugins.get("folds", False) is False:
+        # Bits per character need the tokens and the characters of a whole split. Conversations and answers have a loss
+        # for a part of their tokens alone, and a fold has some blocks of tokens, whose characters are not counted.
+        has_folds = recipe.plugins.get("folds", False) is not False
+        evaluates_whole_texts = not self.data.masked and not has_folds
+        if evaluates_whole_texts:
             self.adds_metrics = {**self.adds_metrics, "bits_per_character": "min"}
 
     def encoding_arguments(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fastloop.plugins.installed import entry_points, name_and_version
+from fastloop.plugins.installed import entry_points, installed_version, name_and_version
 from fastloop.plugins.packages import DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def doctor() -> None:
     requirements = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
     for requirement in requirements:
         if requirement.marker is None:
-            show(requirement.name, _installed_version(requirement.name) or "missing")
+            show(requirement.name, installed_version(requirement.name) or "missing")
     for extra in importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
         required = [name for name in _packages_of(extra, requirements) if name != DISTRIBUTION]
-        missing = [name for name in required if _installed_version(name) is None]
+        missing = [name for name in required if installed_version(name) is None]
         state = "installed"
         if missing:
             state = f"not installed ({', '.join(missing)}): pip install '{DISTRIBUTION}[{extra}]'"
@@ -78,13 +78,3 @@ def _packages_of(extra: str, requirements: list[Requirement]) -> Iterator[str]:
         marker = requirement.marker
         if marker and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
             yield requirement.name
-
-
-def _installed_version(distribution: str) -> str | None:
-    """The version of an installed package; None: it is not installed."""
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

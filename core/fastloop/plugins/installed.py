@@ -1,4 +1,4 @@
-"""Installed plugins: find them in the metadata of packages, and import one.
+"""Installed plugins and packages: find them in the metadata of packages, and import a plugin.
 
 Until a recipe names a plugin of another package, its code is not imported.
 """
@@ -200,6 +200,14 @@ def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str
     head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
     fields = dict(re.findall(r"(?m)^(Name|Version):[ \t]*(.*?)[ \t]*$", head))
     return fields.get("Name", "?"), fields.get("Version", "?")
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed package; None: it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:

@@ -17,7 +17,6 @@ The resolver reads only declarations on the class, so it treats third-party plug
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
@@ -33,6 +32,7 @@ from fastloop.errors import PluginError, RecipeError
 from fastloop.metric_modes import MetricMode
 from fastloop.options import option, parse
 from fastloop.plugins.declared_options import check_declared, declare, options_of
+from fastloop.plugins.installed import installed_version
 from fastloop.plugins.packages import DISTRIBUTION
 from fastloop.problem import Problem
 
@@ -84,9 +84,8 @@ class Package:
 
         required = f"{self.distribution}{self.version}"
         target = f"{self.of}[{self.extra}]" if self.extra else required
-        try:
-            installed = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
+        installed = installed_version(self.distribution)
+        if installed is None:
             return f"needs {required}, which is not installed. Install it: `pip install '{target}'`."
         if self.version and not SpecifierSet(self.version).contains(installed, prereleases=True):
             return f"needs {required}, but {installed} is installed. Upgrade it: `pip install -U '{target}'`."

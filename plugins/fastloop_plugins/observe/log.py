@@ -21,11 +21,11 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from fastloop import Plugin, Problem, __version__, hookimpl
+from fastloop.plugins.installed import installed_version
 from fastloop.problem import clause
 from fastloop.recipe import secrets
 from fastloop.runtime.files import no_follow
@@ -39,9 +39,14 @@ logger = logging.getLogger("fastloop")
 
 
 @functools.cache
-def installed_version(package: str) -> str:
-    """The version of a package, from its metadata. A process may train many runs, and reads it once."""
-    return version(package)
+def read_versions() -> dict[str, str | None]:
+    """The versions that ``summary.json`` shows. A process may train many runs, and reads them once."""
+    return {
+        "python": platform.python_version(),
+        "fastloop": __version__,
+        "torch": installed_version("torch"),
+        "accelerate": installed_version("accelerate"),
+    }
 
 
 class _EarlyRecords(logging.Handler):
@@ -90,7 +95,7 @@ class Log(Plugin):
         self.metrics: IO[bytes] | None = None
         self.early: _EarlyRecords | None = None
         self.handler: logging.Handler | None = None
-        self.versions: dict[str, str] = {}
+        self.versions: dict[str, str | None] = {}
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
@@ -108,8 +113,7 @@ class Log(Plugin):
         if not run.is_main:
             return
         # Read now: at the end of a run that failed, there may be no memory for it.
-        self.versions = {"python": platform.python_version(), "fastloop": __version__}
-        self.versions |= {name: installed_version(name) for name in ("torch", "accelerate")}
+        self.versions = dict(read_versions())
         path = run.folder / "metrics.jsonl"
         self.metrics = open(path, "ab", opener=no_follow)  # noqa: SIM115 # teardown closes it
         # a resumed run repeats the steps after its last checkpoint

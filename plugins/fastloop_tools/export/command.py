@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from fastloop.cli.arguments import NoCode, With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.export.card import BASE_CONFIG, ModelCard, is_own, rename, tokenized_columns, tokens_of_text
+from fastloop.plugins.installed import installed_version
 from fastloop_tools.inference.evaluate import Arguments, Target
 
 if TYPE_CHECKING:
@@ -118,15 +118,14 @@ def check_packages() -> None:
     from packaging.version import Version  # only here: the help imports this module
 
     for package, least in PACKAGES.items():
-        try:
-            installed = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+        installed = installed_version(package)
+        if installed is None:
             raise UsageError(
                 f"--to onnx: {package}>={least} is not installed.",
                 code="not-installed",
                 remedy="Install it:",
                 command="pip install 'fastloop-train[onnx]'",
-            ) from None
+            )
         if Version(installed) < Version(least):
             raise UsageError(
                 f"--to onnx: needs {package}>={least}, found {installed}.",

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 Encoder = Callable[[Any, Any, dict[str, Any]], Iterator[list[int]]]
 """Yields the ids of each row, given the tokenizer, the rows and the arguments."""
-
-
 CHARACTERS = 50
 """Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a
 minute."""
@@ -419,6 +417,7 @@ def shortened(
 
 
 def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[str, str]) -> None:
+    """Write the entry of a ``data`` section. ``keys``: split -> the name of the entry with its token ids."""
     with _cache.written(entry) as made:
         described = {}
         for name, split in splits.items():
@@ -428,8 +427,9 @@ def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: di
             if split.needed is not None:
                 total = split.needed.total
                 np.save(made / f"{name}-rows.npy", split.needed.ids, allow_pickle=False)
-            described[name] = [keys[name], split.characters, split.content, total]
-        facts = {
+            facts = {"ids": keys[name], "characters": split.characters, "content": split.content, "rows": total}
+            described[name] = facts
+        content = {
             "splits": described,
             "classes": data.classes,
             "messages": [
@@ -437,7 +437,7 @@ def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: di
             ],
             "unreadable": data.unreadable,
         }
-        (made / "data.json").write_text(json.dumps(facts), encoding="utf-8")
+        (made / "data.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def _read_entry(
@@ -453,15 +453,16 @@ def _read_entry(
     splits: dict[str, Split] = {}
     try:
         saved = json.loads((entry / "data.json").read_text(encoding="utf-8"))
-        for name, (key, characters, content, total) in saved["splits"].items():
-            ids_and_lengths = _cache.read(entry.parent / key)
+        for name, described in saved["splits"].items():
+            total = int(described["rows"])
+            ids_and_lengths = _cache.read(entry.parent / described["ids"])
             if ids_and_lengths is None:
                 return None
             ids, lengths = ids_and_lengths
             needed = None
             if total != len(lengths):
                 rows = np.load(entry / f"{name}-rows.npy", allow_pickle=False)
-                needed = NeededRows(rows, int(total), partial(_encoder_of, encoders, data, name))
+                needed = NeededRows(rows, total, partial(_encoder_of, encoders, data, name))
                 if len(rows) != len(lengths):
                     raise ValueError(f"{name}: {len(rows)} rows of {len(lengths)} texts")
             labels = None
@@ -469,7 +470,9 @@ def _read_entry(
                 labels = np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
             if labels is not None and len(labels) != total:
                 raise ValueError(f"{name}: {len(labels)} labels of {total} texts")
-            splits[name] = Split(ids, lengths, labels, typed, int(characters), (), str(content), needed)
+            characters = int(described["characters"])
+            content = str(described["content"])
+            splits[name] = Split(ids, lengths, labels, typed, characters, content=content, needed=needed)
         data.classes = saved["classes"]
         data.unreadable = saved["unreadable"]
         data.messages = [message if isinstance(message, str) else Problem(**message) for message in saved["messages"]]

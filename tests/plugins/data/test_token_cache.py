@@ -169,7 +169,7 @@ def test_other_bytes_or_options_are_read_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", ["ids gone", "labels cut", "no JSON", "other labels"])
+@pytest.mark.parametrize("harm", ["ids gone", "labels cut", "no JSON", "other labels", "facts without names"])
 def test_data_whose_entry_is_not_whole_is_read_again(harm, caplog):
     expected = pretrained("text-classification")
     (entry,) = [path.parent for path in Path("cache").glob("*/data.json")]
@@ -179,6 +179,10 @@ def test_data_whose_entry_is_not_whole_is_read_again(harm, caplog):
             shutil.rmtree(path.parent)
     elif harm == "no JSON":
         (entry / "data.json").write_text("{")
+    elif harm == "facts without names":
+        saved = json.loads((entry / "data.json").read_text())
+        saved["splits"] = {name: list(facts.values()) for name, facts in saved["splits"].items()}
+        (entry / "data.json").write_text(json.dumps(saved))
     elif harm == "labels cut":
         labels.write_bytes(labels.read_bytes()[:-4])
     else:

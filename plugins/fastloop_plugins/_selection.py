@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop import Problem
 from fastloop.data import Loader
-from fastloop.data.datasets import Filler
+from fastloop.data.datasets import FillerCandidates
 from fastloop.errors import FastloopError, PluginCrash, PluginError
 from fastloop.evaluation_results import evaluating
 from fastloop.plugins.plugin import Numerics, Plugin
@@ -364,4 +364,4 @@ def _samples(run: Run, loader: Loader) -> list[Any] | None:
         return list(reader.read(ids))
     if not hasattr(dataset, "read_ranges"):
         return None
-    return [sample for sample in islice(loader.stream, count) if not isinstance(sample, Filler)]
+    return [sample for sample in islice(loader.stream, count) if not isinstance(sample, FillerCandidates)]

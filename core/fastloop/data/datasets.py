@@ -93,10 +93,10 @@ class Numbered(tuple[int, Any]):
     stream_digest: str = ""
 
 
-class Filler(list[Any]):
-    """Samples of which one is computed with weight 0, on a process without a share of an epoch's last micro-step. That
-    process must compute, too, because the others wait for its gradients. It takes the first sample that the collator
-    does not leave out."""
+class FillerCandidates(list[Any]):
+    """Samples of which one is computed with weight 0, on a process without a share of a micro-step: the last micro-step
+    of a step may have fewer micro-batches than processes, and samples may be unreadable. That process must compute,
+    too, because the others wait for its gradients. It takes the first sample that the collator does not leave out."""
 
     stream_digest: str = ""
 
@@ -137,8 +137,8 @@ class MapReader(Dataset[Any]):
             samples.ids = tuple(micro_batch)
         if micro_batch.is_filler:
             filler = samples[0]
-            if not isinstance(filler, Filler):  # ``read_each`` returns one if no sample is readable
-                filler = Filler(samples)
+            if not isinstance(filler, FillerCandidates):  # ``read_each`` returns one if no sample is readable
+                filler = FillerCandidates(samples)
             samples = MicroBatchSamples([filler])  # the process that trains on the samples has their ids
         samples.is_last_micro_batch = micro_batch.is_last_micro_batch
         return samples
@@ -169,7 +169,7 @@ class Collate:
         if isinstance(first, Numbered):
             ids = tuple(position for position, _ in samples)
             samples = [sample for _, sample in samples]
-        if isinstance(first, Filler):
+        if isinstance(first, FillerCandidates):
             batch = self._collate_filler(first)
             batch.samples = 0
             batch.drawn = 0
@@ -195,7 +195,7 @@ class Collate:
             batch.loss_weight = batch.samples
         return batch
 
-    def _collate_filler(self, candidates: Filler) -> Batch:
+    def _collate_filler(self, candidates: FillerCandidates) -> Batch:
         """Collate the first sample that can be collated alone: a collator fails if it leaves out the only one."""
         for sample in candidates[:-1]:
             with suppress(Exception):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker  # a test looks for its private name
 
-from fastloop.data.datasets import Filler, Numbered
+from fastloop.data.datasets import FillerCandidates, Numbered
 from fastloop.data.digests import sample_digest
 from fastloop.errors import UsageError
 from fastloop.runtime.random_states import (
@@ -159,7 +159,9 @@ class Stream(IterableDataset[Any]):
             deque(islice(samples, start), maxlen=0)  # read the samples before ``start``, and drop them
         pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
         last_group: list[Any] = []
-        digest = ""  # of the first sample; the first sample or filler of this reader carries it
+        # The digest of the dataset's first sample. The first item that this reader yields, a sample or a filler, has it
+        # as its ``stream_digest``; the other items have "".
+        digest = ""
         for number in count():
             with isolated:
                 group = list(islice(samples, self.batch))
@@ -184,7 +186,7 @@ class Stream(IterableDataset[Any]):
                     digest = ""
             pending.clear()
         if not self.batches_per_step and self._needs_filler(micro_batches, reader, readers):
-            filler = Filler(reversed(last_group))
+            filler = FillerCandidates(reversed(last_group))
             filler.stream_digest = digest
             yield filler
 
@@ -200,7 +202,7 @@ class Stream(IterableDataset[Any]):
         if self._needs_filler(micro_batches, reader, readers):
             first_range = range(start, min(start + self.batch, end))
             for samples in self.dataset.read_ranges(epoch, [first_range]):
-                yield Filler(sample for _, sample in samples)
+                yield FillerCandidates(sample for _, sample in samples)
 
     def _seed_collator(self, epoch: int, position: int) -> None:
         """Make the random numbers of the collator independent of the worker and the process that read a micro-batch."""

@@ -40,9 +40,10 @@ class Loader:
         micro_batch_size: Samples of a micro-batch on one process.
         pieces: See ``StepSampler``.
         split: Name of the split, for its worker settings and for messages.
-        sampler: Whether to drop an incomplete last batch. A batch has ``batch_size`` samples in training and the
-            sampler's ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids
-            of a map-style dataset in their order. None, or any other sampler: all samples in the default order.
+        sampler: The user's sampler, or None. Its ``drop_last`` says whether to drop an incomplete last batch: one of
+            ``batch_size`` samples in training, and of the sampler's own ``batch_size`` in evaluation. If its
+            ``sampler`` can be called with an epoch, the call returns the ids of a map-style dataset in their order.
+            None, or any other sampler: all samples in the default order.
         drop_last: Whether to drop an incomplete last batch without a sampler, too.
         own_generators: See ``Stream``.
 
@@ -78,7 +79,7 @@ class Loader:
         self.micro_batch_size = micro_batch_size
         self.world_size = world_size
         self.micro_steps = batch_size // (micro_batch_size * world_size)
-        # False: processes may have different numbers of batches
+        # whether all processes have the same number of batches; a dataset that shards itself may give one of them more
         self.in_step = not getattr(dataset, "shards_itself", False)
         self.stream: Any = None  # for an iterable dataset
         self.sampler: StepSampler | None = None
@@ -203,7 +204,9 @@ class Loader:
             if batch.unreadable:
                 self._report_unreadable(batch)
             group.append(batch)
-            if batch.is_last_micro_batch or (self.sampler is None and len(group) == self.micro_steps):
+            # the sampler marks the end of a step, whose number of micro-batches may vary; those of a stream are counted
+            ends_step = batch.is_last_micro_batch if self.sampler is not None else len(group) == self.micro_steps
+            if ends_step:
                 yield group
                 group = []
         if group:

@@ -23,7 +23,8 @@ class MicroBatchIds(list[int]):
 
     Attributes:
         seed: Seed of a worker's random numbers while it reads the samples.
-        is_filler: Whether the process has no share of this micro-step; see ``Filler``.
+        is_filler: Whether the process has no share of this micro-step; see ``FillerCandidates``.
+        is_last_micro_batch: Whether it is its step's last on this process.
     """
 
     seed: int = 0
@@ -100,7 +101,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         elif generator is not None and self.shuffle_block is not None:
             ids = draw_block_order(self.drawn, self.shuffle_block, generator).data
         elif generator is not None:
-            kind = torch.int32 if self.drawn < 2**31 else torch.int64  # draws the same numbers
+            kind = torch.int32 if self.drawn < 2**31 else torch.int64  # both give the same permutation
             ids = torch.randperm(self.drawn, generator=generator, dtype=kind).numpy().data
         ids = ids[: self.size]
         return ids if self.arrange is None else self.arrange(list(ids), self.batch_size, generator)

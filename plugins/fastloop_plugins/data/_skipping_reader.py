@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from fastloop.data.datasets import Filler, MapReader, MicroBatchSamples
+from fastloop.data.datasets import FillerCandidates, MapReader, MicroBatchSamples
 from fastloop.errors import DataError
 from fastloop.problem import typed_clause
 
@@ -33,7 +33,7 @@ class SkippingReader(MapReader):
         if not samples.ids:
             for index in range(micro_batch[0] + 1, micro_batch[0] + FILLER_ATTEMPTS):
                 with suppress(Exception):
-                    samples.append(Filler(self.read([index % len(self.dataset)])))
+                    samples.append(FillerCandidates(self.read([index % len(self.dataset)])))
                     break
         if not samples:
             raise DataError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from fastloop.data.datasets import Filler
+from fastloop.data.datasets import FillerCandidates
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import DataError
 from fastloop.testing import expect_problem
@@ -45,7 +45,7 @@ def test_each_unreadable_sample_is_reported_with_its_reason():
 
 def test_the_next_readable_sample_fills_a_micro_batch_without_one():
     (sample,) = samples = read(298, 299, rows=Rows(298, 299, 0))
-    assert isinstance(sample, Filler)
+    assert isinstance(sample, FillerCandidates)
     assert sample == [1]
     assert samples.ids == ()
     assert [index for index, _ in samples.unreadable] == [298, 299]

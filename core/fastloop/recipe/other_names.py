@@ -18,7 +18,9 @@ TRACKER = "List a tracker in plugins, such as tensorboard, mlflow or wandb."
 IN_TRAIN: Mapping[str, str] = {
     "accumulate_grad_batches": BATCH,
     "bf16": PRECISION,
+    "dataloader_drop_last": "Set train.drop_last.",
     "dataloader_num_workers": "List the plugin dataloader-workers.",
+    "ddp_timeout": "Set the option timeout of the strategy, such as {ddp: {timeout: 2h}}.",
     "eval_steps": EVALUATION,
     "eval_strategy": EVALUATION,
     "evaluation_strategy": EVALUATION,
@@ -27,7 +29,10 @@ IN_TRAIN: Mapping[str, str] = {
     "gradient_checkpointing": "List the plugin activation-checkpointing.",
     "gradient_clip_val": "Set train.max_grad_norm.",
     "group_by_length": "List the plugin length-bucketing.",
-    "label_smoothing_factor": "Set the option loss of the task, such as {label_smoothing: 0.1}.",
+    "label_smoothing_factor": (
+        "Set the option loss of a classifier or of the task module, such as {name: cross_entropy, label_smoothing: "
+        "0.1}. Tasks that generate text have none."
+    ),
     "learning_rate": "Set train.lr.",
     "load_best_model_at_end": BEST,
     "logging_steps": "Set train.log_every, in steps.",

@@ -58,9 +58,9 @@ class EMA(Plugin):
         self.average: dict[str, Tensor] = {}
         self.weights: dict[str, Tensor] = {}  # those that have an average
         self.low_precision: list[str] = []  # names of the weights in bf16 or fp16
-        self.groups: list[list[str]] = []  # names of the others, by device mesh
+        self.groups: list[list[str]] = []  # names of the other weights: one list for each device mesh
         self.updates = 0
-        self.final = False
+        self.has_averaged_weights = False  # whether the model keeps the averages: after training
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -74,6 +74,11 @@ class EMA(Plugin):
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
+        self._prepare_averages(run)
+
+    def _prepare_averages(self, run: Run) -> None:
+        """List the weights that have an average. Set each average to the loaded one, or else to a copy of its
+        weight."""
         import torch
 
         from fastloop.distributed.tensors import shard_like
@@ -136,7 +141,7 @@ class EMA(Plugin):
             )
             return
         self.exchange()
-        self.final = True  # from here on, the model has the averaged weights
+        self.has_averaged_weights = True
         run.state.model_weights = AVERAGED
         with estimated(run, self.batch_norm_batches, restore=False):
             pass
@@ -145,7 +150,7 @@ class EMA(Plugin):
     def evaluate(self, run: Run) -> Generator[None, Any, Any]:
         from fastloop_plugins.training._batch_statistics import estimated
 
-        if self.final or not self.updates:
+        if self.has_averaged_weights or not self.updates:
             return (yield)
         with self.swapped(run), estimated(run, self.batch_norm_batches):
             return (yield)
@@ -160,16 +165,17 @@ class EMA(Plugin):
 
         weights = dict(run.unwrap_model().named_parameters())
         check_form(state, {"average": {name: weights[name] for name in state["average"]}, "updates": 0})
-        training = bool(self.average)
+        is_rollback = bool(self.average)  # before training, there are no averages
         self.average = state["average"]
         self.updates = state["updates"]
-        if training:  # a rollback during training
-            self.before_fit(run)
+        if is_rollback:  # before_fit, which prepares the averages, is not called again
+            self._prepare_averages(run)
 
     @contextmanager
     def swapped(self, run: Run) -> Generator[None, None, None]:
         """Use the averages as the model's weights inside this context."""
-        averages = {name: self.average[name] for name in self.low_precision}  # their weights would round them
+        # kept in float32: the weights would give them back rounded
+        averages = {name: self.average[name] for name in self.low_precision}
         self.exchange()
         trained = run.state.model_weights
         run.state.model_weights = AVERAGED
@@ -181,15 +187,16 @@ class EMA(Plugin):
             self.average |= averages
 
     def exchange(self) -> None:
-        """Swap the model's weights with the averages, in place: compiled and wrapped models keep their tensors.
-        ``average`` then holds the weights; those of ``low_precision`` are new tensors."""
+        """Copy the averages into the model's weights, and the weights into ``average``. Weights stay the same tensors,
+        which compiled and wrapped models hold. Averages do, too, except for those of ``low_precision``: they have
+        another dtype than the weights, so ``average`` gets a copy of the weight."""
         import torch
 
         with torch.no_grad():
             for name, weight in self.weights.items():
-                kept = weight.clone()
+                trained = weight.clone()
                 weight.copy_(self.average[name])
                 if name in self.low_precision:
-                    self.average[name] = kept
+                    self.average[name] = trained
                 else:
-                    self.average[name].copy_(kept)
+                    self.average[name].copy_(trained)

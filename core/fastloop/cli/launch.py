@@ -234,18 +234,18 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
         with on_signals(forward):
             while True:
                 codes = [process.poll() for process in processes]
-                is_stopped = EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes
+                has_stopped = EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes
                 for index, code in enumerate(codes):
                     if code is None or code in (0, EXIT_INTERRUPTED, EXIT_STOPPED):
                         continue
-                    # Processes end a run together. One that a signal stopped at once, such as before training, leaves
-                    # the others with an error about the lost connection.
-                    is_consequence = is_stopped and code > 0
-                    if not is_consequence:
+                    # A signal may stop one process at once, such as before training. The others then lose the
+                    # connection to it, and end with an error and a code above 0: they have not failed themselves.
+                    has_lost_connection = has_stopped and code > 0
+                    if not has_lost_connection:
                         return index
                 if None not in codes:
                     return None
-                if is_stopped:  # the other processes must stop, too
+                if has_stopped:  # the other processes must stop, too
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if time.monotonic() > deadline:
                     text = "not all processes stopped in time: the others are killed."

@@ -126,7 +126,8 @@ class EvaluationResults:
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.bytes = 0
         self.samples = 0
-        # target that metrics ignore -> of each update: the rows of predictions that hold a NaN, without those to ignore
+        # target that a metric ignores -> one number for each update: the rows of predictions that hold a NaN. Rows with
+        # this target do not count.
         self.nan_rows: dict[int | None, list[Tensor]] = {}
         if metrics is not None:
             metrics.reset()

@@ -207,11 +207,11 @@ def before_step(run: Run, batches: list[Batch]) -> None:
 
 @first
 def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
-    """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns the
-    loss. A plugin may call both several times. Every process must make the same calls, and at least one of
-    ``apply_gradients``. Return the step's loss: 0-dim, detached, the mean over all processes. None leaves the whole
-    step to the core. If it raises, ``recover`` may repeat the step: restore temporary changes of the weights in a
-    ``finally`` block."""
+    """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns
+    the loss. A plugin may call both several times. Every process must make the same calls, and call
+    ``apply_gradients`` at least once. Return the step's loss: 0-dim, detached, the mean over all processes. None
+    leaves the whole step to the core. If it raises, ``recover`` may repeat the step: restore temporary changes of
+    the weights in a ``finally`` block."""
 
 
 @first
@@ -228,16 +228,17 @@ def after_backward(run: Run, loss: Tensor) -> None:
 
 @hookspec
 def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
-    """Gradients are final. ``grad_norm``: 0-dim, before clipping; None without ``train.max_grad_norm``. See
+    """Gradients are final, and clipped with ``train.max_grad_norm``. Without it, they are still multiplied by the loss
+    scale in fp16. ``grad_norm``: 0-dim, before clipping; None without ``train.max_grad_norm``. See
     ``run.gradient_norm()``."""
 
 
 @hookspec
 def after_step(run: Run, loss: Tensor) -> None:
     """A step is done and counted. ``loss``: 0-dim, detached, the mean over all processes. Reading it on the host waits
-    for the device. Parameters that ``run.optimizer`` does not hold still have their gradients, clipped, and in fp16
-    multiplied by the loss scale: that of ``before_optimizer_step``, which the optimizer's step may change. A plugin may
-    apply them by an optimizer of its own. The next step clears them before ``before_step``."""
+    for the device. Parameters that ``run.optimizer`` does not hold still have their gradients, clipped. In fp16, these
+    gradients are multiplied by the loss scale of ``before_optimizer_step``; the optimizer's step may have changed the
+    scale. A plugin may apply them by an optimizer of its own. The next step clears them before ``before_step``."""
 
 
 @hookspec

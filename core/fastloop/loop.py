@@ -61,7 +61,7 @@ def fit(run: Run) -> None:
         run.hooks.before_fit(run=run)
     run._sync_requests()  # those of before_fit
     log_points.start(run)
-    if run.world_size > 1:
+    if run.world_size > 1:  # in the first steps, the processes compare what they read, and then how weights changed
         run.steps_to_compare = compared_facts.STEPS
         run._weights_before = compared_facts.sample_weights(run)
     with run.clock("train"):
@@ -119,8 +119,10 @@ def train(run: Run) -> None:
             hooks.after_step(run=run, loss=loss)
             if run.steps_to_compare > 0:
                 run.steps_to_compare -= 1
-                if run.steps_to_compare == 0:  # DDP explains unused weights in its second step
-                    _check_weights(run)  # a hook of this step may average them
+                # Weights are compared after the last of these steps: DDP names unused parameters in its second step.
+                # The hooks of the step come before, because one may average the weights of the processes.
+                if run.steps_to_compare == 0:
+                    _check_weights(run)
             log_points.after_step(run, loss)
             run._sync_requests()
             if not schedule._may_be_due():

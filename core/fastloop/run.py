@@ -102,7 +102,8 @@ class Run:
         resume_point: The checkpoint to resume from: its folder ``checkpoint``, and ``skipped``, the warnings about
             damaged ones. None: the run starts anew.
         scalars: The values since the last log point; see ``log``.
-        steps_to_compare: Optimizer steps after which the processes will compare facts; see ``compared_facts``.
+        steps_to_compare: Optimizer steps left in which the processes compare what they read. After the last of them,
+            they compare the weights; see ``compared_facts``.
         updates: Calls of ``apply_gradients`` in the current step.
         is_recording: Whether a plugin records the operations of the current step, to repeat them in later ones. Nothing
             may read a number from the device meanwhile.
@@ -307,12 +308,12 @@ class Run:
         fastloop.loop.count_update(self, grad_norm)
 
     def gradient_norm(self) -> Tensor:
-        """Total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in
+        """Total 2-norm of the gradients of an update before clipping: 0-dim, float, on the device. Call it in
         ``before_optimizer_step``.
 
-        It is computed once a step; with ``train.max_grad_norm``, clipping has computed it. Gradients keep their bits.
-        Every process must call it. In fp16 loss scaling is undone, and an overflow gives infinity. Reading the value on
-        the host waits for the device.
+        It is computed once in an update; with ``train.max_grad_norm``, clipping has computed it. Gradients keep their
+        bits. Every process must call it. In fp16 loss scaling is undone, and an overflow gives infinity. Reading the
+        value on the host waits for the device.
 
         Raises:
             PluginError: It was called outside ``before_optimizer_step``.

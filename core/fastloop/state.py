@@ -111,9 +111,10 @@ class Batch:
             ``attention_mask`` only if the batch has padding and the model reads a mask.
         loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights. 0: none, so
             the batch is no part of its step's loss, and its own may be NaN. -1, the default: ``samples``.
-        samples: Number of samples in ``inputs``; 0 for a process without a share of a micro-step: its ``inputs`` repeat
-            a sample with ``loss_weight`` 0, because the others wait for its gradients. A collator that leaves it at 0
-            kept all that it was given.
+        samples: Number of samples in ``inputs``. A collator may leave it at 0, the default: then the loader counts the
+            samples that the collator was given. In a batch of the loader, 0 means that this process has no share of the
+            micro-step. Its ``inputs`` then repeat a sample with ``loss_weight`` 0, because the others wait for its
+            gradients.
         tokens: Number of tokens without padding. With 0, the default, ``tokens_per_second`` is 0 too.
         ids: Sample ids: indices of a map-style dataset, positions in an iterable one. One for each sample drawn.
         worker: Index of the worker that read it; -1: the process itself.

@@ -112,8 +112,10 @@ class UnsteppedParameters:
 
     @contextmanager
     def unscaled(self, scaler: GradScaler | None) -> Iterator[None]:
-        """Divide the gradients by the scale of the loss inside the block, where clipping unscales those of the
-        optimizer alone, and computes the norm of both. An overflow lowers the scale of later steps.
+        """Divide the gradients of these parameters by the scale of the loss inside the block, in which gradients are
+        clipped. Clipping itself unscales only the gradients of the optimizer's parameters, and takes the norm of all
+        gradients. After the block, the gradients are multiplied by the scale again. If one of them overflows, the
+        scaler lowers the scale of later steps.
 
         Gradients in float16 are in float32 inside the block: a scaler refuses them in float16, and division would round
         them to multiples of 6e-8, the smallest number of that dtype.

@@ -74,8 +74,8 @@ def train(
     """Train a recipe: write the run folder and print its summary.
 
     SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save at the end of the step and stop; a second one stops at once. Exit codes: 0
-    done; 1 the run failed; 2 usage error; 75 stopped by one of these signals, continue with --resume; 130 stopped by
-    Ctrl-C.
+    done; 1 the run failed; 2 usage error; 75 stopped by SIGTERM, SIGUSR1 or SIGHUP; 130 stopped by Ctrl-C. After both,
+    continue with --resume.
     """
     from fastloop.cli import quick_checks, startup
     from fastloop.cli.messages import show_messages

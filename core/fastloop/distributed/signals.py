@@ -28,7 +28,8 @@ EXIT_INTERRUPTED = 130
 """The exit code after Ctrl-C: a user ended the run."""
 EXIT_STOPPED = 75
 """The exit code after any other signal: ``EX_TEMPFAIL`` of sysexits.h. A scheduler may start the command again with
---resume. The launcher (``cli/launch.py``) compares the codes of its processes with both."""
+--resume. The launcher (``cli/launch.py``) and the commands that train several runs compare the codes of their
+processes with both."""
 
 
 def exit_code(name: str) -> int:

@@ -58,7 +58,7 @@ class Train:
         "Samples per micro-batch of one process; null: batch_size / world size.", default=None, ge=1
     )
     drop_last: bool = option(
-        "Drop the samples at an epoch's end that do not fill a batch, such as a single one.", default=False
+        "Drop the samples at an epoch's end that do not fill an optimizer step of batch_size.", default=False
     )
     eval_batch_size: int | None = option(
         "Samples per evaluation batch of one process; null: as in training.", default=None, ge=1

@@ -208,9 +208,10 @@ class LengthBucketing(Plugin):
         ids = by_length(lengths, ids)
         parts: list[list[int]] = []
         while ids:
-            fit = max(limit // self.width(max(int(lengths[ids[0]]), 1)), 1)
-            parts.append(ids[:fit])
-            ids = ids[fit:]
+            longest = max(int(lengths[ids[0]]), 1)  # ids are sorted by length, and a sample may have no token
+            count = max(limit // self.width(longest), 1)  # samples that fit into a micro-batch as wide as the longest
+            parts.append(ids[:count])
+            ids = ids[count:]
 
         def cost(part: list[int]) -> int:
             return len(part) * self.width(int(lengths[part[0]]))

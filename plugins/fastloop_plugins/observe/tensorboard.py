@@ -1,5 +1,7 @@
 """Writes all logged values, metrics and rows for TensorBoard to ``tensorboard/`` in the run folder.
 
+It also writes the recipe, and the status of the run at its end.
+
     plugins:
       - tensorboard
     train: {log_every: 10}
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Plugin):
-    """Writes curves, the recipe and the status of the run for TensorBoard."""
+    """Writes curves, rows, the recipe and the status of the run for TensorBoard."""
 
     name = "tensorboard"
     read_only = True

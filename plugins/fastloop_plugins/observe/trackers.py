@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 MLFLOW_STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""Status of a run -> MLflow's ``RunStatus``."""
 WANDB_EXIT_CODE = {"completed": 0, "stopped": 255, "failed": 1}
-"""Exit codes as W&B sets them for Ctrl-C and for an exception."""
+"""Status of a run -> the exit code that W&B sets after Ctrl-C or an exception."""
 SWANLAB_STATE = {"completed": "success", "stopped": "aborted", "failed": "crashed"}
+"""Status of a run -> SwanLab's state of an experiment."""
 
 
 @dataclass

@@ -12,10 +12,10 @@ tags, the run keeps its ids and its head.
 
     plugins:
       - token-classification:
-          scheme: IOB2                                           # count only entities that follow it
-          label_tokens: all                                      # each token of a word is a target; default: the first
-          loss: {name: cross_entropy, class_weights: balanced}   # or {name: focal, gamma: 2}
-          metrics: {f1_tags: {type: MulticlassF1Score}}          # beside accuracy, precision, recall and f1
+          scheme: IOB2                                    # count only entities that follow it
+          label_tokens: all                               # each token of a word is a target; default: the first
+          loss: {name: cross_entropy, class_weights: balanced, label_smoothing: 0.1}  # or {name: focal, gamma: 2}
+          metrics: {f1_tags: {type: MulticlassF1Score}}   # beside accuracy, precision, recall and f1
 
 ``precision``, ``recall`` and ``f1`` count entities as seqeval does; ``accuracy`` is over words. A sentence that does
 not fit into ``max_length`` is divided between words.

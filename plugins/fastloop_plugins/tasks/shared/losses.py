@@ -235,7 +235,8 @@ class ClassLoss:
         return [by_name[name] for name in names]
 
     def weight_of(self, targets: Tensor) -> float:
-        """The sum of the targets' weights, in float64. Negative targets are ignored, as in torch.
+        """The sum of the targets' weights, in float64. Negative targets have no weight: torch's loss ignores -100, its
+        default for ``ignore_index``, and refuses the others.
 
         Raises:
             UsageError: A target is no class with a weight.

@@ -337,7 +337,9 @@ def batch_sentences(
         for size in windows(sample["targets"], room):
             targets = sample["targets"][start : start + size]
             ids.append(np.concatenate([before, sample["input_ids"][start : start + size], after]))
-            labels.append(framed(np.where(targets >= 0, targets, ~targets if every else IGNORED), IGNORED))
+            # A word's first token has its tag as target, 2, and its other tokens have ~2 == -3: below 0 in any case.
+            other_tokens = ~targets if every else IGNORED
+            labels.append(framed(np.where(targets >= 0, targets, other_tokens), IGNORED))
             sentences.append(framed(np.where(targets >= 0, number, -1), -1))
             start += size
     every_label = np.concatenate(labels)

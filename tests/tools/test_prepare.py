@@ -44,7 +44,7 @@ def test_a_prepared_run_tokenizes_nothing(task, cli, monkeypatch):
     assert all((Path(path) / "ids.bin").is_file() for _, path in entries)
     assert re.fullmatch(r" *\d+\.\d kB  in cache", out.splitlines()[-1])
     assert not Path("run").exists()
-    monkeypatch.setattr(tokens, "encode", lambda *_, **__: pytest.fail("tokenized again"))
+    monkeypatch.setattr(tokens, "encode_marked", lambda *_, **__: pytest.fail("tokenized again"))
     assert cli("train", recipe)[0] == 0
 
 
@@ -74,7 +74,7 @@ def test_a_recipe_without_the_plugin_is_prepared_in_the_users_cache_with_the_com
     assert code == 0
     changes = ["data.max_length=7", "--with", "ema,token-cache"]
     assert out.splitlines()[-1] == f"To train on it: fastloop train {recipe} {' '.join(changes)}"
-    monkeypatch.setattr(tokens, "encode", lambda *_, **__: pytest.fail("tokenized again"))
+    monkeypatch.setattr(tokens, "encode_marked", lambda *_, **__: pytest.fail("tokenized again"))
     assert cli("train", recipe, *changes)[0] == 0
 
 

@@ -69,7 +69,7 @@ def test_a_second_run_maps_the_same_token_ids_from_disk_and_tokenises_nothing(ta
     assert samples(run(task)) == plain
     assert count_entries() == 2, "train and evaluate"
     assert " from cache/" not in caplog.text
-    monkeypatch.setattr(_text_tokens, "encode", lambda *_: Unread())
+    monkeypatch.setattr(_text_tokens, "encode_marked", lambda *_: Unread())
     second = run(task)
     assert samples(second) == plain
     assert caplog.text.count(" from cache/") == 2

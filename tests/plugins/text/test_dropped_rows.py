@@ -319,7 +319,7 @@ def test_the_second_run_maps_the_token_ids_of_the_rows_that_are_left(monkeypatch
 
     first = samples(deduplicate=True, drop=[{"column": "text", "longer_than": 50}])
     assert len(samples()) > len(first)
-    monkeypatch.setattr(_text_tokens, "encode", lambda *_: (pytest.fail("tokenized again") for _ in "1"))
+    monkeypatch.setattr(_text_tokens, "encode_marked", lambda *_: (pytest.fail("tokenized again") for _ in "1"))
     assert samples(deduplicate=True, drop=[{"column": "text", "longer_than": 50}]) == first
 
 

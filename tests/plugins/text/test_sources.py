@@ -136,7 +136,7 @@ def test_the_second_run_maps_the_token_ids_of_all_sources(task, monkeypatch):
     if not classifies:
         sources[1].pop("label")
     first = samples()
-    monkeypatch.setattr(_text_tokens, "encode", lambda *_: (pytest.fail("tokenized again") for _ in "1"))
+    monkeypatch.setattr(_text_tokens, "encode_marked", lambda *_: (pytest.fail("tokenized again") for _ in "1"))
     assert samples() == first
 
 

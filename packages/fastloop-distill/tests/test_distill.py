@@ -123,6 +123,14 @@ def test_it_trains_beside_plugins_that_change_the_training():
         assert watch.passes[0] > 0
 
 
+@pytest.mark.parametrize("kind", ["texts", "language"])
+def test_new_adapters_do_not_change_the_first_loss(kind):
+    pytest.importorskip("peft")
+    plain = train(recipe(kind))
+    found = train(recipe(kind, {"lora": {"target_modules": "all-linear"}}))
+    assert found.losses[0] == pytest.approx(plain.losses[0], rel=1e-6)
+
+
 def longer_student():
     """A student that takes more tokens than its teacher, which takes 48. Its copy of the tokenizer states no limit."""
     model = recipe("texts")["model"]

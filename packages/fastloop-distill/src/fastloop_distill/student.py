@@ -106,7 +106,9 @@ class Student:
         self.output: Any = None
         self.known = [(module, {*module._forward_hooks}) for module in model.modules()]
         self.inputs = {"output_hidden_states": states}
-        model.keeps_logits = True  # of a language model
+        for module in model.modules():  # with `lora`, the language model is inside of the model
+            if hasattr(module, "keeps_logits"):
+                module.keeps_logits = True
         self.before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 

@@ -235,8 +235,8 @@ EVALUATION = [
     Mutant(
         "the mode of modules is not restored",
         f"{CORE}/evaluation_results.py",
-        "            module.training = training\n",
-        "            module.training = True\n",
+        "        restore_modes(modes)\n",
+        "        model.train()\n",
     ),
     Mutant(
         "evaluation changes the random numbers of training",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
@@ -47,8 +47,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        restore_modes(modes)
+
+
+def restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Put each module back into train or eval mode.
+
+    A class with a ``train`` of its own does more than to set the mode: LeViT drops the attention biases that it
+    computed in eval mode, and a LoRA layer may take its update out of the weights. So its method is called.
+
+    Args:
+        modes: Modules, each before those that it holds, as in ``modules()``; and whether it was in train mode.
+    """
+    for module, training in modes:
+        if module.training != training and type(module).train is not nn.Module.train:
+            module.train(training)
+    for module, training in modes:  # the methods also set the modes of the modules inside
+        module.training = training
 
 
 def keeping_casts(world_size: int) -> AbstractContextManager[None]:

@@ -29,6 +29,7 @@ from fastloop.distributed.groups import take_every
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError, add_remedy
+from fastloop.evaluation_results import restore_modes
 from fastloop.metric_groups import group_metrics
 from fastloop.plugins.manager import PluginSet, emptied, make_crash
 from fastloop.plugins.plugin import Plugin
@@ -426,9 +427,13 @@ def _check_shapes(run: Run, model: nn.Module) -> None:
 
 
 def _set_train_mode(model: nn.Module) -> None:
-    """Put a model in train mode. If it already is, keep and log the modules in eval mode (frozen ones)."""
-    if not model.training:  # from_pretrained returns models in eval mode
-        model.train()
+    """Put a model in train mode, and log the modules that stay in eval mode (frozen ones): those of a model that
+    already is in train mode, and those that a ``train`` of the model's own keeps there."""
+    kept = []
+    if model.training:  # from_pretrained returns models in eval mode
+        kept = [(module, False) for module in model.modules() if not module.training]
+    model.train()
+    restore_modes(kept)
     frozen = [name for name, module in model.named_modules() if not module.training]
     if frozen:
         listed = ", ".join(frozen[:3])

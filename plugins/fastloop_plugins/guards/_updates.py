@@ -80,6 +80,7 @@ class UpdateCheck:
     Attributes:
         is_done: Whether the check is complete.
         pending: Name -> parameter, for parameters that have not changed yet; None before the first step.
+        has_changed: Whether a step has changed a parameter.
         ends: If no parameter had a gradient so far: the part of each one on this process, and its first and last
             element before the first step, (2,).
     """
@@ -100,6 +101,7 @@ class UpdateCheck:
         self.is_done = False
         self.pending: dict[str, Tensor] | None = None
         self.missing: list[str] = []
+        self.has_changed = False
         self.samples: list[Sample] = []
         self.ends: list[tuple[Tensor, Tensor]] = []
         self.step = 0
@@ -208,13 +210,14 @@ class UpdateCheck:
         empty without a problem."""
         assert self.pending is not None
         changed = {element.name for element in elements if element.change != 0}
+        self.has_changed = self.has_changed or bool(changed)
         self.pending = {name: weight for name, weight in self.pending.items() if name not in changed}
         unchanged = [name for name in _expected_changes(elements) if name not in changed]
         if unchanged:
             names = by_module(dict.fromkeys(unchanged))  # a parameter has two elements
             return f" In the optimizer, with a gradient, but the same after step {self.step}: {names}."
         lr = max((element.lr for element in elements if element.gradient > 0), default=0.0)
-        if not changed and self.step >= MIN_STEPS and lr > 0:
+        if not self.has_changed and self.step >= MIN_STEPS and lr > 0:
             return f" Step {self.step} changed none of the elements examined. Is the learning rate, {lr:g}, too small?"
         return ""
 

@@ -99,6 +99,15 @@ def test_a_run_in_which_all_parameters_change_is_examined_at_its_first_step_only
     assert warnings_of(caplog) == []
 
 
+def test_a_bias_before_batch_norm_is_not_reported(tiny_run, caplog):
+    """Batch norm subtracts the bias again, so its gradient is rounding noise. All other parameters change."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), *tiny_model()[1:])
+    bias = model.state_dict()["0.bias"].clone()
+    result = tiny_run([Optimizer(torch.optim.SGD)], model=model)
+    assert torch.allclose(result.weights["0.bias"], bias, atol=1e-6)
+    assert warnings_of(caplog) == []
+
+
 def test_a_weight_that_is_replaced_after_everything_is_built_is_one_warning(tiny_run, caplog):
     result = tiny_run([ReplacesLate(), Watch()])
     (warning,) = warnings_of(caplog)

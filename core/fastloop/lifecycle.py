@@ -335,6 +335,7 @@ def _build_model(run: Run) -> None:
             code="no-model",
             place=run.recipe.where,
         )
+    _refuse_compiled(run, model)
     if run.recipe.inference is not None:
         run.new_weights = frozenset()
         run._built_model = run.plugins.chain("before_prepare", model, run=run)
@@ -411,6 +412,20 @@ def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any
     if type(stepped) is AcceleratedOptimizer and hasattr(optimizer, "scale"):
         stepped = optimizer.scale(stepped.scaler)
     return model, stepped
+
+
+def _refuse_compiled(run: Run, model: nn.Module) -> None:
+    """Raise an error for the wrapper that ``torch.compile(model)`` returns. It hides the model's class, on which the
+    count of targets depends, and gives weights names that ``from_pretrained`` does not know."""
+    if "_orig_mod" not in dict(model.named_children()):
+        return
+    raise PluginError(
+        code="wrong-type",
+        place=run.recipe.where,
+        found="a model that torch.compile returned",
+        expected="the model itself",
+        remedy="Compile it in place, by model.compile(), or list the plugin `compile`.",
+    )
 
 
 def _check_shapes(run: Run, model: nn.Module) -> None:

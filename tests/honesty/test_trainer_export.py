@@ -98,6 +98,16 @@ def test_a_hugging_face_model_and_its_tokenizer_load_from_the_run_folder(tokeniz
     assert not torch.equal(again.classifier.weight, bert().classifier.weight), "it was trained"
 
 
+def test_a_module_that_torch_compile_returned_is_exported_under_its_own_name(tokenizer):
+    model = bert()
+    model.distilbert = torch.compile(model.distilbert, backend="eager")
+    loader = DataLoader(Reviews(tokenizer, "label"), batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))
+    fit(model, loader)
+    again = AutoModelForSequenceClassification.from_pretrained("run/model")
+    trained = model.distilbert._orig_mod.state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in again.distilbert.state_dict().items())
+
+
 def test_the_task_module_exports_so_too(tmp_path):
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from fastloop.run import Run
 
+COMPILED = "_orig_mod."
+"""The part of a name by which ``torch.compile(module)`` holds the module: ``bert._orig_mod.pooler.weight``."""
+
 
 @hookimpl(trylast=True)
 def export_model(run: Run, folder: Path) -> Path:
@@ -93,6 +96,7 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
     if save is None:
         save_tensors(weights, folder / "model.safetensors")
     else:
+        weights = {name.replace(COMPILED, ""): weight for name, weight in weights.items()}
         parameters = inspect.signature(save).parameters.values()
         takes_weights = any(one.name == "state_dict" or one.kind is one.VAR_KEYWORD for one in parameters)
         with _without_bars():

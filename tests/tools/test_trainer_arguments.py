@@ -106,6 +106,36 @@ def test_arrays_of_a_metric_in_bfloat16_are_float32():
     assert metric.compute() == 1.0
 
 
+def test_a_metric_that_the_model_updates_itself_measures_the_split_alone(tmp_path):
+    """The model counts accuracy on its own targets, in training and in evaluations."""
+    accuracy = MulticlassAccuracy(num_classes=3, average="micro")
+
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 3)
+            self.accuracy = accuracy
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            predictions = super().forward(inputs)
+            self.accuracy.update(predictions, torch.full((len(inputs),), 2))
+            return predictions
+
+    data = TensorDataset(torch.eye(3).repeat(4, 1), torch.arange(3).repeat(4))
+    loss = nn.functional.cross_entropy
+    metrics = {"given": accuracy, "ours": lambda predictions, targets: (predictions.argmax(-1) == targets).mean()}
+    trainer = Trainer(Counts(), data, data, loss=loss, metrics=metrics, batch_size=4, epochs=1, output=tmp_path / "run")
+    values = trainer.fit()["validation"]
+    assert values["given"] == pytest.approx(values["ours"])
+    assert accuracy.update_count > 0, "the model has its own counts"
+
+
+def test_what_torch_compile_returns_is_refused_with_what_to_do():
+    model = torch.compile(nn.Linear(3, 3), backend="eager")
+    trainer = Trainer(model, DATA, batch_size=1, loss=nn.functional.cross_entropy)
+    with expect_problem("wrong-type torch.compile model.compile() `compile`", PluginError):
+        trainer.fit()
+
+
 def test_a_layer_whose_size_the_first_forward_decides_is_refused():
     trainer = Trainer(nn.Sequential(nn.LazyLinear(2)), DATA, batch_size=1, loss=nn.functional.cross_entropy)
     with expect_problem("lazy-parameter 0.weight Sequential", PluginError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Generator, Mapping
@@ -142,7 +143,13 @@ class TrainerTask(Plugin):
     def build_metrics(self) -> Any:
         from torchmetrics import MetricCollection
 
-        return MetricCollection(dict(self.metrics)) if self.metrics else None
+        if not self.metrics:
+            return None
+        updated_by_model = {id(module) for module in self.model.modules()}
+        metrics: dict[str, Metric | MetricCollection] = {}
+        for name, metric in self.metrics.items():
+            metrics[name] = copy.deepcopy(metric) if id(metric) in updated_by_model else metric
+        return MetricCollection(metrics)
 
     @hookimpl
     def check_run(self, run: Run) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from fastloop import Plugin, Run, Trainer, UsageError, hookimpl
 from fastloop.testing import ProcessResult, assert_problem, expect_problem, tiny_data, tiny_model
+from fastloop_plugins.training.ema import EMA
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 
@@ -222,6 +223,15 @@ def test_a_completed_run_is_not_trained_again_but_can_be_trained_longer():
     longer = make(resume=True)
     longer.fit()
     assert same(longer)
+
+
+def test_a_plugin_object_with_the_state_of_another_trainer_is_refused():
+    averages = EMA(decay=0.5)
+    make(averages, epochs=1).fit()
+    with expect_problem("plugin-used-before ema EMA(...)", UsageError):
+        make(averages, output="other").fit()
+    assert not Path("other").exists()
+    assert make(averages, resume=True).fit()["steps"] == 18, "the checkpoint replaces the state"
 
 
 def test_a_model_whose_structure_plugins_changed_is_refused():

@@ -34,6 +34,9 @@ log = logging.getLogger("fastloop")
 
 T = TypeVar("T")
 
+_trained = weakref.WeakKeyDictionary[Plugin, "weakref.ref[Fits]"]()
+"""Plugin with state that a run has trained with -> the calls of the ``Trainer`` that it was given to."""
+
 
 class Fits:
     """The calls of ``Trainer.fit``, which share one model object.
@@ -105,14 +108,35 @@ class Fits:
 
     @contextmanager
     def open_run(self, resolved: ResolvedRecipe, resume: Path | None) -> Iterator[Run]:
-        """Open the run of a call, which trains in the block."""
+        """Open the run of a call, which trains in the block.
+
+        Raises:
+            UsageError: A plugin has the state of another trainer's run.
+        """
+        self._check_plugins(resolved, resume)
         if self._release is not None:
             self._release()
         with lifecycle.open_run(resolved, resume=resume) as run:
+            for plugin, _ in run.plugins.each("save_state"):
+                _trained[plugin] = weakref.ref(self)
             self._run = run
             self._release = weakref.finalize(self, lifecycle.release, run)
             self._release.atexit = False
             yield run
+
+    def _check_plugins(self, resolved: ResolvedRecipe, resume: Path | None) -> None:
+        """Raise an error for a plugin with the state of another trainer's run. A checkpoint would replace it."""
+        if resume is not None and resume.exists():
+            return
+        for plugin, _ in resolved.plugins.each("save_state"):
+            if plugin in _trained and _trained[plugin]() is not self:
+                raise UsageError(
+                    f"the object of plugin {plugin.name!r} has the state of a run of another Trainer, such as counters "
+                    "and averages.",
+                    code="plugin-used-before",
+                    place="Trainer: plugins",
+                    remedy=f"Make an object for each Trainer: {type(plugin).__name__}(...).",
+                )
 
     def finish(self, run: Run) -> None:
         """End a call whose run is closed.

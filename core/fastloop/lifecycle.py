@@ -26,7 +26,7 @@ from fastloop.distributed.accelerator import build_accelerator, restore_shared_s
 from fastloop.distributed.at_exit import group_at_exit
 from fastloop.distributed.buffers import SharedBuffers
 from fastloop.distributed.groups import take_every
-from fastloop.distributed.signals import Stopped
+from fastloop.distributed.signals import StoppedAtOnce
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError, add_remedy
 from fastloop.evaluation_results import restore_modes
@@ -122,7 +122,7 @@ def execute(run: Run) -> dict[str, Any]:
     Raises:
         FastloopError: The run failed; the summary contains the error.
     """
-    run._until_closed.enter_context(run.signals.handled(run.rank, run.world_size))
+    run._exit_stack.enter_context(run.signals.handling(run.rank, run.world_size))
     if run.resume_point is not None:
         with explain_errors(run):
             resume.load(run, run.resume_point)
@@ -168,7 +168,7 @@ def close_after(run: Run) -> Iterator[None]:
     Raises:
         FastloopError: A plugin or user code failed.
     """
-    with ExitStack() as run._until_closed:
+    with ExitStack() as run._exit_stack:
         with _teardown_after_error(run), explain_errors(run), closing(run.loaders):
             yield
         error = _teardown(run)
@@ -200,7 +200,7 @@ def _teardown(run: Run) -> BaseException | None:
         try:
             call()
         except BaseException as error:  # Ctrl-C also ends only one plugin's teardown
-            is_meant = isinstance(error, FastloopError | KeyboardInterrupt | Stopped)
+            is_meant = isinstance(error, FastloopError | KeyboardInterrupt | StoppedAtOnce)
             failure = error if is_meant else make_crash(plugin, "teardown", error)
             if isinstance(failure, FastloopError):
                 log.error(failure.problem)
@@ -360,7 +360,7 @@ def _build_model(run: Run) -> None:
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
     run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
-    run._unstepped = UnsteppedParameters(run._built_model, run.optimizer, run.recipe.where)
+    run._unstepped_parameters = UnsteppedParameters(run._built_model, run.optimizer, run.recipe.where)
     run._shared_buffers = SharedBuffers(run._built_model, run.processes, run.strategy.shares_buffers)
 
 

@@ -166,7 +166,7 @@ def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None 
                 raise
         run.optimizer.zero_grad()  # drop the gradients of the failed step
         run._gradients_are_final = False
-        run._unstepped.clear_gradients(run.state.step + 1)
+        run._unstepped_parameters.clear_gradients(run.state.step + 1)
 
 
 def take_step(run: Run, batches: list[Batch]) -> Tensor:
@@ -176,8 +176,8 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
     """
-    if run._unstepped.has_kept_gradients:  # of the step before
-        run._unstepped.clear_kept_gradients()
+    if run._unstepped_parameters.has_kept_gradients:  # of the step before
+        run._unstepped_parameters.clear_kept_gradients()
     run.hooks.before_step(run=run, batches=batches)
     totals = run._start_totals(batches)  # exchanged between processes during the first forward pass
     run.updates = 0
@@ -211,8 +211,8 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     The losses of process 0 count by 2/6 and 3/6, and those of process 1 by 4/6 and 3/6. The mean over both processes
     counts them by 2/12, 3/12, 4/12 and 3/12.
     """
-    if run._unstepped.has_kept_gradients:  # of an earlier update of this step
-        run._unstepped.clear_kept_gradients()
+    if run._unstepped_parameters.has_kept_gradients:  # of an earlier update of this step
+        run._unstepped_parameters.clear_kept_gradients()
     totals = run._totals_of(batches)
     run._shared_buffers.before_pass()
     world_size = run.processes.world_size
@@ -276,8 +276,8 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         run._skipped_steps.step_optimizer()
         run.optimizer.zero_grad()
     run._gradients_are_final = False
-    if not run._unstepped.all_are_stepped:  # zero_grad has left gradients, which a plugin may apply now
-        run._unstepped.keep_gradients(run.state.step + 1)
+    if not run._unstepped_parameters.all_are_stepped:  # zero_grad has left gradients, which a plugin may apply now
+        run._unstepped_parameters.keep_gradients(run.state.step + 1)
     run.updates += 1
 
 
@@ -337,7 +337,7 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
         ProcessesDisagree: An iterable dataset gives processes different samples.
         EvaluationInterrupted: A signal stopped the run; raised on every process.
     """
-    batches = islice(loader.batches(), run.settings.evaluation_batches)
+    batches = islice(loader.batches(), run.settings.max_evaluation_batches)
     steps = ([batch] for batch in batches)  # to_device moves the batches of a step together
     for number, (batch,) in enumerate(run.to_device(steps)):
         if number == 0 and run.world_size > 1 and loader.stream is not None and loader.in_step:

@@ -134,7 +134,7 @@ class Run:
         self.schedule: Schedule
         self.settings_record: SettingsRecord
         self._skipped_steps: SkippedSteps
-        self._unstepped: UnsteppedParameters
+        self._unstepped_parameters: UnsteppedParameters
         self._shared_buffers: SharedBuffers
         self.scalars = Scalars(
             enabled=any(plugins.each("log_scalars")),
@@ -151,7 +151,7 @@ class Run:
         self._gradient_norm: Tensor | None = None  # of the current update; None: it was not computed yet
         self._pending_log_point: LogPoint | None = None
         # set by ``close_after`` and ``execute``
-        self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
+        self._exit_stack: ExitStack  # releases the run folder's lock and restores the handlers of signals, at the end
         self._summary: dict[str, Any] | None = None
         self._exported = False
 

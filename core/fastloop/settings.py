@@ -52,7 +52,8 @@ class Settings:
     pin_memory: bool = False
     """Put batches into page-locked memory. Works without workers, too. True on CUDA."""
     timeout: float = 0.0
-    """Seconds to wait for a batch before the run ends with an error; 0: no limit."""
+    """Seconds to wait for a batch of a worker before the run ends with an error; 0: no limit. The name is that of
+    ``DataLoader``'s argument."""
     multiprocessing_context: str | None = None
     """``fork``, ``spawn`` or ``forkserver``; None: the platform's default."""
     worker_init_fn: Callable[[int], None] | None = None
@@ -82,11 +83,11 @@ class Settings:
     )
     """``placing(steps, place)`` yields the batches of ``steps`` on the device; ``place`` moves one step. None: move
     each step when the loop needs it."""
-    split: Callable[[Any, list[int], int], list[list[int]]] | None = None
-    """``split(dataset, ids, processes)`` divides a step's sample ids into micro-batches. It must return every id once,
-    and the same result on all processes. In each micro-step, every process takes the next micro-batch. Also used for
-    evaluation."""
-    evaluation_batches: int | None = None
+    split_step: Callable[[Any, list[int], int], list[list[int]]] | None = None
+    """``split_step(dataset, ids, processes)`` divides a step's sample ids into micro-batches. It must return every id
+    once, and the same result on all processes. In each micro-step, every process takes the next micro-batch. Also used
+    for evaluation."""
+    max_evaluation_batches: int | None = None
     """Batches of an evaluation at most, on each process; None: all."""
     only_checks: bool = False
     """The run only checks that a recipe works, and nobody keeps its numbers: its samples may be the first ones of the

@@ -99,7 +99,7 @@ class Strategy(Plugin):
         """
         from fastloop.distributed.tensors import gather_full
 
-        with run._unstepped.unscaled(run.accelerator.scaler):
+        with run._unstepped_parameters.unscaled(run.accelerator.scaler):
             norm = run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm)
         return gather_full(norm)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastloop import Plugin, PluginCrash, UsageError, hookimpl
-from fastloop.distributed.signals import Stopped
+from fastloop.distributed.signals import StoppedAtOnce
 from fastloop.testing import VECTORS, Call, assert_problem, expect_problem, find_problems, train
 
 
@@ -72,7 +72,7 @@ def test_it_is_the_last_hook_of_a_run_that_succeeds(tiny_run, hook_calls):
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(ValueError("broken"), "failed"), (KeyboardInterrupt(), "stopped"), (Stopped(signal.SIGTERM), "stopped")],
+    [(ValueError("broken"), "failed"), (KeyboardInterrupt(), "stopped"), (StoppedAtOnce(signal.SIGTERM), "stopped")],
 )
 def test_it_is_the_last_hook_of_a_run_that_fails_or_is_stopped_at_once(tiny_run, error, status):
     ends, other = Ends("after_step", raising(error)), Other()

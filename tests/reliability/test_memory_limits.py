@@ -195,7 +195,7 @@ def test_micro_batches_that_a_plugin_makes_are_cut_too():
         return [ids[:5], ids[5:6], ids[6:]]
 
     for pieces, expected in ((1, [5, 1, 2]), (2, [3, 2, 1, 1, 1]), (4, [2, 2, 1, 1, 1, 1])):
-        sampler = StepSampler(8, 8, 8, 0, 1, 0, False, split=split, pieces=pieces)
+        sampler = StepSampler(8, 8, 8, 0, 1, 0, False, split_step=split, pieces=pieces)
         ((_, parts),) = sampler.steps()
         assert [len(part) for part in parts] == expected
         assert sorted(index for part in parts for index in part) == list(range(8))

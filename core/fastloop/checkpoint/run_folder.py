@@ -100,7 +100,7 @@ def make(run: Run) -> None:
             _write_recipe(run)
             _write_job(run.folder)
             after_error.pop_all()
-        run._until_closed.callback(lock.release)
+        run._exit_stack.callback(lock.release)
     except OSError as error:
         files.refuse_full_disk(error, run.folder)
         raise RecipeError(

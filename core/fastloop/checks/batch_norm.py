@@ -39,8 +39,8 @@ def check_run(run: Run) -> None:
     """
     norms = [module for module in batch_norms(run) if module.training]
     causes = []
-    if run.settings.split is not None:
-        causes.append(f"plugin {run.settings.writers['split']!r}, which splits steps")
+    if run.settings.split_step is not None:
+        causes.append(f"plugin {run.settings.writers['split_step']!r}, which splits steps")
     elif run.loaders.micro_steps > 1:
         causes.append("train.micro_batch_size")
     part = "micro-batch" if causes else "process"
@@ -87,7 +87,7 @@ def _has_lone_sample(run: Run) -> bool:
     """
     sampler = run.train_loader.sampler
     processes = run.loaders.processes.world_size
-    if sampler is None or run.settings.split is not None:
+    if sampler is None or run.settings.split_step is not None:
         return False
     last_step = sampler.size % sampler.batch_size
     epoch_ends = run.total_steps is None or run.total_steps >= (run.train_loader.steps_per_epoch() or 0)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 
-def end(run: Run, code: int = 0) -> int:
+def end_process_group(run: Run, code: int = 0) -> int:
     """End the process group of this process, and with it the process if it is one of several.
 
     Returns:

@@ -239,8 +239,8 @@ def exit_with(error: BaseException) -> NoReturn:
         if package is not None:
             print_error(package)
             sys.exit(UsageError.exit_code)
-    if isinstance(error, KeyboardInterrupt | signals.Stopped) and ranks.rank() == 0:
-        print(f"stopped by {error}" if isinstance(error, signals.Stopped) else "interrupted", file=sys.stderr)
+    if isinstance(error, KeyboardInterrupt | signals.StoppedAtOnce) and ranks.rank() == 0:
+        print(f"stopped by {error}" if isinstance(error, signals.StoppedAtOnce) else "interrupted", file=sys.stderr)
     if isinstance(error, KeyboardInterrupt):
         sys.exit(signals.EXIT_INTERRUPTED)
     raise error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from fastloop.cli.ending import end
+from fastloop.cli.ending import end_process_group
 from fastloop.cli.messages import filtered_messages, without_repeated_messages
 from fastloop.cli.startup import start_run
 from fastloop.distributed import ranks
@@ -63,7 +63,7 @@ class FastDevRun(Plugin):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return {"evaluation_batches": 1, "only_checks": True}
+        return {"max_evaluation_batches": 1, "only_checks": True}
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -244,7 +244,7 @@ def run_fast_dev_run(resolved: ResolvedRecipe) -> int:
             typer.echo(f"fast-dev-run: {'; '.join(done)}. Removed {folder}.")
     finally:
         remove(folder)
-    return end(run)
+    return end_process_group(run)
 
 
 def run_overfit(resolved: ResolvedRecipe, samples: int) -> int:
@@ -257,7 +257,7 @@ def run_overfit(resolved: ResolvedRecipe, samples: int) -> int:
     run = _train(resolved, plugin)
     if run.is_main and not run.interrupted:
         typer.echo(plugin.result(run.state.step))
-    return end(run, 0 if plugin.is_near_zero() else 1)
+    return end_process_group(run, 0 if plugin.is_near_zero() else 1)
 
 
 def remove(folder: Path) -> None:

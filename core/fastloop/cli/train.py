@@ -139,7 +139,7 @@ def _train_and_report(resolved: ResolvedRecipe, resume: Path | None, trace_hooks
     Returns:
         The exit code.
     """
-    from fastloop.cli.ending import end
+    from fastloop.cli.ending import end_process_group
     from fastloop.cli.hook_timing import HookTimer, show_calls
     from fastloop.cli.startup import start_run
     from fastloop.cli.summary import is_brief, show_line, show_summary
@@ -163,7 +163,7 @@ def _train_and_report(resolved: ResolvedRecipe, resume: Path | None, trace_hooks
             show_summary(summary, run.folder)
             if run.interrupted:
                 _show_stop(run, command)
-    return end(run)
+    return end_process_group(run)
 
 
 def _show_stop(run: Run, command: Sequence[str]) -> None:

@@ -103,9 +103,9 @@ class Loader:
             self.loader = make_loader(self.stream, batch_size=micro_batch_size)
             return
         order = _user_order(sampler)
-        dropped_batch = 0
+        full_batch_size = 0
         if drop_last:
-            dropped_batch = batch_size if shuffle or sampler is None else sampler.batch_size
+            full_batch_size = batch_size if shuffle or sampler is None else sampler.batch_size
         self.sampler = StepSampler(
             size=len(dataset if order is None else order),
             batch_size=batch_size,
@@ -115,10 +115,10 @@ class Loader:
             seed=seed,
             shuffle=shuffle,
             arrange=partial(settings.arrange, dataset) if settings.arrange is not None else None,
-            split=partial(settings.split, dataset) if settings.split is not None else None,
+            split_step=partial(settings.split_step, dataset) if settings.split_step is not None else None,
             pieces=pieces,
             user_order=order,
-            drop_last=dropped_batch,
+            full_batch_size=full_batch_size,
             shuffle_block=settings.shuffle_block if shuffle else None,
         )
         if not self.sampler.size:

@@ -191,11 +191,11 @@ class Loaders:
 
     def count_samples_to_read(self, split: str) -> int | None:
         """The samples that the run reads of a split at most; None: neither ``train.max_steps`` nor
-        ``Settings.evaluation_batches`` limits them."""
+        ``Settings.max_evaluation_batches`` limits them."""
         train = self._recipe.train
         if self._trains_on(split):
             return None if train.max_steps is None else train.max_steps * train.batch_size
-        batches = self._settings.evaluation_batches
+        batches = self._settings.max_evaluation_batches
         size = (train.eval_batch_size or self.micro_batch_size) * self.processes.world_size
         return None if batches is None else batches * size
 
@@ -213,7 +213,7 @@ class Loaders:
             than their number.
         """
         count = self.count_samples_to_read(split)
-        if count is None or self._settings.arrange is not None or self._settings.split is not None:
+        if count is None or self._settings.arrange is not None or self._settings.split_step is not None:
             return None
         train = self._recipe.train
         trains = self._trains_on(split)
@@ -225,7 +225,7 @@ class Loaders:
             world_size=1,
             seed=train.seed,
             shuffle=trains,
-            drop_last=train.batch_size if trains and train.drop_last else 0,
+            full_batch_size=train.batch_size if trains and train.drop_last else 0,
             shuffle_block=self._settings.shuffle_block if trains else None,
         )
         if count >= sampler.size:
@@ -237,7 +237,7 @@ class Loaders:
 
         Args:
             size: Samples of a micro-batch on one process.
-            pieces: Number of micro-batches to cut each micro-batch of ``Settings.split`` into.
+            pieces: Number of micro-batches to cut each micro-batch of ``Settings.split_step`` into.
         """
         before = self.train if split == TRAIN else self.evaluation[split]
         before.close()

@@ -41,16 +41,16 @@ class StepSampler(Sampler[MicroBatchIds]):
         micro_batch_size: Samples of a micro-batch on one process.
         shuffle: Whether to permute the ids and to pass a generator to ``arrange``. Otherwise the ids are sorted.
         arrange: Reorders ids; see ``Settings``, without its first argument.
-        split: Splits a step's ids into micro-batches; see ``Settings``, without its first argument.
-        pieces: Number of micro-batches to cut each micro-batch of ``split`` into.
+        split_step: Divides a step's ids into micro-batches; see ``Settings``, without its first argument.
+        pieces: Number of micro-batches to cut each micro-batch of ``split_step`` into.
         user_order: Epoch -> sample ids, for the order of a user's sampler; None: fastloop's.
-        drop_last: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.
+        full_batch_size: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.
         shuffle_block: With ``shuffle``: permute the ids in blocks of this many, see ``draw_block_order``; None: the
             epoch as a whole.
 
     Attributes:
-        drawn: Samples of an epoch before ``drop_last``.
-        size: Samples used per epoch: a multiple of ``drop_last``.
+        drawn: Samples of an epoch before the last ones are dropped.
+        size: Samples used per epoch: a multiple of ``full_batch_size``, if it is not 0.
     """
 
     def __init__(
@@ -63,14 +63,16 @@ class StepSampler(Sampler[MicroBatchIds]):
         seed: int,
         shuffle: bool,
         arrange: Callable[[list[int], int, torch.Generator | None], list[int]] | None = None,
-        split: Callable[[list[int], int], list[list[int]]] | None = None,
+        split_step: Callable[[list[int], int], list[list[int]]] | None = None,
         pieces: int = 1,
         user_order: Callable[[int], list[int]] | None = None,
-        drop_last: int = 0,
+        full_batch_size: int = 0,
         shuffle_block: int | None = None,
     ) -> None:
         self.drawn = size
-        self.size = size // drop_last * drop_last if drop_last else size
+        self.size = size
+        if full_batch_size > 0:
+            self.size = size // full_batch_size * full_batch_size  # 64 of 67 samples, in batches of 8
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.rank = rank
@@ -78,7 +80,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         self.seed = seed
         self.shuffle = shuffle
         self.arrange = arrange
-        self.split = split
+        self.split_step = split_step
         self.pieces = pieces
         self.user_order = user_order
         self.shuffle_block = shuffle_block
@@ -129,9 +131,9 @@ class StepSampler(Sampler[MicroBatchIds]):
         order = self.order()
         for start in range(first, self.size, self.batch_size):
             ids = list(order[start : start + self.batch_size])
-            if self.split is not None:
+            if self.split_step is not None:
                 micro_batches = []
-                for part in self.split(ids, self.world_size):
+                for part in self.split_step(ids, self.world_size):
                     micro_batches += cut(part, math.ceil(len(part) / self.pieces))
                 yield start, micro_batches
             elif len(ids) <= self.micro_batch_size:

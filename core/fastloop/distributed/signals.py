@@ -37,7 +37,7 @@ def exit_code(name: str) -> int:
     return EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED
 
 
-class Stopped(SystemExit):
+class StoppedAtOnce(SystemExit):
     """A signal that ends the process at once."""
 
     def __init__(self, signum: int) -> None:
@@ -53,9 +53,9 @@ def stop_now(signum: int, frame: Any) -> NoReturn:
 
     Raises:
         KeyboardInterrupt: For SIGINT.
-        Stopped: For the others.
+        StoppedAtOnce: For the others.
     """
-    raise KeyboardInterrupt if signum == signal.SIGINT else Stopped(signum)
+    raise KeyboardInterrupt if signum == signal.SIGINT else StoppedAtOnce(signum)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ class StopSignals:
             self._logged.wait(1)
 
     @contextmanager
-    def handled(self, rank: int, world_size: int) -> Iterator[None]:
+    def handling(self, rank: int, world_size: int) -> Iterator[None]:
         """Inside the block, a signal makes the run save at the step's end and stop. The same signal again stops it at
         once.
 
@@ -126,7 +126,7 @@ class StopSignals:
                 self._logged = logged = threading.Event()
                 self.record(signal.Signals(signum).name)
                 # a handler must not print or wait for a lock
-                _thread.start_new_thread(self._enforce_timeout, (rank, logged, left))
+                _thread.start_new_thread(self._log_and_enforce_timeout, (rank, logged, left))
 
         with on_signals(handle):
             try:
@@ -134,7 +134,7 @@ class StopSignals:
             finally:
                 left.set()
 
-    def _enforce_timeout(self, rank: int, logged: threading.Event, left: threading.Event) -> None:
+    def _log_and_enforce_timeout(self, rank: int, logged: threading.Event, left: threading.Event) -> None:
         """Log the signal, and end the process if it does not stop in time. Runs in a thread."""
         action = (
             "training is over, what is left of the run is finished"

@@ -19,7 +19,7 @@ from typing import Any
 import pluggy
 
 from fastloop import hookspecs
-from fastloop.distributed.signals import Stopped
+from fastloop.distributed.signals import StoppedAtOnce
 from fastloop.errors import FastloopError, PluginCrash, PluginError, SaveError, UsageError, UserCodeError
 from fastloop.plugins.call import HookCallers, make_caller
 from fastloop.plugins.hook_checks import check_hooks
@@ -170,7 +170,7 @@ class HookManager(pluggy.PluginManager):
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns
         whether the run continues. The ``teardown`` of a disabled plugin is still called."""
-        if not isinstance(plugin, Plugin) or isinstance(error, Stopped):
+        if not isinstance(plugin, Plugin) or isinstance(error, StoppedAtOnce):
             return False  # the core, or a signal
         refuses = isinstance(error, UsageError) and hook in ("check_recipe", "check_run")
         if plugin.on_error != "disable" or refuses:
@@ -321,7 +321,7 @@ class PluginSet:
         """
         try:
             yield
-        except (FastloopError, Stopped):
+        except (FastloopError, StoppedAtOnce):
             raise
         except (Exception, SystemExit) as error:  # sys.exit() would end the run with the exit code 0
             with suppress(MemoryError):  # if memory has run out, the error itself is raised

@@ -111,7 +111,7 @@ class LengthBucketing(Plugin):
         if self.kind == "cuda" and settings.pad_to_multiple_of is None:
             changes["pad_to_multiple_of"] = MULTIPLE
         if self.max_tokens is not None:
-            changes["split"] = self.split
+            changes["split_step"] = self.split_step
         return changes
 
     @hookimpl
@@ -120,8 +120,8 @@ class LengthBucketing(Plugin):
         if self.max_tokens is not None:
             loaders |= run.eval_loaders
         for split, loader in loaders.items():
-            self._check_split(split, loader, f"{run.recipe.where}: plugins.length-bucketing")
-        lengths = self.lengths(run.datasets["train"])
+            self._check_samples(split, loader, f"{run.recipe.where}: plugins.length-bucketing")
+        lengths = self.lengths_of(run.datasets["train"])
         if lengths.min() == lengths.max():
             self.log.warning(
                 Problem(f"all samples have length {lengths[0]}: there is nothing to sort.", code="no-effect")
@@ -129,7 +129,7 @@ class LengthBucketing(Plugin):
             return
         self._report_padding(run, lengths)
 
-    def _check_split(self, split: str, loader: Loader, where: str) -> None:
+    def _check_samples(self, split: str, loader: Loader, where: str) -> None:
         """Check that the samples of a split can be sorted, and that each fits into a batch.
 
         Raises:
@@ -146,13 +146,13 @@ class LengthBucketing(Plugin):
         limit = self.max_tokens
         if limit is None:
             return
-        lengths = self.lengths(dataset)
+        lengths = self.lengths_of(dataset)
         longest = int(lengths.argmax())
         length = int(lengths[longest])
-        width = self.width(length)
+        width = self.padded_width(length)
         if width > limit:
             padded = f", padded to {width}" if width > length else ""
-            unit = self.width(1)
+            unit = self.padded_width(1)
             shorter = limit // unit * unit or limit
             raise PluginError(
                 f"sample {longest} of the {split} split has {length} tokens{padded}, and {limit} are allowed.",
@@ -167,9 +167,9 @@ class LengthBucketing(Plugin):
         size = sampler.size
         micro = run.loaders.micro_batch_size
         in_file_order = (list(range(first, min(first + micro, size))) for first in range(0, size, micro))
-        before = self.padding(lengths, self.shapes(lengths, in_file_order))
-        shapes = self.shapes(lengths, chain.from_iterable(step for _, step in sampler.steps()))
-        share = self.padding(lengths, shapes)
+        before = self.padding_share(lengths, self.count_shapes(lengths, in_file_order))
+        shapes = self.count_shapes(lengths, chain.from_iterable(step for _, step in sampler.steps()))
+        share = self.padding_share(lengths, shapes)
         self.log.info("%.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before)
         micro_batches = shapes.total()
         widths = {width for _, width in shapes}
@@ -181,40 +181,41 @@ class LengthBucketing(Plugin):
             len(widths),
         )
 
-    def shapes(self, lengths: NDArray[np.int64], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
+    def count_shapes(self, lengths: NDArray[np.int64], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
         """(samples, width) -> number of batches with that shape."""
         shapes = Counter[tuple[int, int]]()
         for batch in batches:
             longest = int(lengths[batch].max())
-            shapes[len(batch), self.width(longest)] += 1
+            shapes[len(batch), self.padded_width(longest)] += 1
         return shapes
 
-    def padding(self, lengths: NDArray[np.int64], shapes: Counter[tuple[int, int]]) -> float:
+    def padding_share(self, lengths: NDArray[np.int64], shapes: Counter[tuple[int, int]]) -> float:
         """The share of padding in the tokens computed in an epoch."""
         computed = sum(samples * width * count for (samples, width), count in shapes.items())
         return 1 - int(lengths.sum()) / computed
 
-    def width(self, length: int) -> int:
+    def padded_width(self, length: int) -> int:
         """The width of a batch whose longest sample has this length: 64 for 60 and a multiple of 64."""
         multiple = self.settings.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
-    def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
+    def split_step(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
         """Split a step into micro-batches within ``max_tokens``, enough to keep all processes busy; see
-        ``Settings.split``."""
-        lengths = self.lengths(dataset)
+        ``Settings.split_step``."""
+        lengths = self.lengths_of(dataset)
         limit = self.max_tokens
         assert limit is not None
         ids = by_length(lengths, ids)
         parts: list[list[int]] = []
         while ids:
             longest = max(int(lengths[ids[0]]), 1)  # ids are sorted by length, and a sample may have no token
-            count = max(limit // self.width(longest), 1)  # samples that fit into a micro-batch as wide as the longest
+            # samples that fit into a micro-batch as wide as the longest: 4 for a limit of 64 tokens and a width of 16
+            count = max(limit // self.padded_width(longest), 1)
             parts.append(ids[:count])
             ids = ids[count:]
 
         def cost(part: list[int]) -> int:
-            return len(part) * self.width(int(lengths[part[0]]))
+            return len(part) * self.padded_width(int(lengths[part[0]]))
 
         while len(parts) % processes and max(map(len, parts)) > 1:
             largest = max((part for part in parts if len(part) > 1), key=cost)
@@ -227,7 +228,7 @@ class LengthBucketing(Plugin):
         """Order samples so that each batch has similar lengths; see ``Settings.arrange``."""
         import torch
 
-        lengths = self.lengths(dataset)
+        lengths = self.lengths_of(dataset)
         if generator is None:
             return by_length(lengths, ids)
         full = len(ids) // batch_size * batch_size  # samples of full batches: 8 of 10 ids in batches of 4
@@ -242,7 +243,7 @@ class LengthBucketing(Plugin):
         ordered += by_length(lengths, ids[full:])  # a short batch can only be the last
         return ordered
 
-    def lengths(self, dataset: Any) -> NDArray[np.int64]:
+    def lengths_of(self, dataset: Any) -> NDArray[np.int64]:
         """The length of each sample, computed once for each dataset.
 
         Raises:

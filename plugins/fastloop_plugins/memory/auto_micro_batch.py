@@ -109,7 +109,7 @@ class AutoMicroBatch(Plugin):
         size = loader.micro_batch_size
         pieces = 1 if loader.sampler is None else loader.sampler.pieces
         samples_of_step = run.recipe.train.batch_size // run.world_size
-        is_split_by_plugin = loader.sampler is not None and loader.sampler.split is not None
+        is_split_by_plugin = loader.sampler is not None and loader.sampler.split_step is not None
         if is_split_by_plugin:
             most_pieces = size if split else samples_of_step
             is_single_sample = pieces >= most_pieces

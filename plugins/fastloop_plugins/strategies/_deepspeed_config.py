@@ -223,8 +223,8 @@ class Configuration:
 
     def _compare_run(self, run: Run, precision: str) -> None:
         """Check that the JSON has the batches and the precision of the run, and that DeepSpeed can do them."""
-        if run.settings.split is not None:
-            splitter = run.settings.writers["split"]
+        if run.settings.split_step is not None:
+            splitter = run.settings.writers["split_step"]
             raise PluginError(
                 f"needs the same number of micro-steps in each step, and {splitter!r} splits steps by the lengths of "
                 "their samples.",

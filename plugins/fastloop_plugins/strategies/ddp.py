@@ -194,8 +194,8 @@ class DDP(TimedStrategy):
     def check_run(self, run: Run) -> None:
         if run.world_size == 1:
             self.log.info("one process, so there are no gradients to average")
-        elif self.static_graph and run.settings.split is not None:
-            splitter = run.settings.writers["split"]
+        elif self.static_graph and run.settings.split_step is not None:
+            splitter = run.settings.writers["split_step"]
             raise PluginError(
                 f"torch cannot accumulate gradients with it, and {splitter!r} splits each step by the lengths of its "
                 "samples.",

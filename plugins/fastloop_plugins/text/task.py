@@ -174,7 +174,7 @@ class TextTask(Plugin):
     samples_are_rows: bool = False
     encoding_version: ClassVar[int] = 1
     order: LabelOrder | None = None
-    _probe: list[dict[str, Any]] | None = None
+    _longest_and_shortest: list[dict[str, Any]] | None = None
     data: TextData
     text_model: TextModel
 
@@ -279,7 +279,7 @@ class TextTask(Plugin):
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         """A long and a short sample, on which the model is tried."""
-        return self._probe or longest_and_shortest(run.datasets[run.loaders.first])
+        return self._longest_and_shortest or longest_and_shortest(run.datasets[run.loaders.first])
 
     def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
         """Raise an error for a model that cannot do the task. Called on every process, before training.
@@ -306,7 +306,7 @@ class TextTask(Plugin):
         datasets = {name: self._build_samples(name, split) for name, split in self.read_splits(run).items()}
         run.state.unreadable += self.data.unreadable
         first = next(iter(datasets.values()), None)
-        self._probe = longest_and_shortest(first) if first is not None and len(first) else None
+        self._longest_and_shortest = longest_and_shortest(first) if first is not None and len(first) else None
         return self.data.streamed(run, datasets, self.text_model)
 
     def _build_samples(self, name: str, split: Split) -> Any:

@@ -310,7 +310,7 @@ def measure_ablation(
                 typer.echo(f"{variant.title}: {variant.why_not}")
         try:
             complete = ablation_run.run()
-        except (KeyboardInterrupt, signals.Stopped):
+        except (KeyboardInterrupt, signals.StoppedAtOnce):
             typer.echo(f"The results so far are in {folder}.")
             raise
     print_markdown(report.markdown(ablation_run.record))

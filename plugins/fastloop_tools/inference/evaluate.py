@@ -243,7 +243,7 @@ def evaluate_here(recipe: Recipe, request: Request) -> None:
                 record["worst"] = worst_samples(run, request.split, request.worst, request.keep)
             if run.is_main:
                 report(record, request.json_file)
-        ending.end(run)
+        ending.end_process_group(run)
 
 
 def log_to_stderr(json_file: str) -> None:

@@ -108,7 +108,7 @@ def describe_batch(plan: Plan) -> str:
     sharing = count_sharing(world_size, settings.processes_per_batch)
     micro_batches = divide_step(recipe, sharing)
     micro_steps = f"{micro_batches.size} x {counted(micro_batches.steps, 'micro-step')}"
-    splitter = settings.writers.get("split")
+    splitter = settings.writers.get("split_step")
     if splitter:
         shares = f"over {counted(world_size, 'process')}, split by {splitter}"
     elif sharing == world_size:

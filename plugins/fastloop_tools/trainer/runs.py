@@ -143,7 +143,7 @@ class Fits:
 
         Raises:
             KeyboardInterrupt: SIGINT stopped the run, after it was saved.
-            Stopped: Another signal did.
+            StoppedAtOnce: Another signal did.
         """
         if run.interrupted:
             saved = (

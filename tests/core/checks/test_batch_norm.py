@@ -54,7 +54,7 @@ class Halves(Plugin):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return {"split": lambda dataset, ids, processes: [ids[: len(ids) // 2], ids[len(ids) // 2 :]]}
+        return {"split_step": lambda dataset, ids, processes: [ids[: len(ids) // 2], ids[len(ids) // 2 :]]}
 
 
 class FailsOnce(Plugin):

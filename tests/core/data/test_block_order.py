@@ -85,7 +85,7 @@ def test_a_start_at_each_step_gives_the_rest_on_another_number_of_processes(size
 
 
 def test_batches_of_all_epochs_are_full_with_drop_last():
-    sampler = StepSampler(67, 8, 8, 0, 1, 5, True, drop_last=8, shuffle_block=16)
+    sampler = StepSampler(67, 8, 8, 0, 1, 5, True, full_batch_size=8, shuffle_block=16)
     for epoch in range(3):
         sampler.set_position(epoch, 0)
         batches = list(sampler)

@@ -241,7 +241,9 @@ def by_value(dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
 
 def split_steps(rank: int, world: int, start: int = 0, workers: int = 0) -> list[list[Batch]]:
     return list(
-        loader(torch.arange(67), batch=8, rank=rank, world=world, num_workers=workers, split=by_value).steps(2, start)
+        loader(torch.arange(67), batch=8, rank=rank, world=world, num_workers=workers, split_step=by_value).steps(
+            2, start
+        )
     )
 
 

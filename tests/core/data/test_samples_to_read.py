@@ -61,7 +61,7 @@ def train(task: Numbers, **options: Any) -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("micro_batch_size", [8, 2])
 def test_they_are_those_that_it_then_reads(micro_batch_size, drop_last, block):
-    task = Numbers(evaluation_batches=2, shuffle_block=block)
+    task = Numbers(max_evaluation_batches=2, shuffle_block=block)
     train(task, max_steps=3, micro_batch_size=micro_batch_size, eval_batch_size=4, drop_last=drop_last)
     assert task.expected["train"] == task.read["train"]
     assert len(task.read["train"]) == 3 * 8
@@ -75,7 +75,7 @@ def test_they_are_those_that_it_then_reads(micro_batch_size, drop_last, block):
         ({"max_steps": 7}, {}),
         ({"max_steps": 7, "drop_last": True}, {}),
         ({"max_steps": 2}, {"arrange": lambda dataset, ids, size, generator: ids[::-1]}),
-        ({"max_steps": 2}, {"split": lambda dataset, ids, processes: [ids]}),
+        ({"max_steps": 2}, {"split_step": lambda dataset, ids, processes: [ids]}),
     ],
     ids=["no limit", "more than an epoch", "a second epoch", "another order", "other micro-batches"],
 )

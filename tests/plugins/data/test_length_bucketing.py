@@ -254,13 +254,13 @@ def test_parts_of_a_step_are_within_the_limit_alike_side_by_side_and_enough_for_
     rows, plugin = Rows(), LengthBucketing(max_tokens=96)
     plugin.configure(Settings(pad_to_multiple_of=8))
     for first in range(0, 200, 25):
-        parts = plugin.split(rows, list(range(first, first + 25)), processes)
+        parts = plugin.split_step(rows, list(range(first, first + 25)), processes)
         costs = [len(part) * -(-max(rows.lengths[index] for index in part) // 8) * 8 for part in parts]
         assert sorted(index for part in parts for index in part) == list(range(first, first + 25))
         assert max(costs) <= 96
         assert costs == sorted(costs, reverse=True)
         assert len(parts) % processes == 0
-    assert len(plugin.split(rows, [5], processes)) == 1, "one sample cannot be shared out"
+    assert len(plugin.split_step(rows, [5], processes)) == 1, "one sample cannot be shared out"
 
 
 def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():

@@ -65,7 +65,7 @@ class OnlyChecks(Plugin):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return {"evaluation_batches": 1, "only_checks": True}
+        return {"max_evaluation_batches": 1, "only_checks": True}
 
 
 @pytest.fixture(autouse=True)

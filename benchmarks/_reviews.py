@@ -217,7 +217,7 @@ class ReviewTask(TextClassification):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        from fastloop_plugins.text.batches import Sequences
+        from fastloop_plugins.text.sequences import Sequences
 
         return {
             name: Sequences(split.ids.astype(np.int32), split.lengths, split.labels)

@@ -92,7 +92,7 @@ def measure(arm: str, folder: Path, cold: bool, seconds: float) -> dict[str, Any
     from fastloop import Batch, Settings
     from fastloop.data import Loader
     from fastloop_plugins import _cache
-    from fastloop_plugins.text.batches import Sequences
+    from fastloop_plugins.text.sequences import Sequences
 
     class Plain(Sequences):
         """Rows that the system reads with its default advice."""

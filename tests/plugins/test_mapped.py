@@ -17,7 +17,7 @@ from text_helpers import TINY, make_run
 from fastloop_plugins._cache import kept, read
 from fastloop_plugins._mapped import RandomReads, join_parts, mapping_of, stored
 from fastloop_plugins.data.token_cache import TokenCache
-from fastloop_plugins.text.batches import Sequences
+from fastloop_plugins.text.sequences import Sequences
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads facts about mappings from Linux")
 PAGE = mmap.PAGESIZE // 4

@@ -62,10 +62,11 @@ if TYPE_CHECKING:
 
     from fastloop import MetricMode, Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.text.batches import PaddedCollator, Sequences
+    from fastloop_plugins.text.batches import PaddedCollator
     from fastloop_plugins.text.chat.prompts import PromptCollator
     from fastloop_plugins.text.chat.tokens import MaskedSequences
     from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.sequences import Sequences
     from fastloop_plugins.text.tokens import Split
 
 logger = logging.getLogger("fastloop")

@@ -37,7 +37,6 @@ from fastloop_plugins.tasks._seq2seq_parts import (
     pair_samples,
     warn_about_targets,
 )
-from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.forbidden_targets import CHECKED, Target, warn_about_forbidden
 from fastloop_plugins.text.generated_samples import GeneratedSample, check_samples, log_samples, spread
 from fastloop_plugins.text.generation import (
@@ -53,6 +52,7 @@ from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import SamplingOptions, text_traits
 from fastloop_plugins.text.padding_check import PROBE
+from fastloop_plugins.text.sequences import describe_cut
 from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ if TYPE_CHECKING:
 
     from fastloop import Batch, MetricMode, Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.text.batches import Ragged, Sequences, Width
+    from fastloop_plugins.text.batches import Ragged, Width
     from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.sequences import Sequences
     from fastloop_plugins.text.tokens import Split
 
 logger = logging.getLogger("fastloop")
@@ -175,8 +176,8 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
 
     def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         from fastloop_plugins._mapped import flat
-        from fastloop_plugins.text.batches import Sequences
         from fastloop_plugins.text.chunks import text_chunks
+        from fastloop_plugins.text.sequences import Sequences
         from fastloop_plugins.text.tokens import encode
 
         arguments = {"truncation": True, "max_length": self.data.options.max_length}

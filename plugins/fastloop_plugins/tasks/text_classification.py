@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from fastloop.speedup_estimates import StepProfile
     from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.tasks.shared.problems import MultiLabel, Regression
-    from fastloop_plugins.text.batches import Ragged, Sequences
+    from fastloop_plugins.text.batches import Ragged
+    from fastloop_plugins.text.sequences import Sequences
     from fastloop_plugins.text.tokens import Split
 
 
@@ -134,7 +135,7 @@ class TextClassification(TwoClassOptions, TextTask):
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> Sequences:
-        from fastloop_plugins.text.batches import Sequences
+        from fastloop_plugins.text.sequences import Sequences
 
         return Sequences(split.ids, split.lengths, split.labels, split.typed)
 

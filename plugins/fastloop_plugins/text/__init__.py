@@ -19,7 +19,8 @@ tokenizers, special_tokens, positions   # tokenizers, and what they lack
 new_tokens                          # tokenizers with more tokens than the model has rows: refused, or rows added
 tokens, known_tokens                # token ids, cut at ``data.max_length``; their cache, and those of earlier runs
 split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads
-batches, padding_check              # padded batches
+sequences                           # datasets of token ids
+batches, padding_check              # batches before and after padding; whether padding changes a model's results
 streaming                           # training texts that memory cannot hold
 chunks                              # texts to predict, some rows at a time
 chat                                # data, tokens and models of causal-lm: conversations, completions and texts
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastloop_plugins.rows.table import RowError
-    from fastloop_plugins.text.batches import Ragged, Sequences, cache_token_ids, join_ids
+    from fastloop_plugins.text.batches import Ragged
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.chat.template import ChatRenderer, template_text
     from fastloop_plugins.text.chosen_tokens import WithPlaces, chunk_log_probabilities, log_probabilities
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.options import DataOptions, padded_traits, text_traits
     from fastloop_plugins.text.reference import ReferenceModel
     from fastloop_plugins.text.second_model import SecondModel
+    from fastloop_plugins.text.sequences import Sequences, cache_token_ids, join_ids
     from fastloop_plugins.text.special_tokens import end_tokens
     from fastloop_plugins.text.task import TextTask
     from fastloop_plugins.text.tokens import Split
@@ -62,18 +64,18 @@ PLACES = {
     "Ragged": "fastloop_plugins.text.batches",
     "ReferenceModel": "fastloop_plugins.text.reference",
     "RowError": "fastloop_plugins.rows.table",
-    "Sequences": "fastloop_plugins.text.batches",
+    "Sequences": "fastloop_plugins.text.sequences",
     "Split": "fastloop_plugins.text.tokens",
     "TextTask": "fastloop_plugins.text.task",
     "WithPlaces": "fastloop_plugins.text.chosen_tokens",
     "add_loss": "fastloop_plugins.text.next_token_loss",
-    "cache_token_ids": "fastloop_plugins.text.batches",
+    "cache_token_ids": "fastloop_plugins.text.sequences",
     "chunk_log_probabilities": "fastloop_plugins.text.chosen_tokens",
     "compute": "fastloop_plugins.text.masks",
     "compute_all": "fastloop_plugins.text.masks",
     "end_tokens": "fastloop_plugins.text.special_tokens",
     "generate": "fastloop_plugins.text.generation",
-    "join_ids": "fastloop_plugins.text.batches",
+    "join_ids": "fastloop_plugins.text.sequences",
     "log_probabilities": "fastloop_plugins.text.chosen_tokens",
     "padded_traits": "fastloop_plugins.text.options",
     "pool": "fastloop_plugins.text.masks",

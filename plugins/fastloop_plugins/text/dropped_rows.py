@@ -7,7 +7,7 @@ No row is left out here because it is long: tokens after ``data.max_length`` are
 
 text classification       # ``text.tokens``: the tokenizer cuts; ``SplitReader`` warns
 causal-lm                 # ``text.chat.tokens``: ``MaskedSequences`` cuts, and drops rows without a token with a loss
-seq2seq                   # ``text.batches``: ``ColumnSequences`` cuts inputs and targets
+seq2seq                   # ``text.sequences``: ``ColumnSequences`` cuts inputs and targets
 token-classification      # ``tasks.tags.batches``: ``cut_words``
 """
 

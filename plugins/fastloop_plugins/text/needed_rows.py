@@ -18,7 +18,7 @@ import numpy as np
 
 from fastloop.splits import SPLITS
 from fastloop_plugins._mapped import zeros
-from fastloop_plugins.text.batches import Sequences, hash_samples
+from fastloop_plugins.text.sequences import Sequences, hash_samples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

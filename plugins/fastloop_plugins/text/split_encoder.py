@@ -14,7 +14,6 @@ import numpy as np
 from fastloop_plugins import _cache
 from fastloop_plugins._mapped import flat, flatnonzero, spans, zeros
 from fastloop_plugins.rows.column import Rest
-from fastloop_plugins.text.batches import probed_samples
 from fastloop_plugins.text.encoding_processes import (
     count_processes,
     encode_in_processes,
@@ -23,6 +22,7 @@ from fastloop_plugins.text.encoding_processes import (
 )
 from fastloop_plugins.text.known_tokens import find_known, merge, write_hashes
 from fastloop_plugins.text.needed_rows import LEFT_OUT, NeededRows
+from fastloop_plugins.text.sequences import probed_samples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

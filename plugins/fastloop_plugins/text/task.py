@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop_plugins._cache import Flat
     from fastloop_plugins.models.label_order import LabelOrder
-    from fastloop_plugins.text.batches import Ragged, Sequences
+    from fastloop_plugins.text.batches import Ragged
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.columns import Text
     from fastloop_plugins.text.needed_rows import FirstRows
     from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.sequences import Sequences
     from fastloop_plugins.text.tokens import Selection, Split
 
 
@@ -205,8 +206,8 @@ class TextTask(Plugin):
         Raises:
             RowError: The next row cannot be encoded. The run ends with an error that names its file and number.
         """
-        from fastloop_plugins.text.batches import join_ids
         from fastloop_plugins.text.encoding_processes import portions
+        from fastloop_plugins.text.sequences import join_ids
         from fastloop_plugins.text.tokens import encode_marked
 
         options = {"truncation": True, "max_length": arguments["max_length"]}
@@ -224,7 +225,7 @@ class TextTask(Plugin):
                 count in each row; ``labels`` the labels.
             arguments: See ``encoding_arguments``.
         """
-        from fastloop_plugins.text.batches import ColumnSequences
+        from fastloop_plugins.text.sequences import ColumnSequences
 
         return ColumnSequences(arguments["columns"], split.ids, split.lengths, split.labels)
 

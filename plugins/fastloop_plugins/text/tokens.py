@@ -23,7 +23,6 @@ from fastloop import Problem, RecipeError, __version__
 from fastloop.problem import counted
 from fastloop_plugins import _cache
 from fastloop_plugins._mapped import convert, flatnonzero, spans
-from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import (
     Text,
     each_text,
@@ -35,6 +34,7 @@ from fastloop_plugins.text.columns import (
 )  # fmt: skip
 from fastloop_plugins.text.encoding_processes import portions
 from fastloop_plugins.text.needed_rows import NeededRows, propose_limit
+from fastloop_plugins.text.sequences import describe_cut
 from fastloop_plugins.text.special_tokens import special_tokens
 from fastloop_plugins.text.split_encoder import SplitEncoder
 

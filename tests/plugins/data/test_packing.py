@@ -86,7 +86,7 @@ class Uneven(Plugin):
 
     @hookimpl(wrapper=True)
     def build_datasets(self) -> Any:
-        from fastloop_plugins.text.batches import Sequences
+        from fastloop_plugins.text.sequences import Sequences
 
         datasets = yield
         cut = {

@@ -17,9 +17,10 @@ from fastloop.errors import DataError
 from fastloop.problem import agree, counted, counted_of
 from fastloop_plugins._mapped import GrowingArray, cumsum, flat, row_spans, spans, zeros
 from fastloop_plugins.tasks.tags.words import encode_rows
-from fastloop_plugins.text.batches import Ragged, Sequences
+from fastloop_plugins.text.batches import Ragged
 from fastloop_plugins.text.chunks import EmptyTexts
 from fastloop_plugins.text.samples import show_tokens, split_rows
+from fastloop_plugins.text.sequences import Sequences
 from fastloop_plugins.text.streaming.rows import name_row_errors
 from fastloop_plugins.text.task import AutoClassModel
 

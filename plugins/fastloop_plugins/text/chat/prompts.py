@@ -15,11 +15,12 @@ from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.suffixes import format_of
 from fastloop_plugins.rows.table import RowError
-from fastloop_plugins.text.batches import Sequences, mask, padded
+from fastloop_plugins.text.batches import mask, padded
 from fastloop_plugins.text.chat.left_out_contents import LeftOutContents
 from fastloop_plugins.text.chat.rows import Chat, other_keys, read_chat, text_of, unread_keys
 from fastloop_plugins.text.chat.template import ChatRenderer
 from fastloop_plugins.text.chunks import EmptyTexts, read_chunks
+from fastloop_plugins.text.sequences import Sequences
 from fastloop_plugins.text.special_tokens import end_of, special_tokens
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastloop import Run, hookimpl
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.tasks.causal_lm import CausalLM
 from fastloop_plugins.text.chat.tokens import block_sequences
-from fastloop_plugins.text.next_token_loss import IGNORED
 
 FOLLOWS = 0.5
 """Share of the tokens that follow from the token before. The others keep the loss above 0."""

@@ -28,5 +28,6 @@ The files beside this one::
     _mapped                   # arrays that are mapped from a file
     _foreign_load, _time      # the load of other programs, and times in options
     _names                    # the first of many names, in messages
+    _targets                  # the target that losses and metrics ignore
     toolkit                   # helpers for plugins of other packages
 """

@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fastloop import Batch, Output, Plugin, Trait, hookimpl
 from fastloop.recipe import Recipe
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.text.batches import Ragged
-from fastloop_plugins.text.next_token_loss import IGNORED, add_loss
+from fastloop_plugins.text.next_token_loss import add_loss
 from fastloop_plugins.text.sequences import cache_token_ids
 
 PAD = 0

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.text.batches import LENGTHS, Ragged
 
 READ = {"input_ids", "token_type_ids"}
 """Columns that the model reads. Any other column with one value for each token holds targets."""
-IGNORED = -100
-"""Target of padding: the loss ignores it."""
 
 
 class Lengths:

@@ -20,6 +20,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins._task_traits import require_trait
 from fastloop_plugins.strategies._tensor_group import SAME_SAMPLES
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from fastloop_plugins.strategies._memory_context import ContextShare
 
 OWN = "it computes attention over the processes itself."
-IGNORED = -100
-"""Target of a token without a loss."""
 WHOLE = ("packed", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "places")
 """Inputs that describe the whole batch: documents of a packed row, beside ``position_ids``, and tokens with a loss."""
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Problem, RecipeError, option
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.column_data import ColumnData
 from fastloop_plugins.text.encoding_processes import portions
 from fastloop_plugins.text.generation import generation_config
-from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import DataOptions
 from fastloop_plugins.text.samples import show_tokens
 from fastloop_plugins.text.sequences import ColumnSequences, join_ids

@@ -25,6 +25,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, hookimpl, option
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.models.checks import check_target_loss
 from fastloop_plugins.tasks._seq2seq_parts import (
     GENERATED,
@@ -49,7 +50,6 @@ from fastloop_plugins.text.generation import (
     generation_config,
 )
 from fastloop_plugins.text.model_options import ModelOptions
-from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import SamplingOptions, text_traits
 from fastloop_plugins.text.padding_check import PROBE
 from fastloop_plugins.text.sequences import describe_cut

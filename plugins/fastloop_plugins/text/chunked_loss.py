@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fastloop_plugins.text.next_token_loss import IGNORED
+from fastloop_plugins._targets import IGNORED
 
 HAS_LIGER = find_spec("liger_kernel") is not None
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastloop_plugins.text.next_token_loss import IGNORED, Reduction
+from fastloop_plugins._targets import IGNORED
+from fastloop_plugins.text.next_token_loss import Reduction
 
 CACHED_LOGITS = 2**18
 """Logits of a block for each thread: 1 MiB of float32, which the cache of a core holds."""

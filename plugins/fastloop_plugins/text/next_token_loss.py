@@ -11,11 +11,11 @@ from functools import wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fastloop_plugins._targets import IGNORED
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-IGNORED = -100
-"""Target that cross entropy ignores."""
 
 Reduction = Literal["mean", "none"]
 """One loss, the mean over all targets; or the loss of each token, 0 where there is no target."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Problem, RecipeError
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.models.checks import on_all_processes
-from fastloop_plugins.text.next_token_loss import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -91,7 +91,7 @@ def use_onnx(model: nn.Module, file: Path) -> None:
     import onnxruntime
     import torch
 
-    from fastloop_plugins.text.next_token_loss import IGNORED
+    from fastloop_plugins._targets import IGNORED
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3

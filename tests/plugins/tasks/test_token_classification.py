@@ -25,8 +25,9 @@ from fastloop.errors import RecipeError
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.testing import assert_problem, expect_problem
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.datasets.dispatches import dispatches
-from fastloop_plugins.tasks.tags.batches import IGNORED, cut_words, windows
+from fastloop_plugins.tasks.tags.batches import cut_words, windows
 from fastloop_plugins.tasks.tags.words import pairs
 
 

@@ -21,13 +21,11 @@ from torch.utils.data import default_collate
 
 from fastloop import Batch, UsageError
 from fastloop.errors import DataError
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.tasks.shared.losses import ClassLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-IGNORED = -100
-"""Label of a padded token, as in transformers."""
 
 
 class DefaultCollator:

@@ -16,6 +16,7 @@ from fastloop import Problem, RecipeError
 from fastloop.errors import DataError
 from fastloop.problem import agree, counted, counted_of
 from fastloop_plugins._mapped import GrowingArray, cumsum, flat, row_spans, spans, zeros
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.tasks.tags.words import encode_rows
 from fastloop_plugins.text.batches import Ragged
 from fastloop_plugins.text.chunks import EmptyTexts
@@ -40,8 +41,6 @@ logger = logging.getLogger("fastloop")
 
 EXAMPLES = "bert, distilbert, roberta, deberta-v2, modernbert or xlm-roberta"
 """Architectures for messages."""
-IGNORED = -100
-"""Target that the loss and the metrics ignore."""
 
 
 class TagModel(AutoClassModel):

@@ -32,8 +32,8 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from fastloop import Problem, RecipeError
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.tasks.shared.metrics import collect, make_metrics, with_probabilities
-from fastloop_plugins.tasks.tags.batches import IGNORED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

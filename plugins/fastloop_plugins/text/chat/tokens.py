@@ -17,11 +17,11 @@ import numpy as np
 from fastloop import Problem
 from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import GrowingArray, flat, spans
+from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.text.batches import Ragged
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import ChatRenderer, answer_end
 from fastloop_plugins.text.forbidden_targets import Target
-from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.samples import show_tokens, split_rows
 from fastloop_plugins.text.sequences import Sequences
 from fastloop_plugins.text.special_tokens import SpecialTokens, end_of, name_tokens, special_tokens

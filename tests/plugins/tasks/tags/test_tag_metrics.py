@@ -17,7 +17,8 @@ from tag_helpers import make, trained, write_jsonl, write_splits
 
 from fastloop.errors import RecipeError
 from fastloop.testing import assert_problem, expect_problem, find_problems
-from fastloop_plugins.tasks.tags.batches import IGNORED, word_scores
+from fastloop_plugins._targets import IGNORED
+from fastloop_plugins.tasks.tags.batches import word_scores
 from fastloop_plugins.tasks.tags.metrics import PREFIXES, SCORES, EntityScores, find_entities, tag_metrics
 
 SCHEMES = [None, "IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"]

@@ -47,10 +47,10 @@ class PackedCollator:
     Attributes:
         first_position: The model's first position id.
         varlen: Whether the model's attention takes transformers' arguments for FlashAttention instead of ``packed``:
-            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape (sequences + 2,), and ``max_length_q`` and
-            ``max_length_k``. They always include the sequence of padding, empty or not, and the same maximum for all
-            batches. Shapes then depend only on the number of sequences: a compiler builds one graph, and a CUDA graph
-            fits every row with the same number of tokens.
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape (sequences + 2,): 0, the end of each sequence, and
+            the end of the padding, which is a sequence of its own, empty or not. ``max_length_q`` and ``max_length_k``
+            are the same for all batches. Shapes then depend only on the number of sequences: a compiler builds one
+            graph, and a CUDA graph fits every row with the same number of tokens.
         longest: Tokens of the longest sequence of all batches; 0 if unknown.
     """
 
@@ -212,7 +212,7 @@ def register(implementation: str) -> str:
     return name
 
 
-def first_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def select_first_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook: select the first token of each sequence in a packed row, as a batch of sequences of one token."""
     firsts = kwargs.get("first_tokens")
     if firsts is not None:

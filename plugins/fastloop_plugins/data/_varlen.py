@@ -96,8 +96,8 @@ def attention(
         key: (1, key heads, tokens, head size), where query heads are a multiple of key heads.
         value: Of key's shape. Query and key are cast to its dtype, since rotary embeddings return float32 under
             autocast.
-        cu_seq_lens_q: (sequences + 1,), int32: 0, then each sequence's end among the queries. None: the batch is one
-            plain sequence.
+        cu_seq_lens_q: (sequences + 1,), int32: 0, then each sequence's end among the queries. The padding of a row is
+            one of these sequences. None: the batch is one plain sequence.
         cu_seq_lens_k: Likewise for the keys.
         max_length_q: The most queries of a sequence.
         max_length_k: The most keys of a sequence.

@@ -1,5 +1,7 @@
 """Packs the sequences of a batch end to end into one row: no padding is computed, and no sequence attends to another.
 
+A sequence is the token ids of one sample.
+
     plugins:
       - packing
 
@@ -115,8 +117,9 @@ class Packing(Plugin):
             raise self.unsupported(run, f"{type(model).__name__} is not a transformers model.")
         has_weights = not any(parameter.is_meta for parameter in model.parameters())
         own_result = self.adapt(run, model, network, trial=has_weights)
-        # processes without weights cannot try the model: all use the first result of a trial
-        result = next(result for result in run.processes.all_gather_object(own_result) if result is not None)
+        # a process without weights cannot try the model, and its result is None: all use the first result of a trial
+        by_rank: list[TrialResult | None] = run.processes.all_gather_object(own_result)
+        result = next(result for result in by_rank if result is not None)
         if result.refusal is not None:
             raise self.unsupported(run, f"{type(network).__name__} cannot be packed: {result.refusal}.")
         self.collator.first_position = result.first_position
@@ -142,7 +145,7 @@ class Packing(Plugin):
             model was adapted without a trial.
         """
         from fastloop_plugins.data import _varlen
-        from fastloop_plugins.data._packing import first_tokens, register
+        from fastloop_plugins.data._packing import register, select_first_tokens
         from fastloop_plugins.data._packing_trial import TrialResult, try_packing
 
         refusal = self.find_obstacle(run, network)
@@ -161,7 +164,7 @@ class Packing(Plugin):
 
         def pack() -> None:
             network.set_attn_implementation(register(INSIDE[implementation]))
-            stack.register_forward_hook(first_tokens, with_kwargs=True)
+            stack.register_forward_hook(select_first_tokens, with_kwargs=True)
 
         result = None
         if trial:

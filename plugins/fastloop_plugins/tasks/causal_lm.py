@@ -7,9 +7,10 @@ On by default if ``data`` names no ``label``, ``target`` or ``tags``.
     plugins:
       - causal-lm
 
-Texts are concatenated and cut into blocks of ``max_length`` tokens. Each text ends with the end token. If the tokenizer
-puts a token before a text, as those of Llama and Gemma do, texts and prompts begin with it, in training, evaluation and
-prediction. The log names both tokens. `docs/tasks/chat.md` explains conversations and completions.
+Texts are concatenated and cut into blocks of ``max_length`` tokens. A token attends to all tokens before it in its
+block, those of other texts included. Each text ends with the end token. If the tokenizer puts a token before a text, as
+those of Llama and Gemma do, texts and prompts begin with it, in training, evaluation and prediction. The log names both
+tokens. `docs/tasks/chat.md` explains conversations and completions.
 
 With ``output_router_logits: true`` (mixtures of experts), training adds the auxiliary loss of the router.
 ``model.pad_vocab_to: 64`` pads the vocabulary while training, for faster matrix products: losses change by rounding

@@ -36,10 +36,10 @@ from fastloop_plugins.tasks.tags.batches import (
     batch_sentences,
     copy_logits,
     encode_sentences,
-    reorder,
+    renumber_tags,
     sentence_chunks,
     tagged_samples,
-    word_scores,
+    word_logits_and_tags,
 )
 from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
 from fastloop_plugins.tasks.tags.words import encode_rows
@@ -119,7 +119,7 @@ class TokenClassification(ClassifierOptions, TextTask):
     def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
         super()._order_classes(splits)
         for split in (splits or {}).values():
-            split.ids = reorder(split.ids, self.order.ids)
+            split.ids = renumber_tags(split.ids, self.order.ids)
 
     def _first_rows(self, run: Run) -> FirstRows | None:
         if self.criterion.options.class_weights == "balanced":  # which counts the tags of all rows
@@ -138,7 +138,7 @@ class TokenClassification(ClassifierOptions, TextTask):
         for name, split in self.read_splits(run).items():
             check_scheme(self.data.classes, name, split, self.scheme, f"plugins.{self.name}.scheme")
             datasets[name] = TaggedSentences(
-                split.ids, split.lengths, *self.text_model.room(size), split=name == "train"
+                split.ids, split.lengths, *self.text_model.room(size), divides_long=name == "train"
             )
             datasets[name].warn(name, len(split.lengths))
         run.state.unreadable += self.data.unreadable
@@ -206,7 +206,7 @@ class TokenClassification(ClassifierOptions, TextTask):
         # selecting the words waits for the device, and only metrics and predictions need them
         if torch.is_grad_enabled():
             return Output(loss)
-        return Output(loss, *word_scores(logits, batch))
+        return Output(loss, *word_logits_and_tags(logits, batch))
 
     def output_columns(self) -> Sequence[str]:
         return ("words", "tags", "probabilities", "entities")

@@ -155,7 +155,8 @@ def compute_all(
 
 
 def find_documents(position_ids: Tensor) -> Tensor:
-    """The index of each token's document, (B, T), from positions that restart with each document.
+    """The index of each token's document, (B, T), from positions that restart with each document. A document is one of
+    the texts of a row; of a packed row, one of its sequences.
 
     For positions [0, 1, 2, 0, 1, 0], it is [0, 0, 0, 1, 1, 2].
     """

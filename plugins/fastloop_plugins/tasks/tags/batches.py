@@ -124,15 +124,15 @@ class TagModel(AutoClassModel):
 
 
 class TaggedSentences(Sequences):
-    """A map-style dataset of sentences. A sample has ``input_ids`` and ``targets``, both (tokens,) int32, see
-    the module, and ``row``.
+    """A map-style dataset of sentences. A sample has ``input_ids`` and ``targets``, both (tokens,) int32, and ``row``,
+    its index. ``tasks.tags.words`` defines the targets.
 
     Args:
-        numbers: Ids and targets of all sentences, in turn, end to end.
-        lengths: Numbers of every sentence.
+        numbers: Id and target of each token of all sentences, end to end: ``[id, target, id, target, ...]``.
+        lengths: How many of these numbers each sentence has: twice its tokens.
         room: Tokens of a row at most, without special tokens. A longer word keeps its first tokens.
         special: Number of special tokens of a row.
-        split: Make each window of a long sentence a sample of its own.
+        divides_long: Make each window of a long sentence a sample of its own.
         words: The words of each sentence, for predictions.
 
     Attributes:
@@ -146,14 +146,14 @@ class TaggedSentences(Sequences):
         lengths: NDArray[np.int64],
         room: int,
         special: int,
-        split: bool = False,
+        divides_long: bool = False,
         words: list[list[str]] | None = None,
     ) -> None:
         tokens, counts, self.cut = cut_words(numbers.reshape(-1, 2), lengths, room)
         ids = tokens[:, 0]
         targets = tokens[:, 1]
         self.long = sum(int((counts[span] > room).sum()) for span in spans(len(counts)))
-        if split and self.long:
+        if divides_long and self.long:
             counts = divide_long(targets, counts, room)
         super().__init__(ids, counts, targets)
         self.counts = counts
@@ -206,8 +206,8 @@ class TaggedSentences(Sequences):
             )
 
 
-def reorder(numbers: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int32]:
-    """Ids and targets of sentences, see ``TaggedSentences``, with other ids of the tags.
+def renumber_tags(numbers: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int32]:
+    """The ``numbers`` of ``TaggedSentences`` with other ids of the tags. The sentences keep their order.
 
     Args:
         order: Id of a tag -> its other id.
@@ -259,10 +259,11 @@ def cut_words(
 
 
 def _word_sizes(targets: NDArray[np.int32], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(words,) the tokens of each word of some sentences.
+    """(words,) the number of tokens of each word of some sentences. The token of a space counts to the word before it,
+    and at the beginning of a sentence as a word.
 
     For targets ``[2, ~2, 0, 1, ~1]`` and counts ``[3, 2]``, words begin at ``[0, 2, 3]``, and their sizes are
-    ``[2, 1, 2]``.
+    ``[2, 1, 2]``. They are the same for ``[2, ~0, 0, 1, ~1]``, whose second token is the space before the second word.
 
     Args:
         targets: Those of all tokens.
@@ -361,7 +362,7 @@ def copy_logits(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
-def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def word_logits_and_tags(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The logits and tags of the words of a batch, with a row of zeros and the tag -100 after each sentence.
 
     Args:
@@ -371,12 +372,15 @@ def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
         Logits (words + sentences, tags), and tags (words + sentences,) int64.
     """
     is_word = batch["sentences"] >= 0
-    # sentences are in order, so each word moves by the number of sentences before it
-    number = batch["sentences"][is_word]
-    places = number + number.new_ones(len(number)).cumsum(0) - 1
-    size = len(number) + len(batch["rows"])
-    scores = logits.new_zeros(size, logits.shape[-1]).index_copy(0, places, logits[is_word])
-    return scores, number.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][is_word])
+    # Sentences are in order, so each word moves by the number of sentences before it. Words of the sentences [0, 0, 1]
+    # get the rows [0, 1, 3]; rows 2 and 4 end the sentences.
+    sentences = batch["sentences"][is_word]
+    words = sentences.new_ones(len(sentences)).cumsum(0) - 1  # [0, 1, 2]
+    places = sentences + words
+    size = len(sentences) + len(batch["rows"])
+    word_logits = logits.new_zeros(size, logits.shape[-1]).index_copy(0, places, logits[is_word])
+    tags = sentences.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][is_word])
+    return word_logits, tags
 
 
 class TagRows:

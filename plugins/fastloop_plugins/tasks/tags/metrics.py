@@ -371,7 +371,7 @@ def tag_columns(
     words of each.
 
     Args:
-        output: ``word_scores`` of the sentences.
+        output: ``word_logits_and_tags`` of the sentences.
         words: The words of each sentence.
         names: The tags, in the order of their ids.
     """

@@ -1,7 +1,8 @@
 """Token ids of sentences of tagged words.
 
 A row of the cache has two numbers for each token: its id and its *target*. The target of a word's first token is the id
-of the word's tag, and that of its other tokens is ``~id``, which is negative.
+of the word's tag. That of its other tokens is ``~id``, which is negative, and so is that of a space before the word, if
+the space is a token of its own. A sentence without words has one token, with the target ``~0``.
 
 Words are read as the text that joins them by single spaces, so a tokenizer gives the ids of that text. Tokenized one by
 one, words would lose the space before them, which many tokenizers read as a part of the word: "left" and " left" are
@@ -100,7 +101,7 @@ def find_words(
     words: Sequence[str], offsets: Sequence[tuple[int, int]], parts: Sequence[int | None], spaces_begin: bool
 ) -> list[int]:
     """The word of each token of the text that joins ``words`` by single spaces; ``~word`` for a token of the space
-    before a word, which shows nothing of it.
+    before a word, which shows nothing of it. Only here does ``~`` mark spaces: ``pairs`` makes targets of the words.
 
     The text of ["in", "1996"] has the tokens "in", " ", "19" and "96" at [(0, 2), (2, 3), (3, 5), (5, 7)]. Their words
     are [0, ~1, 1, 1], or [0, 1, 1, 1] if ``spaces_begin`` and the space and "19" are of one part.
@@ -141,9 +142,12 @@ def find_words(
 def pairs(ids: Sequence[int], word_ids: Sequence[int], tags: Sequence[int], stand_in: int) -> list[int]:
     """Ids and targets of one sentence, in turn.
 
+    For the ids [5, 6, 7, 8] of "in", " ", "19" and "96", the words [0, ~1, 1, 1] and the tags [3, 4], the pairs are
+    [5, 3, 6, ~4, 7, 4, 8, ~4].
+
     Args:
         ids: Ids of the tokens.
-        word_ids: The word of each token, as ``find_words`` returns it.
+        word_ids: The word of each token, or ``~word`` for a space, as ``find_words`` returns it.
         tags: The tag of each word.
         stand_in: The id of a token for a word without one.
     """

@@ -18,7 +18,7 @@ from tag_helpers import make, trained, write_jsonl, write_splits
 from fastloop.errors import RecipeError
 from fastloop.testing import assert_problem, expect_problem, find_problems
 from fastloop_plugins._targets import IGNORED
-from fastloop_plugins.tasks.tags.batches import word_scores
+from fastloop_plugins.tasks.tags.batches import word_logits_and_tags
 from fastloop_plugins.tasks.tags.metrics import PREFIXES, SCORES, EntityScores, find_entities, tag_metrics
 
 SCHEMES = [None, "IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"]
@@ -124,7 +124,7 @@ def test_words_of_a_batch_by_hand():
     logits = torch.arange(24.0).reshape(4, 3, 2)
     sentences = torch.tensor([[0, -1, 0], [0, -1, -1], [-1, -1, -1], [-1, 2, -1]])
     labels = torch.tensor([[1, IGNORED, 0], [1, IGNORED, IGNORED], [IGNORED] * 3, [IGNORED, 0, IGNORED]])
-    scores, targets = word_scores(logits, {"sentences": sentences, "labels": labels, "rows": torch.arange(3)})
+    scores, targets = word_logits_and_tags(logits, {"sentences": sentences, "labels": labels, "rows": torch.arange(3)})
     assert targets.tolist() == [1, 0, 1, IGNORED, IGNORED, 0, IGNORED]
     assert scores.tolist() == [[0, 1], [4, 5], [6, 7], [0, 0], [0, 0], [20, 21], [0, 0]]
 

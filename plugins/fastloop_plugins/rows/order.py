@@ -27,12 +27,20 @@ WORKERS = 2
 
 
 class Place(NamedTuple):
-    """Where a sample is: in a pass over a source, in the window of ``size`` slots from ``start`` on, at ``offset`` in
-    it."""
+    """Where a sample is: in a pass over a source, in a window of slots that one lane reads.
+
+    Attributes:
+        lane: The part of the pass, from 0. Without weights, ``lanes`` is that of the rows that remain.
+        source: Index of the source.
+        turn: The pass over the source, from 0; without weights, the epoch.
+        start: The first slot of the window. A slot is a row of the pass, whose row groups are put end to end.
+        size: Slots of the window.
+        offset: The slot of the sample in the window, from 0.
+    """
 
     lane: int
     source: int
-    turn: int  # pass over the source, from 0
+    turn: int
     start: int
     size: int
     offset: int
@@ -44,6 +52,8 @@ class Order:
     Args:
         groups: Rows of every row group, one array (row groups,) a source.
         weights: Share of each source; None: one source, whose rows come once an epoch each.
+        seed: The seed of all random numbers of the order.
+        lanes: Equal parts of an epoch that are read side by side.
         buffer: Rows of the windows of all lanes together; 0: no shuffling, and a single lane.
         batch_size: Samples of an optimizer step.
 
@@ -71,8 +81,9 @@ class Order:
         self.window = max(1, (buffer or batch_size) // (self.lanes * len(groups)))
         self.rounds = self.size // (self.lanes * self.block)
         self.counts = None if weights is None else _counts(weights)
-        self.permutation = lru_cache(self.lanes * len(groups) + 1)(self._permutation)  # the current window of each lane
-        self.stream = lru_cache(2 * len(groups))(self._stream)
+        # the methods of the same names with caches: of the current window of each lane, of two passes, of each lane
+        self.permutation = lru_cache(self.lanes * len(groups) + 1)(self._permutation)
+        self.group_order = lru_cache(2 * len(groups))(self._group_order)
         self.pattern = lru_cache(self.lanes)(self._pattern)
 
     def locate(self, epoch: int, position: int) -> Place:
@@ -140,11 +151,12 @@ class Order:
         return Place(lane, source, turn, first + start, size, offset)
 
     def _permutation(self, lane: int, source: int, turn: int, number: int, count: int) -> NDArray[np.int64]:
+        """The order of the ``count`` slots of window ``number`` of a lane."""
         if not self.shuffles:
             return np.arange(count)
         return np.random.default_rng([self.seed, turn, source, lane, number]).permutation(count)
 
-    def _stream(self, source: int, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _group_order(self, source: int, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The row groups of a pass over a source in their order, and the slot at which each ends."""
         order = np.arange(len(self.groups[source]))
         if self.shuffles:

@@ -282,7 +282,7 @@ class TextData:
         """Add the size of each split to ``messages``, with a note."""
         sizes = {role: f"{role} {len(of_role)}" for role, of_role in rows.items()}
         if self.stream is not None:
-            sizes |= self.stream.size()
+            sizes |= self.stream.describe_size()
         self.messages.append(f"data: {', '.join(sizes.values())}{note}")
 
     def name_part(self, split: str) -> str:

@@ -79,7 +79,7 @@ class StreamedSplit:
         self.entries = entries
         self.columns: list[str]  # this and the next attributes: from read_head on
         self.index: Index
-        self.sources: list[int]  # the first row group of each source
+        self.first_groups: list[int]  # the first row group of each source
         self.groups: list[NDArray[np.int64]]  # source -> rows of each of its row groups
         self.make_reader: Callable[[], Reader | BlockReader]
         self.head: Table
@@ -114,7 +114,7 @@ class StreamedSplit:
         counted_column = labels[0] if labels and data.label_type == "class" else None
         layout = replace(data.layout(), drop=data.drop, names=self._list_column_names())
         index = read_index(self.paths, layout, counted_column, lists=data.tagged)
-        self.sources = self._find_sources(index)
+        self.first_groups = self._find_first_groups(index)
         self._set_groups(index)
         self.make_reader = partial(Reader, index, layout, self.columns)
         numbers: list[int] = []
@@ -129,7 +129,7 @@ class StreamedSplit:
         self.head = self._make_table(numbers, rows)
         return self.head
 
-    def _find_sources(self, index: Index) -> list[int]:
+    def _find_first_groups(self, index: Index) -> list[int]:
         """The first row group of each source.
 
         Sources of 2 and 1 files begin with the files 0 and 2. With row groups of the files [0, 0, 1, 2], it is [0, 3].
@@ -144,17 +144,18 @@ class StreamedSplit:
 
     def _read_first_rows(self) -> Iterator[tuple[int, Row]]:
         """Yield number and columns of the first rows in the order of seed 0: the same ones for every ``train.seed``."""
-        order = self.order(seed=0, batch_size=1)()
+        order = self.order_factory(seed=0, batch_size=1)()
         with closing(self.make_reader()) as reader:
-            windows = Windows(order, reader, self.sources)
+            windows = Windows(order, reader, self.first_groups)
             for position in range(min(HEAD, order.size)):
                 yield windows.row(order.locate(0, position))
 
     def _make_rows_of_classes(self, example: Row) -> Iterator[tuple[int, Row]]:
-        """Yield rows of each class, as a rare one may have none among the first rows. They are copies of another row
-        with the label of the class, and have the number of its first row.
+        """Yield rows of each class with their numbers: a rare class may have none among the first rows. They are copies
+        of ``example`` with the label of the class, and have the number of the class's first row.
 
-        For the row ("fine", "good"), a class "bad" of 2 rows has 2 copies of ("fine", "bad"), and "good" has COPIES.
+        If ``example`` is ("fine", "good"), a class "bad" of 2 rows has 2 copies of ("fine", "bad"). The class "good" of
+        900 rows has ``COPIES`` copies of ("fine", "good").
         """
         for label, own in self.index.labels.items():
             row = (*example[:-1], label)  # the label is the last column
@@ -202,7 +203,7 @@ class StreamedSplit:
     def _set_groups(self, index: Index) -> None:
         """Set the row groups of each source. Raises an error for a source that is too small for the lanes."""
         self.index = index
-        self.groups = np.split(index.rows, self.sources[1:])  # sources [0, 2]: groups 0 and 1, and those from 2 on
+        self.groups = np.split(index.rows, self.first_groups[1:])  # with [0, 2]: groups 0 and 1, and from 2 on
         lanes = self.data.options.lanes
         for paths, rows in zip(self.entries, self.groups, strict=True):
             if self.weights is not None and rows.sum() < lanes:
@@ -226,8 +227,8 @@ class StreamedSplit:
         texts = self.index
         make_reader = self.make_reader
         counts = count_tokens(run, make_reader, self.columns, encode, tokenizer)
-        self._set_groups(index_blocks(texts, counts, self.sources, size, self.data.where))
-        self.make_reader = partial(BlockReader, make_reader, self.index, counts, self.sources, size, encode)
+        self._set_groups(index_blocks(texts, counts, self.first_groups, size, self.data.where))
+        self.make_reader = partial(BlockReader, make_reader, self.index, counts, self.first_groups, size, encode)
         logger.info("data: train: %d tokens in %d blocks of %d", int(counts.sum()), int(self.index.rows.sum()), size)
 
     def check_processes(self, run: Run) -> None:
@@ -250,13 +251,18 @@ class StreamedSplit:
                 place=f"{self.data.where}.files.train",
             )
 
-    def order(self, seed: int, batch_size: int) -> Callable[[], Order]:
-        """Builds the order of the samples, given ``train.seed`` and ``train.batch_size``."""
+    def order_factory(self, seed: int, batch_size: int) -> Callable[[], Order]:
+        """A function that builds the order of the samples. Each reader of the dataset calls it in its own process.
+
+        Args:
+            seed: ``train.seed``.
+            batch_size: ``train.batch_size``.
+        """
         options = self.data.options
         return partial(Order, self.groups, self.weights, seed, options.lanes, options.shuffle_buffer, batch_size)
 
-    def size(self) -> dict[str, str]:
-        """The size of the training split, for the log."""
+    def describe_size(self) -> dict[str, str]:
+        """The split ``train`` -> its size in words, for the log."""
         index = self.index
         return {
             "train": f"train {int(index.rows.sum())}, streamed from {counted(len(index.rows), 'row group')} in "
@@ -275,10 +281,10 @@ class StreamedSplit:
         """The datasets of a run: ``train`` is streamed, and the others are as ``loaded``. Every process must call
         it."""
         self.check_processes(run)
-        order = self.order(run.recipe.train.seed, run.recipe.train.batch_size)
+        order = self.order_factory(run.recipe.train.seed, run.recipe.train.batch_size)
         return {
             **loaded,
             "train": StreamedDataset(
-                self.index, self.make_reader, self.sources, order, encode, self.weights is not None
+                self.index, self.make_reader, self.first_groups, order, encode, self.weights is not None
             ),
         }

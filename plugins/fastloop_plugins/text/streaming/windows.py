@@ -103,7 +103,7 @@ class Windows:
 
         With row groups that end at [4, 8, 12], slot 6 is in the second one, after 2 of its rows.
         """
-        _, ends = self.order.stream(source, turn)
+        _, ends = self.order.group_order(source, turn)
         place = int(np.searchsorted(ends, slot, side="right"))
         first = int(ends[place - 1]) if place else 0
         return SlotPlace(place, slot - first)
@@ -111,7 +111,7 @@ class Windows:
     def _from(self, source: int, turn: int, start: SlotPlace) -> Iterator[tuple[int, Row]]:
         """Yield the rows of a pass over a source, from a place on."""
         skip = start.skip
-        groups, _ = self.order.stream(source, turn)
+        groups, _ = self.order.group_order(source, turn)
         for number in groups[start.group :]:
             group = int(number) + self.sources[source]
             first = int(self.reader.index.firsts[group]) + skip

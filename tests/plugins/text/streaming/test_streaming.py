@@ -115,7 +115,7 @@ def test_readers_share_no_row_group(readers, processes, workers):
 def test_rows_move_far_from_where_the_files_have_them():
     order = Order([np.full(100, 100)], None, seed=0, lanes=16, buffer=1600, batch_size=16)
     epoch = [order.locate(0, position) for position in range(10_000)]
-    groups, ends = order.stream(0, 0)
+    groups, ends = order.group_order(0, 0)
     slots = np.array([place.start + place.offset for place in epoch])
     number = np.searchsorted(ends, slots, side="right")
     found = groups[number] * 100 + slots - (ends[number] - 100)

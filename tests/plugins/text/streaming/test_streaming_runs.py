@@ -159,13 +159,13 @@ def test_a_killed_run_of_each_task_resumes_to_the_same_bits(task):
 
 def repeat_a_row_group() -> None:
     """Make the order of each epoch have its first row group twice, and its second never."""
-    stream = Order._stream
+    stream = Order._group_order
 
     def planted(order: Order, source: int, turn: int) -> Any:
         groups, ends = stream(order, source, turn)
         return np.concatenate([groups[:1], groups[:1], groups[2:]]), ends
 
-    Order._stream = planted  # type: ignore[method-assign]
+    Order._group_order = planted  # type: ignore[method-assign]
 
 
 def test_the_audit_reports_a_row_group_that_comes_twice_and_one_that_never_comes():

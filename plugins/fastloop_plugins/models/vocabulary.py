@@ -1,4 +1,4 @@
-"""Fit a model of transformers to its tokenizer: rows of the embedding, and the id of padding."""
+"""Fit a model of transformers to its tokenizer: rows of the embedding, the id of padding, and the longest text."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def tokens_after(tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], special: bool) -> list[int]:
-    """Add those tokens that a tokenizer does not have, and return their ids. A text has an added token as a whole, in
-    this spelling.
+    """Add those tokens that a tokenizer does not have, and return their ids. The tokenizer never divides an added
+    token, and finds it in a text only in this spelling.
 
     Args:
-        special: Whether decoding may leave the tokens out, as the tokens that end a text.
+        special: Whether decoding may leave the tokens out (``skip_special_tokens``), as it does the end of a text.
     """
     from tokenizers import AddedToken
 
@@ -75,12 +75,13 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], specia
     return cast("list[int]", tokenizer.convert_tokens_to_ids(new))
 
 
-def resize(model: Any, rows: int, seed: int, where: str, remedy: str, mean: bool = True) -> None:
+def resize_embeddings(model: Any, rows: int, seed: int, where: str, remedy: str, like_old: bool = True) -> None:
     """Give embedding and head this number of rows. New rows are drawn by the seed, and other random numbers stay.
 
     Args:
         where: The option that requests it, for messages.
-        mean: Draw new rows from the distribution of the old ones, as transformers does by default.
+        like_old: Draw new rows from the distribution of the old ones, as transformers does by default
+            (``mean_resizing``). Otherwise, draw them as the model initializes its weights.
 
     Raises:
         RecipeError: The model cannot be resized.
@@ -91,7 +92,7 @@ def resize(model: Any, rows: int, seed: int, where: str, remedy: str, mean: bool
     try:
         with preserve_random_states(), quiet():
             seed_all(seed)
-            model.resize_token_embeddings(rows, mean_resizing=mean)
+            model.resize_token_embeddings(rows, mean_resizing=like_old)
         sizes = [len(module.weight) for module in embeddings(model)]
     except Exception as error:  # models raise errors of any type
         cause = typed_clause(error)

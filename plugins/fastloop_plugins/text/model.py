@@ -404,7 +404,7 @@ class TextModel:
         model = self._build(auto, labels)
         generation = deepcopy(getattr(model, "generation_config", None))
         fit_padding(model, self.tokenizer, self.checkpoint_pad_id, self.options.name, self.key, self.where)
-        self.new_tokens.fit(model, self.tokenizer, self.recipe.train.seed)
+        self.new_tokens.add_rows(model, self.tokenizer, self.recipe.train.seed)
         size = longest_text(model)
         if size is not None and size < self.tokenizer.model_max_length:  # transformers' own number is huge
             self.tokenizer.model_max_length = size

@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any, cast
 
 from fastloop import RecipeError
-from fastloop_plugins.models.vocabulary import add_tokens, resize, rows_needed, rows_of, tokens_after
+from fastloop_plugins.models.vocabulary import add_tokens, resize_embeddings, rows_needed, rows_of, tokens_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,8 +31,8 @@ class NewTokens:
 
     Attributes:
         wanted: The tokens of both options.
-        ids: The tokens that the checkpoint was not trained with. Set by ``add``, as ``rows``.
-        rows: Rows that the embedding of the pretrained model gets; None: it keeps its own.
+        ids: The tokens that the checkpoint was not trained with; from ``add`` on.
+        rows: Rows that the embedding of the pretrained model gets, from ``add`` on; None: it keeps its own.
 
     Raises:
         RecipeError: An option is invalid.
@@ -118,7 +118,7 @@ class NewTokens:
             ),
         )
 
-    def fit(self, model: Any, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    def add_rows(self, model: Any, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         """Give embedding and head of a model their new rows, drawn by the seed, and log what is new.
 
         Raises:
@@ -141,5 +141,5 @@ class NewTokens:
         elif before != self.rows:
             key = "resize_embeddings" if self.options.resize_embeddings else "tokens"
             remedy = f"Leave {self.key}.{key} out, or use another model."
-            resize(model, self.rows, seed, f"{self.where}.{key}", remedy)
+            resize_embeddings(model, self.rows, seed, f"{self.where}.{key}", remedy)
             logger.info("%s.%s: the embedding grows from %d to %d rows", self.key, key, before, self.rows)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError, option
-from fastloop_plugins.models.vocabulary import embeddings, resize
+from fastloop_plugins.models.vocabulary import embeddings, resize_embeddings
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
 from fastloop_plugins.text.chat.left_out_contents import counting_renderer
@@ -79,7 +79,7 @@ class DecoderModel(TextModel):
         rows = -(-tokens // multiple) * multiple
         if rows == tokens:
             return
-        resize(model, rows, 0, f"{self.where}.pad_vocab_to", "Leave pad_vocab_to out.", mean=False)
+        resize_embeddings(model, rows, 0, f"{self.where}.pad_vocab_to", "Leave pad_vocab_to out.", like_old=False)
         with torch.no_grad():
             for module in embeddings(model):
                 for parameter in module.parameters():  # a tied one comes twice

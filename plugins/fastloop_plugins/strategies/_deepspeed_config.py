@@ -79,43 +79,43 @@ class Configuration:
     def _compare_options(self) -> None:
         """Check that the JSON has the values of the plugin's options."""
         options = self.options
-        self._agree("zero_optimization.stage", "plugins.deepspeed.stage", options.stage)
-        devices = {None: None, True: "cpu", False: "none"}
+        self._check_same("zero_optimization.stage", "plugins.deepspeed.stage", options.stage)
         for name, section in OFFLOADS.items():
-            device = devices[getattr(options, name)]
-            self._agree(f"zero_optimization.{section}.device", f"plugins.deepspeed.{name} (here the device)", device)
-        for key, name in (
-            ("overlap_comm", "overlap_comm"),
-            ("reduce_bucket_size", "bucket_size"),
-            ("allgather_bucket_size", "bucket_size"),
-        ):
-            self._agree(f"zero_optimization.{key}", f"plugins.deepspeed.{name}", getattr(options, name))
+            offloads: bool | None = getattr(options, name)
+            device = None  # as the JSON has it
+            if offloads is not None:
+                device = "cpu" if offloads else "none"
+            key = f"zero_optimization.{section}.device"
+            self._check_same(key, f"plugins.deepspeed.{name} (here the device)", device)
+        self._check_same("zero_optimization.overlap_comm", "plugins.deepspeed.overlap_comm", options.overlap_comm)
+        for key in ("zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size"):
+            self._check_same(key, "plugins.deepspeed.bucket_size", options.bucket_size)
 
     def _compare_training(self, recipe: Recipe) -> None:
         """Check that the JSON has the values of the recipe's training, optimizer, schedule and loss scale."""
         train = recipe.train
-        self._agree("train_batch_size", "train.batch_size", train.batch_size)
-        self._agree("train_micro_batch_size_per_gpu", "train.micro_batch_size", train.micro_batch_size)
-        self._agree("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
-        self._agree("optimizer.type", "train.optimizer", train.optimizer_name)
+        self._check_same("train_batch_size", "train.batch_size", train.batch_size)
+        self._check_same("train_micro_batch_size_per_gpu", "train.micro_batch_size", train.micro_batch_size)
+        self._check_same("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
+        self._check_same("optimizer.type", "train.optimizer", train.optimizer_name)
         own = {"lr": train.lr, "weight_decay": train.weight_decay, **train.optimizer_arguments}
         for key in lookup(self.json, "optimizer.params") or {}:
-            self._agree(
+            self._check_same(
                 f"optimizer.params.{key}",
                 f"train.{key}" if key in own else "the recipe's optimizer",
                 own.get(key, "its own"),
             )
         for key in lookup(self.json, "scheduler.params") or {}:
-            self._agree(f"scheduler.params.{key}", "the recipe's schedule", "its own (plugin lr-scheduler)")
-        self._agree("scheduler.type", "the recipe's schedule", "its own (plugin lr-scheduler)")
+            self._check_same(f"scheduler.params.{key}", "the recipe's schedule", "its own (plugin lr-scheduler)")
+        self._check_same("scheduler.type", "the recipe's schedule", "its own (plugin lr-scheduler)")
         scaling = recipe.plugins.get("amp") or {}
         if "init_scale" in scaling:
-            self._agree(
+            self._check_same(
                 "fp16.initial_scale_power",
                 "the power of plugins.amp.init_scale",
                 round(math.log2(scaling["init_scale"])),
             )
-        self._agree("fp16.loss_scale_window", "plugins.amp.growth_interval", scaling.get("growth_interval"))
+        self._check_same("fp16.loss_scale_window", "plugins.amp.growth_interval", scaling.get("growth_interval"))
 
     def _check_stage(self, recipe: Recipe, launcher: Launcher) -> None:
         """Check that the stage exists, and that it can do what the options, the launcher and the recipe need."""
@@ -147,7 +147,7 @@ class Configuration:
                 remedy="Use another, such as AdamW, or plugins.deepspeed.stage: 0.",
             )
 
-    def _agree(self, key: str, name: str, wanted: Any) -> None:
+    def _check_same(self, key: str, name: str, wanted: Any) -> None:
         """Raise an error for a value in the JSON that contradicts the recipe's. ``wanted`` is None if the recipe sets
         none."""
         given = lookup(self.json, key)
@@ -232,12 +232,12 @@ class Configuration:
                 place=f"{run.recipe.where}: plugins.deepspeed",
                 remedy=f"Use another strategy, or remove the option of {splitter!r} that does so.",
             )
-        self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.loaders.micro_batch_size)
-        self._agree("gradient_accumulation_steps", "the number of micro-steps", run.loaders.micro_steps)
+        self._check_same("train_micro_batch_size_per_gpu", "the batch of a device", run.loaders.micro_batch_size)
+        self._check_same("gradient_accumulation_steps", "the number of micro-steps", run.loaders.micro_steps)
         says = f"in the recipe, whose precision is {precision!r}, it"
         for kind in ("bf16", "fp16"):
-            self._agree(f"{kind}.enabled", says, precision == kind)
-        self._agree("torch_autocast.enabled", says, precision == "bf16" and not self.half)
+            self._check_same(f"{kind}.enabled", says, precision == kind)
+        self._check_same("torch_autocast.enabled", says, precision == "bf16" and not self.half)
         if precision not in ("no", "bf16", "fp16"):
             raise PluginError(
                 f"works in fp32, bf16 or fp16, and the recipe's precision is {precision!r}.",

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 class DeepSpeed(TimedStrategy):
     """Shards optimizer state, gradients and weights over the processes.
 
-    ``deepspeed.initialize`` does. The loop still controls steps, accumulation and the learning rate.
+    ``deepspeed.initialize`` divides them. The loop still controls steps, accumulation and the learning rate.
     """
 
     name = "deepspeed"
-    sets_precision = True  # the engine does
+    sets_precision = True  # the engine casts weights and inputs
     gathers_weights = True
     forwards_together = True
     keeps_weights_equal = False  # stage 3 divides them
@@ -139,7 +139,7 @@ class DeepSpeed(TimedStrategy):
         if stage == 3 and run.world_size > 1:
             self.order = order_modules(run, engine.module)
         engine.set_gradient_accumulation_boundary(True)
-        engine.no_sync = self.held_back
+        engine.no_sync = self.no_sync
         if self.configuration.half:
             cast_around(engine)
         if "compile" in run.plugins.names():
@@ -156,9 +156,9 @@ class DeepSpeed(TimedStrategy):
         return (yield)
 
     @contextmanager
-    def held_back(self) -> Iterator[None]:
-        """Suppress the reduction in all micro-steps but the last. DeepSpeed's ``no_sync`` rejects stages 2 and 3, which
-        reduce in each."""
+    def no_sync(self) -> Iterator[None]:
+        """The engine's ``no_sync``: suppress the reduction in all micro-steps but the last. DeepSpeed's own one rejects
+        stages 2 and 3, which reduce in each."""
         self.engine.set_gradient_accumulation_boundary(False)
         try:
             yield

@@ -37,6 +37,7 @@ class NameRule:
         if self.is_path:
             path = posixpath.normpath(replaced)
             if path != replaced or path == "." or path.startswith(("..", "/")):
+                # a//b becomes a__b, /a becomes _a, and ../a becomes _._a
                 replaced = re.sub(r"^\.|/", "_", replaced)
         return self._shorten(replaced or "_")
 
@@ -64,7 +65,7 @@ class TrackerRules:
     """The names and values that a tracker accepts.
 
     Attributes:
-        run_argument: The argument of its class that names a run; None: it has none.
+        run_argument: The argument of its constructor that names a run; None: it has none.
         values: Names of params and metrics.
         project, run: Names of projects and runs.
         longest_value: Maximum number of characters of a param; None: any.
@@ -77,7 +78,7 @@ class TrackerRules:
     longest_value: int | None = None
 
 
-RULES = {
+TRACKERS = {
     "aim": TrackerRules(),
     "clearml": TrackerRules("task_name"),
     "comet_ml": TrackerRules(),
@@ -92,7 +93,7 @@ RULES = {
     "trackio": TrackerRules("name"),
     "wandb": TrackerRules("name", project=NameRule(r"[/\\#?%:]", longest=128), run=NameRule(longest=128)),
 }
-"""Tracker, which is also the name of its module -> the names that it accepts."""
+"""All trackers. Tracker, which is also the name of its module -> the names and values that it accepts."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Plugin, PluginError, Problem, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.recipe import secrets
-from fastloop_plugins.observe._tracker_names import RULES, TrackerNames, Value
+from fastloop_plugins.observe._tracker_names import TRACKERS, TrackerNames, Value
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -116,7 +116,7 @@ class Trackers(Plugin):
     read_only = True
     publishes = True
 
-    trackers: list[str] = option(f"Trackers: {', '.join(RULES)}.", default_factory=list)
+    trackers: list[str] = option(f"Trackers: {', '.join(TRACKERS)}.", default_factory=list)
     project: str = option("Project or experiment that the run belongs to.", default="fastloop", min_length=1)
 
     def __init__(self, **options: Any) -> None:
@@ -132,7 +132,7 @@ class Trackers(Plugin):
         if not self.trackers:
             logger.warning(
                 Problem(
-                    f"lists no tracker, so nothing is logged. Expected some of: {', '.join(RULES)}.",
+                    f"lists no tracker, so nothing is logged. Expected some of: {', '.join(TRACKERS)}.",
                     code="nothing-selected",
                     place=where,
                 )
@@ -145,9 +145,9 @@ class Trackers(Plugin):
                     place=where,
                     remedy="List the plugin tensorboard instead.",
                 )
-            if name not in RULES:
+            if name not in TRACKERS:
                 raise PluginError(
-                    f"no tracker {name!r}.", code="unknown-choice", place=where, remedy=did_you_mean(name, RULES)
+                    f"no tracker {name!r}.", code="unknown-choice", place=where, remedy=did_you_mean(name, TRACKERS)
                 )
             if importlib.util.find_spec(name) is None:
                 raise PluginError(
@@ -170,7 +170,7 @@ class Trackers(Plugin):
         recipe = run.recipe
         parameters = dict(flatten(secrets.hidden(recipe.to_dict() | {"plugins": recipe.listed(recipe.plugins)})))
         for name in self.trackers:
-            rules = RULES[name]
+            rules = TRACKERS[name]
             names = TrackerNames(name, rules)
             run_name = {rules.run_argument: names.run(run.folder.name)} if rules.run_argument else {}
             tracker = LOGGER_TYPE_TO_CLASS[name](names.project(self.project), **run_name)

@@ -18,7 +18,7 @@ import pytest
 
 from fastloop import Plugin, PluginCrash, PluginError, hookimpl
 from fastloop.testing import expect_problem, find_problems
-from fastloop_plugins.observe._tracker_names import MLFLOW_NAMES, RULES, TrackerNames, TrackerRules
+from fastloop_plugins.observe._tracker_names import MLFLOW_NAMES, TRACKERS, TrackerNames, TrackerRules
 from fastloop_plugins.observe.trackers import Started
 
 CURVES = {
@@ -265,7 +265,7 @@ def test_refused_names_and_long_values_are_replaced_and_reported_once(tiny_run, 
     tracked = {"trackers": {"trackers": ["mlflow"], "project": project}}
     result = tiny_run([LogsNames(), tracked], log_every=6, output=tmp_path / ("r" * 252))
     assert result.summary["status"] == "completed"
-    run = mlflow_run(mlflow_client, RULES["mlflow"].project.replace(project))
+    run = mlflow_run(mlflow_client, TRACKERS["mlflow"].project.replace(project))
     values = {value for name, value in run.data.metrics.items() if not name.startswith(("train", "valid", "summary"))}
     assert values == set(map(float, range(len(NAMES)))), "each name has a metric of its own"
     messages = [str(problem) for problem in find_problems(caplog, "name-replaced")]
@@ -299,7 +299,7 @@ def test_mlflow_accepts_each_replaced_name_and_keeps_each_accepted_name():
 
 
 def test_names_that_are_replaced_alike_stay_apart():
-    names = TrackerNames("mlflow", RULES["mlflow"])
+    names = TrackerNames("mlflow", TRACKERS["mlflow"])
     metrics = {"a@b": 1.0, "a%b": 2.0, "a_b": 3.0, "x" * 300: 4.0, "x" * 301: 5.0}
     first = names.metrics(metrics)
     assert sorted(first.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]

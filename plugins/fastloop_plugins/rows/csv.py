@@ -192,7 +192,7 @@ class Delimited(LineFormat):
             yield Block(place, len(rows), cells, numbers)
             if problem is not None:
                 break
-            place = start if self.is_whole else lines.offset
+            place = start if self.reads_from_start else lines.offset
             rows, problem = self._some(records, size)
         if problem is not None:
             raise problem

@@ -116,7 +116,7 @@ class File(ABC):
         has_groups: Whether the format has row groups. All blocks of one begin at its number.
         predicts: Whether the rows are those of a file to predict. Each line of a .txt file is a row then, and nothing
             is checked at the end of the file, but by ``check_whole``.
-        is_whole: Whether the file can only be read from its beginning. It is one row group then.
+        reads_from_start: Whether the file can only be read from its beginning. It is one row group then.
         not_streamed: Why the file cannot be streamed, and what to do; empty if it can be.
         names: The columns that the file has, as far as they are known.
         schema: Its schema in pyarrow; None: the format has none.
@@ -129,7 +129,7 @@ class File(ABC):
     lists: ClassVar[bool] = False
     untyped: ClassVar[bool] = False
     has_groups: ClassVar[bool] = False
-    is_whole = False
+    reads_from_start = False
     predicts = False
     not_streamed = ""
     schema: Any = None
@@ -187,7 +187,7 @@ class File(ABC):
                             raise
                         self.unreadable += 1
                         continue
-                    if not rows and not self.is_whole:
+                    if not rows and not self.reads_from_start:
                         start = position
                     rows.append(row)
                 count += 1

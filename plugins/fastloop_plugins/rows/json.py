@@ -99,7 +99,7 @@ class Json(LineFormat):
         self.parses_all = self.is_list
         self.list_facts = ""
         if self.is_list:
-            self.is_whole = True
+            self.reads_from_start = True
             self.unit = "row"
             self.not_streamed = "it is one list, which is read as a whole. Write an object a line instead (.jsonl)."
 

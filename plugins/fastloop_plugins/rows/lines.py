@@ -70,7 +70,8 @@ class LineFile:
     Attributes:
         head: Its first characters.
         first_bytes: Its first ``CHECKED`` bytes, decompressed.
-        is_whole: Whether it can only be read from its beginning: it is compressed, or bytes do not show its line ends.
+        reads_from_start: Whether it can only be read from its beginning: it is compressed, or its bytes do not show its
+            line ends.
     """
 
     def __init__(self, path: str, how: Read) -> None:
@@ -79,7 +80,7 @@ class LineFile:
         self.raw = open_binary(path)
         self.size = size_of(self.raw)
         self.codec = codec_of(path, how, self.raw.read(4))
-        self.is_whole = self.codec is not None
+        self.reads_from_start = self.codec is not None
         self.raw.seek(0)
         head: bytes = self._stream().read(CHUNK)
         self.mark = next((mark for mark in MARKS if head.startswith(mark)), b"")
@@ -91,7 +92,7 @@ class LineFile:
         self.first_bytes = head[:CHECKED]
         self.head = head[len(self.mark) :].decode(self.encoding, "ignore")
         self.transcodes = ASCII.decode(self.encoding, "replace") != ASCII.decode()
-        self.is_whole = self.is_whole or self.transcodes
+        self.reads_from_start = self.reads_from_start or self.transcodes
 
     def _check_utf16(self, head: bytes) -> None:
         # "ab" is b"a\0b\0" in little-endian UTF-16: each byte at an odd place is 0, and no byte at an even one
@@ -132,7 +133,7 @@ class LineFile:
 
     def _stream(self) -> Any:
         """The decompressed content. A file that can only be read from its beginning is opened again."""
-        if not self.is_whole:
+        if not self.reads_from_start:
             return self.raw
         if self.codec is None:
             return open_binary(self.path)
@@ -145,7 +146,7 @@ class LineFile:
         """Yield the content from an offset on, without its byte-order mark, in an encoding whose bytes show line ends.
         Other iterators may move the file's position in between."""
         start = start or len(self.mark)
-        if not self.is_whole:
+        if not self.reads_from_start:
             while True:
                 self.raw.seek(start)
                 chunk = self.raw.read(CHUNK)
@@ -272,7 +273,7 @@ class LineFormat(File):
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
         self.text = LineFile(path, how)
-        self.is_whole = self.text.is_whole
+        self.reads_from_start = self.text.reads_from_start
         self.last = self.text.lines()
 
     def parse(self, line: str, place: str) -> Any:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from fastloop.scalars import LogMark
 
 
+WINDOW = 30
+"""Seconds after which the measurement of the speed begins anew: the speed is an average over this time at most."""
+
+
 @dataclass(frozen=True)
 class CopiedLoss:
     """The loss of a step, on its way to the host. ``epoch``: the index of the step's epoch, from 0."""
@@ -48,8 +52,8 @@ class Progress(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.bar: Bar | NotebookBar | None = None
-        self.next = 0.0
-        self.period = 0.0
+        self.next = 0.0  # time of the next update, by ``perf_counter``
+        self.period = 0.0  # seconds between two updates
         self.copied: CopiedLoss | None = None
         self.console: Console  # this and the next attributes: from before_fit on
         self.mark: LogMark  # the training done when the measured time began
@@ -85,6 +89,8 @@ class Progress(Plugin):
     def after_step(self, run: Run, loss: Tensor) -> None:
         if perf_counter() < self.next:  # a step costs one clock reading
             return
+        from fastloop.log_points import read_mark
+
         if self.copied is None:
             from fastloop.runtime.host_copies import HostCopy
 
@@ -93,6 +99,9 @@ class Progress(Plugin):
                 return  # it is shown after the next step, so that the host need not wait for this one
         text = self.describe(run, self.copied.step, self.copied.epoch, self.copied.loss.read().item())
         self.copied = None
+        now = read_mark(run)
+        if now.seconds - self.mark.seconds > WINDOW:
+            self.mark = now
         if self.bar is not None:
             self.bar.update(self.task, completed=run.state.step, description=text)
         else:
@@ -126,8 +135,6 @@ class Progress(Plugin):
             best = run.state.best
             extreme = {"min": "lowest", "max": "highest"}.get(str(best.get("mode")), "best")
             parts.append(f"{extreme} {best['metric']} {best['value']:.4f}")
-        if elapsed > 30:  # the speed is an average over the last half minute
-            self.mark = now
         return ", ".join(parts)
 
     @hookimpl

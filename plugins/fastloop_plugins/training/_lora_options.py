@@ -14,7 +14,7 @@ CHANGES_BASE = ("olora", "pissa")
 
 
 class LoRAOptions(Plugin):
-    """The options of the plugin ``lora``."""
+    """Base class of ``lora``: its options."""
 
     r: int = option("Rank of the adapters.", default=8, ge=1)
     alpha: float = option("Adapters are scaled by alpha / r.", default=16.0, gt=0)
@@ -31,7 +31,8 @@ class LoRAOptions(Plugin):
         "Indices of the layers that get adapters; null: all.", default=None
     )
     init_lora_weights: bool | str = option(
-        "Initial values: true, gaussian, orthogonal, olora, pissa or pissa_niter_N; false: no zeros.", default=True
+        "Initial values: true, gaussian, orthogonal, olora, pissa or pissa_niter_N; false: no adapter begins as zero.",
+        default=True,
     )
     adapter: str | None = option(
         "Folder of an adapter to continue; null: that of model.name, or a new one.", default=None

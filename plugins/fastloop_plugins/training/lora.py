@@ -6,7 +6,9 @@
 Weights that the pretrained model lacks, such as those of a new head, are trained in full and saved with the adapters.
 The exported model has the adapters merged in. With ``merge: false``, only the adapters are written, and ``fastloop
 evaluate`` and ``predict`` add them to the base model. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language
-Models", 2021.
+Models", 2021. ``use_rslora`` scales adapters by ``alpha / sqrt(r)`` instead of ``alpha / r`` (Kalajdzievski, "A Rank
+Stabilization Scaling Factor for Fine-Tuning with LoRA", 2023). ``use_dora`` also trains the magnitude of each weight's
+columns (Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024).
 
 To continue an adapter, of fastloop or of peft, name its folder. Its ``r``, ``alpha`` and layers are kept:
 

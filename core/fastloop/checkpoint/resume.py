@@ -261,10 +261,11 @@ def _restore_first_states(run: Run, states: dict[str, Any]) -> None:
 
 
 def sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
-    """For ``checkpoint.read``: returns a function that gives the tensor to read a sharded tensor into.
+    """A function for ``checkpoint.read``, which reads sharded tensors of a checkpoint.
 
-    It is an empty one with this run's sharding of the weight or parameter. If the optimizer of a strategy has the
-    method ``empty_shard(shape)``, its result gives the sharding instead.
+    The function gets the name and the shape of a tensor, and returns an empty one to read it into, sharded as this run
+    shards the weight or the parameter. If the optimizer of a strategy has the method ``empty_shard(shape)``, the
+    returned tensor is sharded as its result.
     """
     weights = run.unwrap_model().state_dict()
     empty_shard = getattr(run.optimizer, "empty_shard", None)

@@ -134,10 +134,11 @@ class ParameterGroups(Plugin):
         if decay is None:
             return {}
         every_block = transformer_blocks(model)
-        inner: set[int] = set()  # blocks within others
+        inner: set[int] = set()  # ids of the modules within a block, such as an expert that is a block, too
         for block in every_block:
-            _, *modules = block.modules()
-            inner.update(id(module) for module in modules)
+            for module in block.modules():
+                if module is not block:
+                    inner.add(id(module))
         blocks = [block for block in every_block if id(block) not in inner]
         if not blocks:
             where = f"{run.recipe.where}: train.layer_lr_decay: {type(model).__name__}"

@@ -32,7 +32,7 @@ NEEDS_MEAN = "fastloop needs the mean, which it weights by samples."
 
 
 class ClassifierOptions(Plugin):
-    """Options that all tasks with classes have."""
+    """Base class of tasks with classes: their options for losses and metrics, and the count of ``balanced``."""
 
     loss: str | dict[str, Any] = option(
         "cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: "

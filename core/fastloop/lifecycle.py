@@ -305,14 +305,14 @@ def _build_loaders(run: Run) -> None:
             code="no-dataset",
             place=run.recipe.where,
         )
-    if loaders.first not in datasets:
+    if loaders.first_split not in datasets:
         raise RecipeError(
-            f"there is no split {loaders.first!r}. There are: {', '.join(datasets) or 'none'}.",
+            f"there is no split {loaders.first_split!r}. There are: {', '.join(datasets) or 'none'}.",
             code="unknown-split",
             place=f"{run.recipe.where}: data",
         )
     if not trains:
-        datasets = {loaders.first: datasets[loaders.first]}
+        datasets = {loaders.first_split: datasets[loaders.first_split]}
     loaders.set_datasets(datasets)
     splits = list(loaders.datasets)
     if trains:  # train first: plugins fit the other splits to it

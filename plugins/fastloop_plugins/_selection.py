@@ -312,7 +312,7 @@ def _compute(run: Run) -> str | None:
         samples = _samples(run, loader)
     except Exception:  # training reports it
         return None
-    if not samples or getattr(run.loaders.collators[run.loaders.first], "generates", False):
+    if not samples or getattr(run.loaders.collators[run.loaders.first_split], "generates", False):
         return None
     restore = remember(model)
     try:
@@ -349,7 +349,7 @@ def _explain_trial(run: Run, error: Exception) -> str | None:
 def _samples(run: Run, loader: Loader) -> list[Any] | None:
     """The longest samples of the loader's split, the first of the run, or the first ones without ``lengths``. If only
     some are tokenized, those of these. None for an iterable dataset that does not read by position."""
-    dataset = run.datasets[run.loaders.first]
+    dataset = run.datasets[run.loaders.first_split]
     count = min(SAMPLES, loader.micro_batch_size)
     encoded = getattr(dataset, "encoded", None)
     if encoded is not None:

@@ -110,7 +110,7 @@ class Loaders:
         self._own_generators: list[RandomGenerator] | None = None
 
     @property
-    def first(self) -> str:
+    def first_split(self) -> str:
         """``train``, or the only split of a run that does not train."""
         return TRAIN if self._recipe.inference is None else self._recipe.inference.split
 

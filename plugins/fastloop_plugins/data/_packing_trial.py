@@ -49,7 +49,7 @@ def try_packing(
         network: The transformers model in ``model``.
         pack: Adapts the model to packed rows.
     """
-    dataset = run.datasets[run.loaders.first]
+    dataset = run.datasets[run.loaders.first_split]
     longest = 0
     if network.config._attn_implementation != FLASH:  # FlashAttention has the windows itself
         longest = collator.longest or run.recipe.data.get("max_length") or 0

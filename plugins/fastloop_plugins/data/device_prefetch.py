@@ -72,7 +72,7 @@ class DevicePrefetch(Plugin):
         from fastloop_plugins.data._read_ahead import is_deterministic
 
         loaders = run.loaders
-        return is_deterministic(loaders.datasets.get(loaders.first), loaders.collators.get(loaders.first))
+        return is_deterministic(loaders.datasets.get(loaders.first_split), loaders.collators.get(loaders.first_split))
 
     def copied(
         self, steps: Iterable[list[Batch]], to_device: Callable[[list[Batch]], list[Batch]]

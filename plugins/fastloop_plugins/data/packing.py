@@ -103,7 +103,7 @@ class Packing(Plugin):
         collate = yield
         if getattr(collate, "generates", False):  # prompts to continue, which cannot be packed
             return collate
-        if split != run.loaders.first:
+        if split != run.loaders.first_split:
             return LaterPackedCollator(self.collator, collate)
         self.collator = PackedCollator(collate, run.settings.pad_to_multiple_of)
         return self.collator
@@ -192,7 +192,7 @@ class Packing(Plugin):
             return "it has no selectable attention"
         if implementation not in INSIDE:
             return f"its attention is {implementation!r}, and packing supports {', '.join(INSIDE)}"
-        dataset = run.datasets[run.loaders.first]
+        dataset = run.datasets[run.loaders.first_split]
         if not hasattr(dataset, "__getitem__"):
             return f"it is trained on {type(dataset).__name__}, which is iterable"
         return None

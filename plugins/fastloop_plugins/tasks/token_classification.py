@@ -216,6 +216,6 @@ class TokenClassification(ClassifierOptions, TextTask):
         from fastloop_plugins.tasks.tags.metrics import tag_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
-        sentences: Any = run.datasets[run.loaders.first].words
+        sentences: Any = run.datasets[run.loaders.first_split].words
         words = [sentences[row] for row in batch["rows"].tolist()]
         return tag_columns(output, words, self.order.names, self.scheme)

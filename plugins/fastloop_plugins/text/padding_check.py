@@ -220,7 +220,7 @@ def refuse_batched_predictions(run: Run, effect: str, remedy: str = "") -> None:
     if inference is None or not inference.chunk:
         return
     size = run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
-    if min(size, len(run.datasets[run.loaders.first])) > 1:
+    if min(size, len(run.datasets[run.loaders.first_split])) > 1:
         raise RecipeError(
             f"batches have up to {size} texts. {effect}, so a prediction depends on the other texts of its batch. "
             f"Predict one text at a time: train.eval_batch_size=1{remedy}.",

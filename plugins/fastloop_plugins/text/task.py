@@ -280,7 +280,7 @@ class TextTask(Plugin):
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         """A long and a short sample, on which the model is tried."""
-        return self._longest_and_shortest or longest_and_shortest(run.datasets[run.loaders.first])
+        return self._longest_and_shortest or longest_and_shortest(run.datasets[run.loaders.first_split])
 
     def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
         """Raise an error for a model that cannot do the task. Called on every process, before training.

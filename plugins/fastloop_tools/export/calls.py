@@ -122,7 +122,7 @@ def record(run: Run, has_data: bool) -> Calls:
     """
     model = run.unwrap_model().eval()
     if has_data:
-        return _describe(model, list(_calls(run, run.loaders.first)), synthetic=False)
+        return _describe(model, list(_calls(run, run.loaders.first_split)), synthetic=False)
     assert run.recipe.inference is not None
     assert run.recipe.inference.model is not None
     return _describe(model, list(_synthetic(model, run.recipe.inference.model)), synthetic=True)

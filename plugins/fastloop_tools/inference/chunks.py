@@ -78,7 +78,7 @@ def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
         RecipeError: The task reads no files, the recipe's data has no such split, or the split is iterable.
     """
     task = run.plugins.in_slot("task")
-    split = run.loaders.first
+    split = run.loaders.first_split
     if source is not None:
         raise RecipeError(
             f"the task {task!r} reads no files or texts to predict. Predict a split: --split test.",

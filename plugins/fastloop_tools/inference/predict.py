@@ -283,7 +283,7 @@ def predict_chunks(run: Run, chunks: Iterator[Any], kept: KeepOption, output: Pr
         while chunk is not None:
             following = pool.submit(next, chunks, None) if threaded else None
             set_seed(run.recipe.train.seed + len(output.parts))  # so that sampled texts do not depend on interruptions
-            columns = predict_dataset(run, run.loaders.replace(run.loaders.first, chunk))
+            columns = predict_dataset(run, run.loaders.replace(run.loaders.first_split, chunk))
             chunk = next(chunks, None) if following is None else following.result()
             kept.check_names(columns)
             rows = kept.take(count=len(next(iter(columns.values()))))

@@ -257,7 +257,7 @@ class GRPO(TextTask):
         from fastloop_grpo.rollout import empty_sample
 
         size = self.completions_at_once(run)
-        collate = run.loaders.collators[run.loaders.first]
+        collate = run.loaders.collators[run.loaders.first_split]
         batches = []
         for place in range(count):
             part = list(samples[place * size : (place + 1) * size])

@@ -181,7 +181,7 @@ class PreferenceTask(TextTask):
 
     def name_rewards(self, run: Run, rewards: Tensor) -> Mapping[str, Tensor]:
         """The predictions of a batch: ``reward``, or of a split's pairs ``chosen`` and ``rejected``."""
-        paired = "rejected" in run.datasets[run.loaders.first][0]
+        paired = "rejected" in run.datasets[run.loaders.first_split][0]
         if not paired:
             return {"reward": rewards}
         chosen, rejected = rewards.chunk(2)

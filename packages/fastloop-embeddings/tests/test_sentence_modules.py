@@ -344,6 +344,9 @@ def test_scores_have_the_activation_of_the_base(scored, name):
     expected = getattr(torch.nn, activation)()(logits)
     np.testing.assert_allclose(np.load(scored[name] / "scores.npy"), expected, rtol=1e-4, atol=1e-6)
     assert model.config.sentence_transformers["activation_fn"].endswith(activation)
+    log = (scored[name] / "run" / "log.txt").read_text()
+    classes = "its classes are 0 = LABEL_0, 1 = LABEL_1, 2 = LABEL_2, and the data's are 0 = LABEL_0:"
+    assert (classes in log) == (name == "of another head")
 
 
 CROSS_ENCODERS = """

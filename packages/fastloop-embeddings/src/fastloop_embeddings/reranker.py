@@ -136,7 +136,10 @@ class Reranker(PairTask):
     @hookimpl
     def build_model(self, run: Run) -> Any:
         self.set_activation(run.recipe)
-        self.text_model.config.num_labels = 1
+        if (
+            self.order is None
+        ):  # pairs without scores; else the order sets it, and a message compares it with the base's
+            self.text_model.config.num_labels = 1
         return super().build_model(run)
 
     def set_activation(self, recipe: Any) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from checkpoint_helpers import BERT, DISTILBERT, save_checkpoint, text_recipe, text_run, write_rows
+from safetensors.torch import load_file, save_file
 from training_runs import execute
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -21,7 +23,7 @@ from fastloop import Problem, RecipeError
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
-from fastloop.testing import assert_problem, expect_problem, start
+from fastloop.testing import assert_problem, expect_problem, find_problems, start
 
 LM, CLASSIFY = "causal-lm", "text-classification"
 LABELLED = {"label": "label"}
@@ -123,6 +125,27 @@ def test_a_checkpoint_that_reads_ahead_is_refused_before_training():
     save_checkpoint(AutoModelForCausalLM, XLNET)
     with expect_problem("unsupported-model XLNetLMHeadModel", RecipeError):
         text_run(LM, "checkpoint")
+
+
+def rename_weights(old: str, new: str) -> None:
+    """Rename weights of the checkpoint, as a program with other names of modules would save them."""
+    path = Path("checkpoint/model.safetensors")
+    weights = {name.replace(old, new): weight for name, weight in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification], ids=lambda auto: auto.__name__)
+def test_a_checkpoint_whose_weights_have_other_names_does_not_train_from_random_ones_without_a_word(auto, caplog):
+    save_checkpoint(auto, BERT)
+    text_run(CLASSIFY, "checkpoint", LABELLED)
+    assert not find_problems(caplog, "weights-missing")
+    rename_weights("layer.1.", "layers.1.")
+    text_run(CLASSIFY, "checkpoint", LABELLED)
+    assert_problem(caplog, "weights-missing recipe.yaml: model.name: 16 encoder.layer.1. encoder.layers.1.")
+    rename_weights("e", "E")
+    with expect_problem("weights-missing recipe.yaml: model.name: BertModel embeddings EmbEddings", RecipeError):
+        text_run(CLASSIFY, "checkpoint", LABELLED)
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(

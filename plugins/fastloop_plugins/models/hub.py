@@ -8,15 +8,15 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fastloop import RecipeError
+from fastloop import Problem, RecipeError
 from fastloop.errors import did_you_mean
-from fastloop.problem import clause, typed_clause
+from fastloop.problem import clause, counted, typed_clause
 from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins._names import list_names
@@ -29,6 +29,10 @@ FAILURES = (
     OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError, MemoryError,
 )  # fmt: skip
 """Errors of the libraries for names, arguments and files that they cannot use."""
+IN_A_LAYER = re.compile(r"\.\d+\.")
+"""Finds the number of a layer in the name of a weight: ``encoder.layer.0.output.dense.bias``."""
+RENAME = "Name them as save_pretrained of transformers does, or use another model."
+"""Advice for weights with other names."""
 
 
 def is_hub_name(name: str) -> bool:
@@ -171,6 +175,59 @@ def log_new(model: str, names: Iterable[str]) -> None:
     listed = sorted(names)
     if listed:
         logger.info("not in %s, so initialized at random: %s", model, list_names(listed, 4))
+
+
+def new_weights(notes: Mapping[str, Any]) -> set[str]:
+    """The names of the weights that the files of a pretrained model lack, or have in another shape.
+
+    Args:
+        notes: ``output_loading_info`` of ``from_pretrained``.
+    """
+    new = set(notes["missing_keys"])
+    for name, *_ in notes["mismatched_keys"]:
+        new.add(name)
+    return new
+
+
+def check_new(model: Any, name: str, notes: Mapping[str, Any], place: str) -> None:
+    """Log ``new_weights``. A new head or pooler is usual, and new weights of layers are a warning: the files name them
+    in another way.
+
+    Args:
+        model: As ``from_pretrained`` of transformers returns it.
+        name: The pretrained model, for messages.
+        notes: As in ``new_weights``.
+        place: The recipe and the key, for messages.
+
+    Raises:
+        RecipeError: The files have no weight of the base model.
+    """
+    new = new_weights(notes)
+    base = model.base_model
+    prefix = "" if base is model else f"{model.base_model_prefix}."
+    of_base = [key for key, _ in model.named_parameters() if key.startswith(prefix)]
+    lacking = [key for key in of_base if key in new]
+    in_layers = [key for key in lacking if IN_A_LAYER.search(key)]
+    unexpected = sorted(notes["unexpected_keys"])
+    others = f" The files have others, such as {unexpected[0]}." if unexpected else ""
+    if lacking and len(lacking) == len(of_base):
+        raise RecipeError(
+            f"the files of {name} have no weight of {type(base).__name__}, such as {lacking[0]}.{others}",
+            code="weights-missing",
+            place=place,
+            remedy=RENAME,
+        )
+    log_new(name, new)
+    if in_layers:
+        logger.warning(
+            Problem(
+                f"the files of {name} lack {counted(len(in_layers), 'weight')} of the layers of {type(base).__name__}, "
+                f"such as {in_layers[0]}, which are initialized at random.{others}",
+                code="weights-missing",
+                place=place,
+                remedy=RENAME,
+            )
+        )
 
 
 @contextmanager

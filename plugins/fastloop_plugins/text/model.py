@@ -22,10 +22,11 @@ from fastloop_plugins.models.hub import (
     check_index,
     check_model_source,
     check_name,
+    check_new,
     check_one_export,
     config_from_scratch,
     explaining,
-    log_new,
+    new_weights,
     offline,
     quiet,
 )  # fmt: skip
@@ -454,10 +455,9 @@ class TextModel:
             output_loading_info=True,
         )
         missing = set(notes["missing_keys"])
-        mismatched = {name for name, *_ in notes["mismatched_keys"]}
-        self.new = missing | mismatched
+        self.new = new_weights(notes)
         if self.adapter is None:  # an adapter has the weights that its base model lacks
-            log_new(self.options.name or "", self.new)
+            check_new(model, self.options.name or "", notes, f"{self.where}.name")
         if labels is not None and not labels.keeps_head:
             self.new |= start_head_fresh(model, missing, checkpoint_names, labels, f"{self.where}.name", self.head)
         return model

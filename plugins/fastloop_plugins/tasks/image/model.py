@@ -19,10 +19,11 @@ from fastloop_plugins.models.hub import (
     build_from_config,
     check_model_source,
     check_name,
+    check_new,
     check_one_export,
     config_from_scratch,
     explaining,
-    log_new,
+    new_weights,
     offline,
     quiet,
 )  # fmt: skip
@@ -327,9 +328,9 @@ class ImageModel:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        self.new = {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}
+        self.new = new_weights(notes)
         if self.adapter is None:  # an adapter has the weights that its base model lacks
-            log_new(self.name, self.new)
+            check_new(model, self.name, notes, f"{self.where}.name")
         if self.recipe.inference is None and not labels.keeps_head:
             self.new |= start_head_fresh(model, set(notes["missing_keys"]), old_names, labels, f"{self.where}.name")
         return model

@@ -88,7 +88,8 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
         return folder
     first_names: dict[int, str] = {}  # id of a parameter -> its first name
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in weights:  # strategies gather each name of a tied weight apart: give all of them one tensor
+        if name in weights:
+            # a tied weight has several names, and strategies gather each apart: all get the tensor of the first name
             first_name = first_names.setdefault(id(parameter), name)
             weights[name] = weights[first_name]
     folder.mkdir(parents=True, exist_ok=True)

@@ -84,8 +84,8 @@ class Started:
         """End the tracker's run.
 
         Args:
-            status: ``completed``, ``stopped`` (interrupted) or ``failed``. A tracker without such a status gets it as a
-                param or a text.
+            status: ``completed``, ``stopped`` (interrupted) or ``failed``. MLflow, W&B and SwanLab have such a status
+                of a run. Other trackers get the param ``summary.status``, and trackio logs it.
             reason: Why it was stopped or has failed.
         """
         if self.name == "mlflow":

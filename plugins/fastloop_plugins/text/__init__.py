@@ -24,7 +24,8 @@ batches, padding_check              # batches before and after padding; whether 
 streaming                           # training texts that memory cannot hold
 chunks                              # texts to predict, some rows at a time
 chat                                # data, tokens and models of causal-lm: conversations, completions and texts
-model, model_options, masks, reference, second_model   # the model, its forward passes, and models beside it
+model, model_options                # the model, and the keys of ``model``
+masks, reference, second_model      # forward passes of the model, and models beside it
 next_token_loss, chunked_loss, chosen_tokens, head_trial   # losses of language models
 narrow_cross_entropy                # the loss of logits in 16 bits on a CPU
 generation, generated_samples, forbidden_targets, written_targets   # texts that a model writes

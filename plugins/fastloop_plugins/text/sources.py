@@ -150,8 +150,9 @@ def number_sources(parts: Sequence[Table]) -> NDArray[np.int64]:
 
 
 def mix_sources(rows: Rows, data: TextData) -> Rows:
-    """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. The draw of
-    rows that an epoch repeats or leaves out is random and fixed. Adds the numbers to ``data.messages``.
+    """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. A fixed seed
+    draws the rows that are repeated or left out: they are the same in all epochs and runs. Adds the numbers to
+    ``data.messages``.
 
     With 4 rows of weight 3 and 6 rows of weight 1, 7.5 of the 10 rows of an epoch are of the first source: it ends at
     row 8, so each of its rows comes twice. The second source has the other 2, which are drawn of its 6 rows.
@@ -162,8 +163,8 @@ def mix_sources(rows: Rows, data: TextData) -> Rows:
     weights = [len(ids) if source.weight is None else source.weight for source, ids in pairs]
     chosen: list[NDArray[np.int64]] = []
     lines: list[str] = []
-    before = 0  # rows of the sources before
-    end = 0.0  # those and the rows of this source, before it is rounded
+    before = 0  # rows of an epoch of the sources before
+    end = 0.0  # with those of this source, not rounded
     for number, ((source, ids), weight) in enumerate(zip(pairs, weights, strict=True)):
         if not len(ids):
             raise RecipeError(

@@ -77,6 +77,9 @@ def encode_texts(
         text = prompt + completion
         texts.append(text if completion.endswith(end) else text + end)
     prompt_ids, *wholes = tokenizer(texts, verbose=False)["input_ids"]
+    for ids in wholes:
+        if ids[-2:] == [tokenizer.eos_token_id] * 2:  # the tokenizer ends each text, too
+            ids.pop()
     return prompt_ids, wholes
 
 

@@ -263,6 +263,27 @@ def test_tools_of_a_row_are_in_its_prompt(alone):
         [*DPO.encode(tokenizer(), [values], arguments | {"template": None})]
 
 
+def test_a_completion_ends_once_if_the_tokenizer_ends_each_text():
+    from tokenizers.processors import TemplateProcessing
+
+    ending = copy.deepcopy(tokenizer())
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <end>", pair="$A <end> $B <end>", special_tokens=[("<end>", ending.eos_token_id)]
+    )
+    values = ("a=", "A", "B<end>")
+    arguments = {"columns": ["prompt", "chosen", "rejected"], "template": None, "render": False}
+    assert [*DPO.encode(ending, [values], arguments)] == [*DPO.encode(tokenizer(), [values], arguments)]
+
+
+def test_commands_that_train_nothing_need_no_reference(trained):
+    showing = ("plan", "recipe.yaml")
+    commands = [(*showing, "--samples", "1"), (*showing, "--device-memory", "16GiB"), ("prepare", "recipe.yaml")]
+    shown, estimated, prepared = run_commands([(trained / "dpo", *command) for command in commands])
+    assert "chosen (" in shown and "rejected (" in shown
+    assert "optimizer" in estimated
+    assert "tokens: " in prepared
+
+
 CALLING = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"name": "look", "arguments": {}}]}
 ONLY_CALLS = (
     "{% for message in messages %}{{ message['role'] }}:{% if message['tool_calls'] %}"

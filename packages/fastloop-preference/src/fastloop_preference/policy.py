@@ -96,7 +96,9 @@ class PolicyTask(PreferenceTask):
         from fastloop_preference.reference import fingerprint
 
         super().before_prepare(run, model)
-        if self.has_reference and run.is_main and run.recipe.inference is None:  # with the adapters of `lora`
+        if stands_in(model):
+            return
+        if self.has_reference and run.is_main and run.recipe.inference is None and has_weights(model):
             facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
             self.known = " ".join(map(str, (fingerprint(model), *facts)))
         chunk_log_probabilities(run, model)
@@ -110,7 +112,7 @@ class PolicyTask(PreferenceTask):
         if self.has_reference and inference is not None:
             assert inference.model is not None
             self.reference = reference.Reference.load(inference.model / reference.FILE, run.device)
-        elif self.has_reference:
+        elif self.has_reference and not stands_in(run.unwrap_model()):
             known = getattr(self, "known", "")
             self.reference = reference.compute_reference(run, model, self.keyed, known, self.cache)
 
@@ -154,6 +156,16 @@ class PolicyTask(PreferenceTask):
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         return self.name_rewards(run, self.rewards(run, batch))
+
+
+def stands_in(model: Any) -> bool:
+    """Whether another module is in place of the task's model, in commands that show or prepare data."""
+    return not hasattr(model, "config")
+
+
+def has_weights(model: Any) -> bool:
+    """Whether a model has weights with values. A command that estimates memory builds it on the meta device."""
+    return not any(parameter.is_meta for parameter in model.parameters())
 
 
 def mean_of_step(run: Run, sums: Tensor, batches: list[Batch]) -> Tensor:

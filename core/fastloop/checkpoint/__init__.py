@@ -3,14 +3,14 @@
 ``fastloop.schedule`` decides when a run saves a checkpoint to resume from. The plugin ``checkpoint-best`` decides after
 an evaluation whether to write the weights to ``best-*`` beside these, and puts the best ones back at the end.
 
-store                     # the files of a checkpoint: written, verified, and removed when newer ones follow
+store                     # the files of a checkpoint: written, verified, found to resume from, and removed
 form                      # the form of a state that was read
 run_folder, lock          # the run folder, and its lock
 run_summary               # ``summary.json``
 saving                    # starts to write the state of a run
 pending_save              # the save that is under way, and earlier outcomes; ``Run._sync_requests`` acts on them
 learning_rates            # those of a run that resumes with another length
-resume                    # finds the checkpoint to resume from, and restores the state of a run
+resume                    # restores the state of a run from the checkpoint that ``store.find_newest`` returns
 settings_record           # the settings of a run in its checkpoint; ``fastloop.checks.resumed_run`` compares them
 """
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -285,12 +286,14 @@ def find_newest(path: Path) -> ResumePoint:
 
     Raises:
         NoCheckpoint: There is no checkpoint.
-        CheckpointError: All checkpoints are damaged.
+        CheckpointError: All checkpoints of the run folder are damaged, or the one at ``path`` is.
     """
     is_checkpoint = (path / MANIFEST).exists() or step_of(path) is not None
-    candidates = [path] if is_checkpoint else _newest_first(path)
+    if is_checkpoint:
+        _check_named(path)
+        return ResumePoint(path, [])
     skipped: list[str] = []
-    for candidate in candidates:
+    for candidate in _newest_first(path):
         problem = verify(candidate)
         if problem is None:
             return ResumePoint(candidate, skipped)
@@ -307,14 +310,58 @@ def find_newest(path: Path) -> ResumePoint:
     )
 
 
+def _check_named(path: Path) -> None:
+    """Check the checkpoint that ``--resume`` names. No other one takes its place.
+
+    Raises:
+        NoCheckpoint: It does not exist.
+        CheckpointError: It is damaged.
+    """
+    if not path.exists():
+        present = ", ".join(other.name for other in _checkpoints_beside(path))
+        raise NoCheckpoint(
+            f"there is no such checkpoint. There are: {present or 'none'}.", code="no-checkpoint", place=str(path)
+        )
+    problem = verify(path)
+    if problem is None:
+        return
+    remedy = "Start a new run without --resume."
+    earlier = _find_earlier(path)
+    if earlier is not None:
+        remedy = f"An earlier checkpoint is intact: `--resume {shlex.quote(str(earlier))}`."
+    raise CheckpointError(
+        f"the checkpoint is damaged: {problem}.", code="damaged-checkpoint", place=str(path), remedy=remedy
+    )
+
+
+def _checkpoints_beside(path: Path) -> list[Path]:
+    """The checkpoints in the same run folder as a checkpoint, oldest first; empty if it is not in one."""
+    parent = path.resolve().parent
+    if parent.name != "checkpoints":
+        return []
+    return [path.with_name(other.name) for other in checkpoints(parent.parent)]
+
+
+def _find_earlier(path: Path) -> Path | None:
+    """The newest intact checkpoint of the same run from an earlier step than that of ``path``."""
+    step = step_of(path)
+    if step is None:
+        return None
+    for other in reversed(_checkpoints_beside(path)):
+        step_of_other = step_of(other)
+        if step_of_other is not None and step_of_other < step and verify(other) is None:
+            return other
+    return None
+
+
 def _newest_first(folder: Path) -> list[Path]:
     """A run's checkpoints, each followed by leftovers of its step: after an interrupted replacement, these may be
     complete. For example ``step-8``, ``step-4``, ``.step-4.partial``, ``.step-4.old.partial``."""
 
     def newness(path: Path) -> tuple[Any, bool, bool]:
-        is_complete = not path.name.startswith(".")
-        is_replacement = ".old." not in path.name
-        return step_of(path), is_complete, is_replacement
+        is_finished = not path.name.startswith(".")
+        is_new = ".old." not in path.name  # not one that its replacement has renamed
+        return step_of(path), is_finished, is_new
 
     return sorted([*checkpoints(folder), *leftovers(folder)], key=newness, reverse=True)
 

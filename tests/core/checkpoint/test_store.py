@@ -229,8 +229,25 @@ def test_corrupt_checkpoint_is_skipped_with_a_message(harm, files):
     first, *others = files.split()
     assert line.startswith(f"{harmed}: damaged ({first} ")
     assert all(name in line for name in others)
-    with expect_problem("damaged-checkpoint", CheckpointError):
+    with expect_problem(f"damaged-checkpoint {harmed}: {first} --resume {whole}", CheckpointError):
         find_newest(harmed)  # named outright, nothing takes its place
+
+
+def test_a_named_checkpoint_that_is_damaged_or_absent_proposes_an_earlier_intact_one():
+    first = save(1)
+    with expect_problem("no-checkpoint step-00000003: step-00000001", CheckpointError):
+        find_newest(first.with_name("step-00000003"))
+    second, third = save(2), save(3)
+    truncate(second)
+    truncate(third)
+    with expect_problem(f"damaged-checkpoint {third}: model.safetensors `--resume {first}`", CheckpointError):
+        find_newest(third)
+    truncate(first)
+    with expect_problem(f"damaged-checkpoint {third}: model.safetensors without", CheckpointError):
+        find_newest(third)
+    shutil.copytree(third, "elsewhere")
+    with expect_problem("damaged-checkpoint elsewhere: model.safetensors without", CheckpointError):
+        find_newest(Path("elsewhere"))
 
 
 def test_an_absolute_name_in_a_manifest_leads_nowhere():

@@ -17,7 +17,8 @@
     (load weights and optimizer,) load_state        # only with --resume
 
     before_fit                                      # a plugin may call compute_loss here, to try a batch
-    for each epoch:                                 # a run that resumes from an interrupted evaluation first repeats it
+    when requested in before_fit, or interrupted before a resume: the evaluation, as below
+    for each epoch:
         before_epoch
         for each optimizer step:
             before_step
@@ -31,7 +32,7 @@
                     (optimizer, zero_grad)
             (scheduler, counters)
             after_step; every train.log_every steps: log_scalars
-            when evaluation is due: before_evaluate, evaluate, after_evaluate, log_scalars
+            when an evaluation is due: before_evaluate, evaluate, after_evaluate, log_scalars
             when saving is due:     save_state, write_checkpoint
         after_epoch
         when due at the epoch's end: the same evaluation and saving

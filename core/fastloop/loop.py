@@ -1,5 +1,7 @@
 """The training loop, for every plugin and strategy.
 
+before_fit
+evaluate when before_fit requests it, or the run resumes from an interrupted evaluation
 for each epoch:
     for the micro-batches of each step:                 # take_step
         for each micro-batch:                           # accumulate_gradients
@@ -8,6 +10,8 @@ for each epoch:
         step the scheduler, count the step
         log, evaluate and save when due
     evaluate and save when due
+evaluate the final weights, unless they are evaluated
+after_fit
 
 A stop signal takes effect before the first step, at the end of a step or within an evaluation. The resumed run repeats
 that evaluation.

@@ -39,7 +39,7 @@ class Grid:
 def short_names(keys: Collection[str]) -> dict[str, str]:
     """Key -> its name in folders: the last part, or the whole key if the last parts of two keys are equal.
 
-    ``train.lr`` becomes ``lr``. ``plugins.ema.decay`` beside ``plugins.swa.decay`` stays as it is.
+    ``train.lr`` becomes ``lr``. ``plugins.ema.warmup`` beside ``plugins.lr-scheduler.warmup`` stays as it is.
     """
     last_parts = [key.rpartition(".")[2] for key in keys]
     names = {}

@@ -527,6 +527,11 @@ CASES: dict[str, Case] = {
         ),
         ("plugins.length-bucketing.max_tokens=null",),
     ),
+    "an argument of the optimizer that has a key of train": Case(
+        module("train.optimizer={name: SGD, lr: 0.1}"),
+        ("train.lr=0.1",),
+        drop=("train.optimizer={name: SGD, lr: 0.1}",),
+    ),
     "an optimizer without fused steps": Case(
         lambda cli: ["plan", *module("train.optimizer=SparseAdam", plugins=["fused-optimizer"])(cli)[1:]],
         ("--without fused-optimizer",),
@@ -594,6 +599,18 @@ CASES: dict[str, Case] = {
             code=75,
         ),
         ("train.on_data_change=warn",),
+    ),
+    "a damaged checkpoint": Case(
+        then(
+            module(max_steps=4, save_every=2, keep_checkpoints=2),
+            "train",
+            "r.yaml",
+            "--resume",
+            "out/checkpoints/step-00000004",
+            change=lambda: Path("out/checkpoints/step-00000004/state.json").write_text("{}"),
+        ),
+        ("--resume out/checkpoints/step-00000002",),
+        drop=("--resume", "out/checkpoints/step-00000004"),
     ),
     "a complete run": Case(
         then(

@@ -55,10 +55,10 @@ def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
     """The keyword arguments of ``optimizer_function`` that the recipe sets: ``lr``, ``weight_decay`` and those in
     ``train.optimizer``.
 
-    Without a parameter ``weight_decay``, the optimizer gets none, if it is 0.
+    A ``train.weight_decay`` of 0 is left out if the function has no such parameter.
 
     Raises:
-        RecipeError: The optimizer has no such argument, or another key of ``train`` sets it.
+        RecipeError: The function has no such parameter, or ``train.optimizer`` has ``lr`` or ``weight_decay``.
     """
     train = recipe.train
     function = optimizer_function(recipe)
@@ -67,10 +67,14 @@ def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
     takes_decay = takes_any_argument(function) or "weight_decay" in argument_names(function)
     if not takes_decay and not train.weight_decay:
         del own["weight_decay"]
-    for key in own:
+    for key, value in own.items():
         if key in train.optimizer_arguments:
+            argument = train.optimizer_arguments[key]
             raise RecipeError(
-                f"train.{key} sets it.", code="set-twice", place=f"{where}.{key}", remedy="Remove it here."
+                f"found {argument!r}, but the optimizer gets the value of train.{key}, which is {value!r}.",
+                code="set-twice",
+                place=f"{where}.{key}",
+                remedy=f"Remove it here. To use {argument!r}, set train.{key}={argument}.",
             )
     check_arguments(function, train.optimizer_name, [*own, *train.optimizer_arguments], where)
     return own | train.optimizer_arguments

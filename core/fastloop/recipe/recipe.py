@@ -115,7 +115,7 @@ class Train:
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
-        """The optimizer's arguments in the recipe, without ``lr`` and ``weight_decay``."""
+        """The arguments in ``train.optimizer``. ``train.lr`` and ``train.weight_decay`` are not among them."""
         if isinstance(self.optimizer, str):
             return {}
         return {key: value for key, value in self.optimizer.items() if key != "name"}

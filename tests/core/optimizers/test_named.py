@@ -62,7 +62,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "invalid-value train: {'momentum': 0.9} {name: SGD",
     ),
-    "lr": ({"name": "SGD", "lr": 0.9}, {}, "set-twice train.optimizer.lr: train.lr"),
+    "lr": ({"name": "SGD", "lr": 0.9}, {}, "set-twice train.optimizer.lr: 0.05 train.lr=0.9"),
     "weight decay": (
         "Rprop",
         {"weight_decay": 0.1},

@@ -133,6 +133,27 @@ class PairSequences(ColumnSequences):
         return findings
 
 
+def warn_about_languages(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    """Log a warning if a tokenizer of several languages, such as NLLB's, does not know that of targets. transformers
+    then gives targets the token of the inputs' language.
+
+    Args:
+        place: The recipe and its section ``model``.
+    """
+    languages = tokenizer.init_kwargs
+    if languages.get("tgt_lang", "") is None:  # a tokenizer of one language has no such argument
+        logger.warning(
+            Problem(
+                f"the tokenizer does not name the language of targets. They get the token {tokenizer.src_lang!r}, as "
+                "inputs do.",
+                code="no-target-language",
+                place=place,
+                remedy="Name both: AutoTokenizer.from_pretrained(NAME, src_lang=..., tgt_lang=...)"
+                ".save_pretrained(FOLDER), and set model.tokenizer=FOLDER.",
+            )
+        )
+
+
 def warn_about_targets(
     datasets: Mapping[str, PairSequences], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:

@@ -36,6 +36,7 @@ from fastloop_plugins.tasks._seq2seq_parts import (
     encode_rows,
     generated_metrics,
     pair_samples,
+    warn_about_languages,
     warn_about_targets,
 )
 from fastloop_plugins.text.forbidden_targets import CHECKED, Target, warn_about_forbidden
@@ -166,6 +167,8 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         self._checked.clear()
         datasets = super().build_datasets(run=run)
+        if run.recipe.inference is None:
+            warn_about_languages(self.text_model.tokenizer, self.text_model.where)
         warn_about_targets(self._checked, self.text_model.tokenizer, self.data.options.max_target_length)
         return datasets
 

@@ -19,7 +19,7 @@ from strategy_runs import all_of
 from text_helpers import TINY_GPT, make_run
 from text_loops import BATCH, EPOCHS, LR, SEED, pretrained, trained
 from training_runs import execute
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MBart50Tokenizer, NllbTokenizer
 
 from fastloop.errors import FastloopError, PluginError, RecipeError
 from fastloop.lifecycle import build
@@ -264,6 +264,27 @@ def test_a_start_that_differs_from_that_of_training_is_refused_or_named(caplog):
     model = {"config": mbart | {"decoder_start_token_id": 3}, "tokenizer": padding_tokenizer()}
     make_run("seq2seq", model, DATA)
     assert_problem(caplog, "other-start-token decoder_start_token_id mbart '<|endoftext|>'")
+
+
+@pytest.mark.parametrize("kind", [MBart50Tokenizer, NllbTokenizer], ids=["mbart50", "nllb"])
+def test_a_tokenizer_that_does_not_name_the_language_of_targets_is_named(kind, caplog):
+    languages = {MBart50Tokenizer: ("en_XX", "ro_RO"), NllbTokenizer: ("eng_Latn", "ron_Latn")}
+    source, target = languages[kind]
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"0123456789abcdefghijklmnopqrstuvwxyz"]
+    vocabulary = {"vocab": [(piece, -1.0) for piece in pieces]}
+    if kind is NllbTokenizer:
+        vocabulary = {"vocab": {piece: number for number, piece in enumerate(pieces)}, "merges": []}
+    model = {"config": ENCODER_DECODERS["mbart"], "tokenizer": "languages"}
+    for named in ({"tgt_lang": target}, {}):
+        kind(**vocabulary, src_lang=source, **named).save_pretrained("languages")
+        caplog.clear()
+        run = make_run("seq2seq", model, DATA | {"max_target_length": 20})
+        tokenizer = task_of(run).text_model.tokenizer
+        sample = run.datasets["train"][0]
+        assert tokenizer.convert_ids_to_tokens(int(sample["input_ids"][0])) == source
+        assert tokenizer.convert_ids_to_tokens(int(sample["labels"][0])) == named.get("tgt_lang", source)
+        assert bool(find_problems(caplog, "no-target-language")) == (not named)
+    assert_problem(caplog, f"no-target-language model: '{source}' model.tokenizer=FOLDER")
 
 
 def test_weights_are_target_tokens_and_each_side_is_padded_to_its_longest():

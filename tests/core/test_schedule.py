@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import Plugin, Trainer, hookimpl
 from fastloop.errors import DataError
@@ -174,6 +174,29 @@ def test_a_stream_that_states_a_wrong_length_is_read_to_its_end(caplog, length):
     summary = train(Sized(length), epochs=2)
     assert (summary["steps"], summary["samples"]) == (2 * STEPS_PER_EPOCH, 2 * SAMPLES)
     assert caplog.text.count(f"length of {length}") == 1
+
+
+def test_a_dataset_that_grows_between_epochs_is_one_warning(caplog):
+    class Grows(Plugin):
+        name = "grows"
+
+        @hookimpl
+        def before_epoch(self, run: Any) -> None:
+            data.size = SAMPLES + 8 * run.state.epoch
+
+    class Growing(Dataset[Any]):
+        size = SAMPLES
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __getitem__(self, index: int) -> Any:
+            return tiny_data(SAMPLES)[index % SAMPLES]
+
+    data = Growing()
+    summary = train(data, epochs=3, plugins=[Grows()])
+    assert summary["samples"] == 3 * SAMPLES
+    assert caplog.text.count(f"had {SAMPLES} when the run was built") == 1
 
 
 def test_plugins_steer_by_requests(tiny_run):

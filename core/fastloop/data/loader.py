@@ -145,12 +145,16 @@ class Loader:
         return None if samples is None else math.ceil(samples / self.batch_size)
 
     def check_length(self, samples: int) -> None:
-        """Warn once if an epoch had another number of samples than an iterable dataset states. The schedule of the
-        learning rate depends on the stated one.
+        """Warn once if an epoch had another number of samples than an iterable dataset states, or if a map-style
+        dataset has another length than when the run was built. The schedule of the learning rate depends on the first
+        length.
 
         Args:
             samples: Samples of a complete epoch, over all processes.
         """
+        if self.sampler is not None:
+            self._check_map_length(self.sampler)
+            return
         if self.stream is None or self.samples_per_epoch is not None or self.steps_per_epoch() is None:
             return
         if samples != self.stream.size and not self.has_warned_of_length:
@@ -163,6 +167,19 @@ class Loader:
                     remedy="Correct its __len__, or remove it and set train.max_steps.",
                 )
             )
+
+    def _check_map_length(self, sampler: StepSampler) -> None:
+        if self.has_warned_of_length or sampler.user_order is not None or len(self.dataset) == sampler.drawn:
+            return
+        self.has_warned_of_length = True
+        log.warning(
+            Problem(
+                f"{type(self.dataset).__name__} has {counted(len(self.dataset), 'sample')}, and had {sampler.drawn} "
+                "when the run was built: epochs still take those.",
+                code="wrong-length",
+                remedy="Give the dataset its full length from the start, or write an IterableDataset.",
+            )
+        )
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """The micro-batches of ``steps``."""

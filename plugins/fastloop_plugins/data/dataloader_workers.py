@@ -6,6 +6,9 @@
 Batches and random numbers are the same for any number of workers from 1. ``auto`` uses all but one of the process's CPU
 cores, and at most 8; on CUDA, it leaves token ids in memory to the thread of ``device-prefetch``. ``/dev/shm`` needs
 room for ``num_workers`` x ``prefetch_factor`` batches of each process; Docker gives it 64 MiB (``--shm-size``).
+
+Workers have a copy of the dataset, as it is when they start. If a hook changes it between epochs, as a curriculum
+does, set ``persistent_workers: false``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Checks that the loop can step the optimizer, and that a checkpoint can hold the settings of optimizer and scheduler.
+"""Checks that the loop can step the optimizer and the scheduler, and that a checkpoint can hold their settings.
 
-Both would otherwise end the run later: at the first step, or at the first checkpoint.
+All would otherwise end the run later: at the first step, at the first checkpoint, or at the end of a schedule. A
+schedule that seems to count epochs is a warning.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fastloop.checkpoint import pack
@@ -13,10 +15,16 @@ from fastloop.checkpoint.settings_record import without_parameters
 from fastloop.errors import UsageError
 from fastloop.optimizers.several import Optimizers
 from fastloop.plugins.plugin import Plugin, hookimpl
+from fastloop.problem import Problem
 
 if TYPE_CHECKING:
     from fastloop.run import Run
 
+log = logging.getLogger("fastloop")
+
+VANISHING = 1e-8
+"""The share of its learning rate that a schedule leaves at the end, below which the last steps change nothing: float32
+resolves 6e-8 of a weight."""
 OPTIMIZER_REMEDY = "Remove this key from the optimizer's parameter groups, or give it a value that can be saved."
 SCHEDULER_REMEDY = "Torch keeps the attributes of a callable object in the state of LambdaLR: give it a function."
 
@@ -26,7 +34,8 @@ def check_run(run: Run) -> None:
     """Refuse an optimizer or a scheduler with which the run could not continue.
 
     Raises:
-        UsageError: The optimizer computes the loss itself, and no plugin steps it. Or a setting cannot be saved.
+        UsageError: The optimizer computes the loss itself, and no plugin steps it. Or the scheduler ends before the
+            run. Or a setting cannot be saved.
     """
     where = run.recipe.where
     core_steps = not _has_own_train_step(run)
@@ -43,6 +52,7 @@ def check_run(run: Run) -> None:
         _check_can_be_saved(without_parameters(group), "optimizer", where, OPTIMIZER_REMEDY)
     if run.scheduler is not None:
         _check_can_be_saved(run.scheduler.state_dict(), "scheduler", where, SCHEDULER_REMEDY)
+        _check_schedule(run)
 
 
 def _has_own_train_step(run: Run) -> bool:
@@ -70,6 +80,62 @@ def _needs_closure(optimizer: Any) -> bool:
         if parameter.default is parameter.empty and not is_variadic:
             return True
     return False
+
+
+def _check_schedule(run: Run) -> None:
+    """Refuse a ``OneCycleLR`` that ends before the run, and warn of a schedule whose settings seem to count epochs."""
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    scheduler = run.scheduler
+    total = run.total_steps
+    if total is None:
+        return
+    if isinstance(scheduler, OneCycleLR):
+        steps = scheduler.last_epoch + total - run.state.step  # torch calls its count of steps so
+        if steps > scheduler.total_steps:
+            raise UsageError(
+                code="unsupported-schedule",
+                place=f"{run.recipe.where}: the scheduler",
+                found=f"OneCycleLR with total_steps={scheduler.total_steps}",
+                expected=f"at least {steps}, because it is stepped after each optimizer step",
+                remedy=f"Set total_steps={steps}.",
+            )
+    setting = _setting_in_epochs(scheduler, total, run.recipe.train.epochs)
+    if setting:
+        log.warning(
+            Problem(
+                f"{type(scheduler).__name__} with {setting} is stepped after each of the {total} optimizer steps, and "
+                "these settings seem to count epochs.",
+                code="schedule-counts-epochs",
+                place=run.recipe.where,
+                remedy="Multiply them by the steps of an epoch, or leave the schedule to the plugin `lr-scheduler`.",
+            )
+        )
+
+
+def _setting_in_epochs(scheduler: Any, total: int, epochs: int | None) -> str:
+    """The setting of a schedule that seems to count epochs instead of steps, such as ``T_max=3``; empty: none.
+
+    Args:
+        total: Optimizer steps of the run.
+    """
+    from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR, StepLR
+
+    most = epochs if epochs is not None and epochs < total else 0
+    if isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max <= most:
+        return f"T_max={scheduler.T_max}"
+    if isinstance(scheduler, MultiStepLR) and max(scheduler.milestones, default=total) <= most:
+        return f"milestones={sorted(scheduler.milestones.elements())}"
+    if isinstance(scheduler, StepLR) and _vanishes(scheduler.gamma, total // scheduler.step_size):
+        return f"step_size={scheduler.step_size}, gamma={scheduler.gamma:g}"
+    if isinstance(scheduler, ExponentialLR) and _vanishes(scheduler.gamma, total):
+        return f"gamma={scheduler.gamma:g}"
+    return ""
+
+
+def _vanishes(gamma: float, times: int) -> bool:
+    """Whether a learning rate that is multiplied so often becomes too small to change anything."""
+    return 0 < gamma < 1 and gamma**times < VANISHING
 
 
 def _check_can_be_saved(state: Any, name: str, where: str, remedy: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, MultiStepLR, OneCycleLR, StepLR
 
 from fastloop import Batch, Plugin, Run, UsageError, hookimpl
-from fastloop.testing import expect_problem
+from fastloop.testing import expect_problem, find_problems
 
 
 class WarmUp:
@@ -108,6 +108,35 @@ def test_a_scheduler_that_no_checkpoint_can_hold_is_refused(tiny_run, kept):
         return
     with expect_problem("invalid-state scheduler.lr_lambdas.0.kept LambdaLR", UsageError):
         tiny_run(**options)
+
+
+def test_a_one_cycle_that_ends_before_the_run_is_refused(tiny_run):
+    """Two epochs of nine steps."""
+    with expect_problem("unsupported-schedule total_steps=17 at least 18", UsageError):
+        tiny_run(scheduler=partial(OneCycleLR, max_lr=0.1, total_steps=17))
+    assert tiny_run(scheduler=partial(OneCycleLR, max_lr=0.1, total_steps=18)).summary["steps"] == 18
+
+
+SCHEDULES: dict[str, tuple[Any, str]] = {
+    "cosine of epochs": (partial(CosineAnnealingLR, T_max=4), "T_max=4"),
+    "cosine of steps": (partial(CosineAnnealingLR, T_max=36), ""),
+    "milestones of epochs": (partial(MultiStepLR, milestones=[2, 3]), "milestones=[2, 3]"),
+    "milestones of steps": (partial(MultiStepLR, milestones=[2, 18]), ""),
+    "each epoch a half": (partial(StepLR, step_size=1, gamma=0.5), "step_size=1"),
+    "each second epoch a half": (partial(StepLR, step_size=18, gamma=0.5), ""),
+    "a slow decay": (partial(ExponentialLR, gamma=0.99), ""),
+    "a fast decay": (partial(ExponentialLR, gamma=0.5), "gamma=0.5"),
+}
+"""Name -> a scheduler for four epochs of nine steps, and the setting that seems to count epochs."""
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_a_schedule_that_seems_to_count_epochs_is_one_warning(tiny_run, caplog, case):
+    scheduler, setting = SCHEDULES[case]
+    tiny_run(scheduler=scheduler, epochs=4)
+    problems = find_problems(caplog, "schedule-counts-epochs 36 steps")
+    assert len(problems) == bool(setting)
+    assert all(setting in str(problem) for problem in problems)
 
 
 @pytest.mark.parametrize("kept", [print, 3])

@@ -362,10 +362,10 @@ def imported(device: str) -> Any:
     return deepspeed
 
 
-def cast_around(engine: nn.Module) -> None:
-    """Cast inputs to the dtype of half-precision weights, and outputs to fp32, which the loss is computed in."""
+def cast_inputs(engine: nn.Module) -> None:
+    """Cast inputs to the dtype of half-precision weights."""
     import torch
-    from accelerate.utils import convert_to_fp32, recursively_apply
+    from accelerate.utils import recursively_apply
 
     dtype = next(parameter.dtype for parameter in engine.parameters() if parameter.is_floating_point())
 
@@ -375,11 +375,18 @@ def cast_around(engine: nn.Module) -> None:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype)
 
-    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast_all(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return recursively_apply(cast, (args, kwargs), test_type=is_float)
 
-    def cast_output(module: nn.Module, args: Any, output: Any) -> Any:
+    engine.register_forward_pre_hook(cast_all, with_kwargs=True)
+
+
+def cast_outputs(engine: nn.Module) -> None:
+    """Cast outputs to fp32, which the loss is computed in. DeepSpeed's autocast ends with the forward pass, so a loss
+    of outputs in bf16 would be rounded to bf16: 0.9961, 1.0, 1.0078."""
+    from accelerate.utils import convert_to_fp32
+
+    def cast(module: nn.Module, args: Any, output: Any) -> Any:
         return convert_to_fp32(output)
 
-    engine.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    engine.register_forward_hook(cast_output)
+    engine.register_forward_hook(cast)

@@ -96,7 +96,14 @@ class DeepSpeed(TimedStrategy):
 
         from fastloop.optimizers.several import Optimizers
         from fastloop_plugins.strategies._deepspeed_gradients import Reduction, exclude_hooks, order_modules
-        from fastloop_plugins.strategies._deepspeed_state import LossScale, Sharded, Stepper, cast_around, imported
+        from fastloop_plugins.strategies._deepspeed_state import (
+            LossScale,
+            Sharded,
+            Stepper,
+            cast_inputs,
+            cast_outputs,
+            imported,
+        )
         from fastloop_plugins.strategies._sharded_parameters import refuse_scalars
 
         if isinstance(optimizer, Optimizers):
@@ -141,7 +148,9 @@ class DeepSpeed(TimedStrategy):
         engine.set_gradient_accumulation_boundary(True)
         engine.no_sync = self.no_sync
         if self.configuration.half:
-            cast_around(engine)
+            cast_inputs(engine)
+        if run.accelerator.mixed_precision != "no":
+            cast_outputs(engine)
         if "compile" in run.plugins.names():
             exclude_hooks(engine.module)
         if run.accelerator.scaler is not None:

@@ -80,6 +80,7 @@ RUNS = [
     {"name": "fsdp", "plugins": ["lr-scheduler", FSDP]},
     *(deepspeed(f"fsdp to {stage}", stage, "fsdp") for stage in WITH_FSDP),
     *(deepspeed(f"bf16 {stage}", stage, **BF16) for stage in AUTOCAST),
+    deepspeed("bf16 outputs", 2, model="uniform", **BF16),  # the last layer's, and no operation in fp32 follows
     *(deepspeed(f"half {stage}", stage, options={"config": "half.json"}, **BF16) for stage in HALF_STAGES),
     deepspeed("half 3 to 2", 2, "half 3", options={"config": "half.json"}, **BF16),
     deepspeed("offloaded 2", 2, options={"offload_optimizer": True}),
@@ -255,6 +256,11 @@ def test_the_model_is_compiled_in_one_piece(result):
 def test_bf16_is_near_fp32_and_is_not_it(result, name):
     same(result(name), result("plain"), 3e-2)
     assert result(name)["losses"] != pytest.approx(result("plain")["losses"], rel=1e-5)
+
+
+def test_the_loss_of_outputs_in_bf16_is_computed_in_fp32(result):
+    losses = torch.tensor(result("bf16 outputs")["losses"])
+    assert not torch.equal(losses, losses.bfloat16().float())
 
 
 def test_weights_in_half_precision_are_saved_in_fp32_and_go_on_as_if_not_interrupted(result, folder):

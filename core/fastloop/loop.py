@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fastloop import log_points
-from fastloop.checkpoint import saving
+from fastloop.checkpoint import frozen, saving
 from fastloop.distributed import compared_facts
 from fastloop.errors import DataError, PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating, keeping_casts
@@ -63,6 +63,7 @@ def fit(run: Run) -> None:
     weights."""
     with preserve_random_states():  # a resumed run calls it again, and imports may draw random numbers
         run.hooks.before_fit(run=run)
+        frozen.undo_changes(run, "before_fit")
     run._sync_requests()  # those of before_fit
     log_points.start(run)
     if run.world_size > 1:  # in the first steps, the processes compare what they read, and then how weights changed
@@ -113,6 +114,9 @@ def train(run: Run) -> None:
     while not schedule.are_epochs_done() and not schedule.should_stop():
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
+        if state.epoch_samples > 0:  # it fires again within an epoch
+            frozen.undo_changes(run, "before_epoch")
+        run._frozen = None
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
             if state.left_out and state._is_step_left_out():
                 state.skip_samples(run._start_totals(batches).get())

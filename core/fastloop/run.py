@@ -143,6 +143,7 @@ class Run:
         self.is_recording = False
         # set by the loop
         self.steps_to_compare = 0
+        self._frozen: list[str] | None = None  # parameters of a checkpoint, until the hooks that fire again have fired
         self._weights_before: dict[str, Tensor] = {}  # a part of each, until the processes compared them
         self.updates = 0
         self._totals: StepTotals | None = None  # of the current step

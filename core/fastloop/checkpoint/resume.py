@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, log_points
 from fastloop.checkpoint.form import check_form
+from fastloop.checkpoint.frozen import restore_frozen
 from fastloop.checkpoint.learning_rates import set_rates_of_length
 from fastloop.checkpoint.settings_record import with_own_code, with_own_growth, without_parameters
 from fastloop.checkpoint.store import ResumePoint
@@ -139,6 +140,8 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     """
     with refuse_errors(f"{path}: not a checkpoint of this model: ", (RuntimeError,)):
         run.strategy.load_model_state(run, model)
+    if "frozen" in saved:  # checkpoints of early versions lack it
+        _restore_frozen(run, saved)
     _restore_optimizer(run, path, saved["optimizer"])
     if run.scheduler is not None:
         _restore_scheduler(run, saved)
@@ -154,6 +157,17 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     run.saver.last_saved_step = run.state.step
     _restore_clock(run, saved["clock"])
     run.scalars.restore(saved["scalars"], run.processes)
+
+
+def _restore_frozen(run: Run, saved: dict[str, Any]) -> None:
+    """Restore which parameters are frozen. Hooks that fire again may change it only if a plugin that changes training
+    is new in this run."""
+    check_form(saved["frozen"], [""], "frozen")
+    restore_frozen(run, saved["frozen"])
+    run._frozen = saved["frozen"]
+    for plugin in run.plugins:
+        if plugin.numerics == "changes-training" and plugin.name not in saved["build"]["plugins"]:
+            run._frozen = None
 
 
 def _restore_optimizer(run: Run, path: Path, saved: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastloop import checkpoint, log_points
+from fastloop.checkpoint.frozen import frozen_parameters
 from fastloop.errors import PluginError
 from fastloop.recipe import secrets
 from fastloop.runtime.random_states import random_states
@@ -58,6 +59,7 @@ def _collect_state(run: Run) -> dict[str, Any]:
         "data": run.loaders.fingerprints,
         "scalars": run.scalars.state(run.processes),
         "random": run.processes.all_gather_object(_random_states(run)),
+        "frozen": frozen_parameters(run),
         "optimizer": run.strategy.optimizer_state(run),
         "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),

@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 from interrupted_runs import ENDS, SAVED_ENDS, Case, check_interrupted
 
+from fastloop import Plugin, hookimpl
+from fastloop.run import Run
 from fastloop.testing import VECTORS
 
 STEPS = {"the first step": 1, "within an epoch": 3, "the end of an epoch": 5, "the step before the last": 9}
@@ -33,3 +35,40 @@ def marks(end: str, step: int) -> list[pytest.MarkDecorator]:
 )
 def test_an_interrupted_run_equals_a_whole_one(end, step):
     check_interrupted(CASE, end, step)
+
+
+class Unfreezes(Plugin):
+    """Freezes the first layer in a hook that fires again in a resumed run, and unfreezes it after step 6."""
+
+    name = "unfreezes"
+    numerics = "changes-training"
+
+    def __init__(self, freezes_in: str) -> None:
+        super().__init__()
+        self.freezes_in = freezes_in
+
+    def set_trained(self, run: Run, trained: bool) -> None:
+        first = next(iter(run.unwrap_model().children()))
+        first.requires_grad_(trained)
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        if self.freezes_in == "before_fit":
+            self.set_trained(run, False)
+
+    @hookimpl
+    def before_epoch(self, run: Run) -> None:
+        if self.freezes_in == "before_epoch":
+            self.set_trained(run, False)
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        if run.state.step == 6:
+            self.set_trained(run, True)
+
+
+@pytest.mark.parametrize("freezes_in", ["before_fit", "before_epoch"])
+@pytest.mark.parametrize("step", [5, 8])
+def test_hooks_that_fire_again_freeze_no_layers_that_were_unfrozen(freezes_in, step):
+    case = Case(VECTORS, train=CASE.train, objects=lambda: [Unfreezes(freezes_in)])
+    check_interrupted(case, "limit", step)

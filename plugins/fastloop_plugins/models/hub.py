@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
 from fastloop.errors import did_you_mean
@@ -20,6 +20,9 @@ from fastloop.problem import clause, counted, typed_clause
 from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins._names import list_names
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
 
@@ -58,6 +61,20 @@ def check_model_source(options: Any, where: str, example: str) -> None:
             place=f"{where}.config.model_type",
             expected=f"an architecture's name, such as {example}",
         )
+
+
+def check_revision(options: Any, recipe: Recipe, where: str) -> None:
+    """Raise an error if the section ``model`` has a ``revision``, and what it is of does not come from the hub."""
+    if options.revision is None:
+        return
+    source = options.name or options.tokenizer
+    if not isinstance(source, str):
+        problem = "it is for a model or a tokenizer of the hub, and the recipe names none."
+    elif recipe.find(source).is_dir():
+        problem = f"it is for a model or a tokenizer of the hub, and {source} is a folder."
+    else:
+        return
+    raise RecipeError(problem, code="unknown-option", place=f"{where}.revision", remedy="Remove it.")
 
 
 def check_name(where: str, name: str, path: Path, wanted: Sequence[str] = ("config.json",)) -> None:

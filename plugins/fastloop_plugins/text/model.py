@@ -24,6 +24,7 @@ from fastloop_plugins.models.hub import (
     check_name,
     check_new,
     check_one_export,
+    check_revision,
     config_from_scratch,
     explaining,
     new_weights,
@@ -94,6 +95,7 @@ class TextModel:
         self.config: Any = None
         self._width: Width | None = None
         check_model_source(self.options, self.where, "distilbert")
+        check_revision(self.options, recipe, self.where)
         self.adapter = self._use_base_of_adapter()
         self.tokenizer_key = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         self.new_tokens = NewTokens(self.options, self.options.name, self.tokenizer_key, key, self.where)
@@ -120,6 +122,7 @@ class TextModel:
         options.tokens = None
         options.special_tokens = None
         options.resize_embeddings = False
+        options.revision = None
 
     def _read_trained_tokenizer(self) -> TrainedTokenizer | None:
         """The tokenizer to train on the texts of the run; None: the recipe or its model names one.
@@ -301,11 +304,12 @@ class TextModel:
         name = getattr(self.options, key)
         folder = self.recipe.find(name)
         is_local = folder.is_dir()
+        has_revision = not is_local and name == (self.options.name or name)  # not a tokenizer of another repository
         instead = FROM_SCRATCH if key == "name" else "model.tokenizer=FOLDER"
         with explaining(f"{self.where}.{key}", name, folder, instead):
             return auto.from_pretrained(
                 str(folder.resolve()) if is_local else name,
-                revision=None if is_local else self.options.revision,
+                revision=self.options.revision if has_revision else None,
                 trust_remote_code=self.options.trust_remote_code,
                 local_files_only=is_local or offline(),
                 **arguments,

@@ -31,6 +31,6 @@ class ModelOptions:
         "Transformers' attention: sdpa, eager, ...; null: its default.", default=None
     )
     trust_remote_code: bool = option("Run Python code that ships with the model.", default=False)
-    revision: str | None = option("Branch, tag or commit of the model on the hub.", default=None)
+    revision: str | None = option("Branch, tag or commit of name on the hub; from scratch, of tokenizer.", default=None)
     weights: str | None = option(HELP, default=None)
     weights_strict: bool = option(STRICT_HELP, default=False)

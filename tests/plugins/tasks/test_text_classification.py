@@ -195,6 +195,8 @@ def test_it_is_on_by_default_where_data_names_a_label():
             {"name": "x", "tokenizer": {"kind": "word"}},
             "unknown-option model.tokenizer model.config",
         ),
+        ({"name": ".", "revision": "v2"}, "unknown-option model.revision"),
+        ({"config": TINY, "tokenizer": {"kind": "word"}, "revision": "v2"}, "unknown-option model.revision"),
     ],
 )
 def test_a_wrong_model_section_is_refused_with_its_key(model, expected):

@@ -12,14 +12,18 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from checkpoint_helpers import save_checkpoint
+from huggingface_hub import constants
 from log_lines import find_lines
 from text_helpers import TINY, make_run, rows, write_rows
+from transformers import AutoModel
 
 from fastloop.errors import RecipeError
 from fastloop.problem import Problem
 from fastloop.recipe import make_recipe
 from fastloop.testing import assert_problem, find_problems
 from fastloop_plugins.text.data import TextData
+from fastloop_plugins.text.model import TextModel
 
 
 def read(labelled: bool = True, **data):
@@ -363,6 +367,36 @@ def test_a_hub_model_is_refused_before_the_data_is_read():
     message = str(caught.value)
     assert message.startswith("recipe.yaml: model.name: 'no-such-model' ")
     assert_problem(caught.value.problem, "file-unreadable model.name=FOLDER model.config HF_HOME HF_ENDPOINT")
+
+
+def cache_repository(cache: Path, name: str, folder: str, branch: str) -> None:
+    """Make a folder the only branch of a repository that was downloaded from the hub."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "snapshots" / ("0" * 40)).symlink_to(Path(folder).resolve())
+    (repository / "refs").mkdir()
+    (repository / "refs" / branch).write_text("0" * 40)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"name": "owner/model"},
+        {"name": "owner/model", "tokenizer": "owner/model"},
+        {"name": "owner/model", "tokenizer": "owner/words"},
+        {"config": TINY, "tokenizer": "owner/model"},
+    ],
+)
+def test_a_revision_is_not_one_of_a_tokenizer_in_another_repository(model, tmp_path, monkeypatch):
+    write_rows("rows.jsonl", rows(4))
+    save_checkpoint(AutoModel, TINY)
+    cache_repository(tmp_path, "owner/model", "checkpoint", branch="v2")
+    cache_repository(tmp_path, "owner/words", "checkpoint", branch="main")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    recipe = make_recipe({"model": {**model, "revision": "v2"}, "data": {"max_length": 32}}, Path("recipe.yaml"))
+    text_model = TextModel(recipe, classify=True)
+    text_model.load_tokenizer(32)
+    assert "fine" in text_model.tokenizer.get_vocab()
 
 
 def test_a_hub_dataset_is_refused_with_what_to_do_instead():

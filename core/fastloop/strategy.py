@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 METHODS = (
-    "prepare", "backward", "gradient_norm", "clip_gradients", "model_state", "load_model_state", "optimizer_state",
-    "load_optimizer_state",
+    "prepare", "backward", "gradient_norm", "clip_gradients", "unsharded", "model_state", "load_model_state",
+    "optimizer_state", "load_optimizer_state",
 )  # fmt: skip
-"""The methods that a strategy may override, in the order of a run."""
+"""The methods of a run that a strategy may override: those of a step, an evaluation and a checkpoint."""
 
 
 class Strategy(Plugin):
@@ -35,8 +35,8 @@ class Strategy(Plugin):
     Attributes:
         name: A subclass has its own.
         slot: The slot of all strategies.
-        sets_precision: Whether ``prepare`` does both instead of the core, such as DeepSpeed's engine. `amp` then checks
-            the first step.
+        sets_precision: Whether ``prepare`` places the model and applies the precision instead of the core, such as
+            DeepSpeed's engine. `amp` then checks the first step.
         shares_buffers: Whether the forward of the prepared model first gives every process the buffers of process 0,
             such as that of torch's DistributedDataParallel. Otherwise the core broadcasts those that training changes.
         gathers_weights: Whether each forward pass gathers sharded weights, into memory that differs from step to step.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from fastloop.cli.plugins import listing
 from fastloop.plugins.installed import entry_points
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.plugin import NOT_DECLARED
-from fastloop.strategy import METHODS
+from fastloop.strategy import METHODS, method_that_raised
 from fastloop.testing import expect_problem
 
 
@@ -66,6 +68,21 @@ class Fails(Strategy):
 def test_an_error_names_the_strategy_and_its_method(tiny_run, method):
     with expect_problem(f"plugin-crashed 'fails' KeyError 'broken' {method}", PluginCrash):
         tiny_run([Fails(method)])
+
+
+def test_an_error_of_unsharded_is_the_strategys():
+    class Gathers(Strategy):
+        name = "gathers"
+
+        @contextmanager
+        def unsharded(self, run: Any) -> Iterator[None]:
+            raise KeyError("broken")
+            yield
+
+    strategy = Gathers()
+    with pytest.raises(KeyError) as raised, strategy.unsharded(None):
+        pass
+    assert method_that_raised(strategy, raised.value) == "unsharded"
 
 
 @pytest.mark.slow

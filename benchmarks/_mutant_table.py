@@ -184,7 +184,7 @@ STEPS = [
     Mutant(
         "all workers draw the same random numbers",
         f"{CORE}/data/sampler.py",
-        "ids.seed = hash((self.seed, self.epoch, place)) % 2**32",
+        "ids.seed = hash((self.seed, self.epoch, position)) % 2**32",
         "ids.seed = self.seed",
     ),
     Mutant(

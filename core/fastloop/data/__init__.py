@@ -4,7 +4,9 @@ The order of an epoch is ``torch.randperm(n, generator=manual_seed(seed + epoch)
 of ``draw_block_order``. An optimizer step takes the next ``batch_size`` samples; its micro-steps and processes take
 consecutive shares, or the parts that a plugin splits it into. The number of samples drawn in the epoch defines the
 position, so a run can resume with another number of processes. Loading does not use the global random state: dropout
-draws the same numbers with and without workers.
+draws the same numbers with and without workers. A worker seeds its random states for each micro-batch, with the seed
+that ``StepSampler`` or ``Stream`` derives from that of the run, the epoch and the position of the micro-batch. For a
+dataset that shards itself, it does so once an epoch.
 
 loaders, loader           # the datasets, loaders and micro-batch sizes of a run, and the batches of one split
 sampler                   # the sample ids of each micro-batch

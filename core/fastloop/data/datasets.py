@@ -50,11 +50,14 @@ class DatasetProtocol(Protocol):
     end. Default: False. Then ``__iter__`` must yield all samples in every process and worker, and fastloop shares them
     out. Several processes compare the first sample, unless the dataset sets this attribute to False itself.
 
-    If True, fastloop seeds no generator that the dataset keeps. Each process and worker has a copy in the same state,
-    so that all take their shares of the same order: ``self.generator.permutation(n)[worker::workers]``. Without
-    workers, a copy continues from epoch to epoch, and in a resumed run. With workers, each epoch may begin with the
-    same numbers. ``set_epoch`` can seed a generator for each epoch. For numbers that differ between workers, such as
-    noise, draw from the global generators of torch, NumPy and Python, which fastloop seeds in each worker."""
+    If True, fastloop seeds no generator that the dataset keeps. Each process and worker has a copy of it in the same
+    state, so that all take their shares of the same order: ``self.generator.permutation(n)[worker::workers]``.
+
+    - Without workers, the copy continues from epoch to epoch, and in a resumed run.
+    - With workers, each epoch copies the dataset of the main process, whose generator has not drawn. So every epoch has
+      the same numbers, unless ``set_epoch`` seeds the generator. Persistent workers continue, until a run resumes.
+    - For numbers that differ between workers, such as noise, draw from the global generators of torch, NumPy and
+      Python, which fastloop seeds in each worker and epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle

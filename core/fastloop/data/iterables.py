@@ -1,4 +1,5 @@
-"""Read iterable datasets as sharded streams. The number of workers does not change the samples."""
+"""Read iterable datasets as sharded streams. The number of workers does not change the samples, unless a dataset shards
+itself."""
 
 from __future__ import annotations
 
@@ -55,14 +56,20 @@ class IsolatedRandomState:
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset, sharded: one reader yields each sample, in the same batches for any number of workers.
+    """An iterable dataset, sharded: one reader yields each sample. A reader is a worker, or a process without workers.
 
-    A dataset with ``read_ranges`` reads only the samples of its reader, one with ``shards_itself`` whatever it chooses.
-    Every reader iterates another dataset as a whole, and drops the samples of the other readers.
+    A dataset is read in one of three ways:
 
-    Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. Inside the dataset,
-    ``get_worker_info()`` is None, so that it does not shard its samples again. Its random numbers are the same on every
-    reader and after each resume, also those of generators that it keeps for itself.
+    - with ``read_ranges``, by position: a reader reads only its own samples;
+    - with ``shards_itself``, as it chooses: ``DatasetProtocol.shards_itself`` says what it must do;
+    - otherwise, as a whole: every reader iterates all samples, and drops those of the other readers.
+
+    The first and the third give the same batches for any number of workers: process ``i % world_size`` reads
+    micro-batch ``i``, and its workers take turns.
+
+    In the third, ``get_worker_info()`` is None inside the dataset, so that it does not shard its samples again. Its
+    random numbers are the same on every reader and after each resume, also those of generators that it keeps for
+    itself.
 
     Args:
         collator: Collates the samples of each micro-batch.

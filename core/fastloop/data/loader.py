@@ -36,8 +36,15 @@ class Loader:
 
     Args:
         dataset: Map-style (``len`` and ``[]``) or iterable.
+        collator: Makes the inputs of a micro-batch from the list of its samples.
+        settings: The ``DataLoader`` and its workers, and what plugins have set, such as ``arrange``.
         batch_size: Samples of an optimizer step over all processes; in evaluation, of one micro-batch of every process.
         micro_batch_size: Samples of a micro-batch on one process.
+        rank: Index of this process.
+        world_size: Number of processes.
+        seed: Decides the order of the samples. ``StepSampler`` and ``Stream`` also derive from it the seeds of workers,
+            one for each micro-batch.
+        shuffle: Whether each epoch has an order of its own. False in evaluation.
         pieces: See ``StepSampler``.
         split: Name of the split, for its worker settings and for messages.
         sampler: The user's sampler, or None. Its ``drop_last`` says whether to drop an incomplete last batch: one of

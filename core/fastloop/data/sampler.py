@@ -124,7 +124,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         return " ".join(parts)
 
     def steps(self, first: int = 0) -> Iterator[tuple[int, list[list[int]]]]:
-        """Yield the place of each step's first sample in the epoch, and the micro-batches of all processes.
+        """Yield the position of each step's first sample in the epoch, and the micro-batches of all processes.
 
         With a batch of 8 samples and micro-batches of 3, a step has micro-batches of 3, 3 and 2 samples.
         """
@@ -155,10 +155,10 @@ class StepSampler(Sampler[MicroBatchIds]):
                 ids.is_filler = is_filler
                 ids.is_last_micro_batch = first + self.world_size >= len(parts)
                 # in a step that starts at sample 80, with parts of 3, 3 and 2 samples, the third starts at sample 86
-                place = start
+                position = start
                 for part in parts[:own]:
-                    place += len(part)
-                ids.seed = hash((self.seed, self.epoch, place)) % 2**32
+                    position += len(part)
+                ids.seed = hash((self.seed, self.epoch, position)) % 2**32
                 yield ids
 
 

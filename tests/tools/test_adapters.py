@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,28 @@ def another_kind(place):
     return recipe_of(place, {})
 
 
+def invoked(place):
+    path = place / "run" / "model" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alora_invocation_tokens": [5, 6]}))
+    return recipe_of(place, {})
+
+
+def biased(place):
+    """An adapter with biases, on layers of Llama, which have none."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained("base")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
+    transformers.AutoModel.from_config(config).save_pretrained("llama")
+    tokenizer.save_pretrained("llama")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained("llama", num_labels=3)
+    options = LoraConfig(task_type=TaskType.SEQ_CLS, target_modules=["q_proj"], lora_bias=True)
+    with warnings.catch_warnings(action="ignore"):  # peft warns that it cannot merge them
+        get_peft_model(model, options).save_pretrained("biased")
+    return recipe_of(place, {}, "biased")
+
+
 def from_scratch(place):
     model = {"config": {"model_type": "distilbert"}, "tokenizer": {"kind": "word"}}
     return recipe_of(place, LORA | {"merge": False}, model=".") | {"model": model}
@@ -248,6 +271,8 @@ REFUSED = {
     "exclusive-options plugins.lora.adapter: model.name": two_adapters,
     "adapter-differs DistilBert": another_base,
     "unsupported-adapter IA3 LORA": another_kind,
+    "unsupported-adapter alora_invocation_tokens": invoked,
+    "unsupported-adapter lora_bias: true q_proj": biased,
     "conflicting-values merge: false model.config.": from_scratch,
     "conflicting-values merge: false model.weights.": warm_start,
 }

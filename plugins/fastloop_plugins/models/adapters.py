@@ -157,6 +157,8 @@ def quiet_peft() -> Iterator[None]:
         ".*no longer tied",
         "Setting `save_embedding_layers`",  # adapters of embeddings are saved with their layers
         "Could not find a config file in",
+        ".*lora_bias=True",  # `_check_biases` refuses it
+        "aLoRA is",  # `read_settings` refuses it
     )
     with warnings.catch_warnings():
         for message in handled:
@@ -174,7 +176,8 @@ def read_settings(folder: Path, where: str) -> LoraConfig:
         from peft import LoraConfig, PeftConfig
 
     try:
-        settings = PeftConfig.from_pretrained(str(folder))
+        with quiet_peft():
+            settings = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"{folder} cannot be loaded: {clause(error)}.", code="file-unreadable", place=where) from None
     if not isinstance(settings, LoraConfig):
@@ -183,6 +186,13 @@ def read_settings(folder: Path, where: str) -> LoraConfig:
             code="unsupported-adapter",
             place=where,
             expected="LORA",
+        )
+    if getattr(settings, "alora_invocation_tokens", None) is not None:
+        raise RecipeError(
+            f"{folder} acts only after its alora_invocation_tokens, so it cannot be merged.",
+            code="unsupported-adapter",
+            place=where,
+            expected="an adapter that acts on each token",
         )
     settings.task_type = None  # else the wrapper adds modules of its own to modules_to_save
     return settings
@@ -196,7 +206,7 @@ def add_adapter(model: nn.Module, folder: Path, settings: LoraConfig, where: str
         trained: Whether the adapter's weights get gradients.
 
     Raises:
-        RecipeError: The adapter is not one of this model.
+        RecipeError: The adapter is not one of this model, or it cannot be merged.
     """
     from peft import PeftModel
     from safetensors import SafetensorError
@@ -223,7 +233,23 @@ def add_adapter(model: nn.Module, folder: Path, settings: LoraConfig, where: str
             place=where,
             remedy=advice,
         )
+    if settings.lora_bias:
+        _check_biases(wrapped, folder, where)
     return wrapped
+
+
+def _check_biases(wrapped: nn.Module, folder: Path, where: str) -> None:
+    """Raise an error for an adapter with a bias for a layer that has none: an export or a prediction could not merge
+    it."""
+    for name, module in wrapped.named_modules():
+        if hasattr(module, "lora_bias") and module.get_base_layer().bias is None:
+            raise RecipeError(
+                f"{folder} has lora_bias: true, and {name.removeprefix('base_model.model.')} of the base model has no "
+                "bias, so the adapter cannot be merged.",
+                code="unsupported-adapter",
+                place=where,
+                expected="lora_bias: false",
+            )
 
 
 def merge(wrapped: Any, where: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Keeps an exponential moving average of the weights, and uses it for evaluation and for the exported model.
+"""Evaluates and exports an average of the weights: an exponential moving average (EMA), or their mean (SWA).
 
     plugins:
       - ema: {decay: 0.999}
@@ -8,8 +8,8 @@ is at most ``(1 + n) / (10 + n)`` after ``n`` updates, so the average quickly le
 weights in bf16 or fp16 is kept in float32, because a small update would be rounded away. Parameters that are frozen
 when training begins have no average.
 
-With ``mean``, the average is the plain mean of the weights at all updates: stochastic weight averaging (Izmailov et
-al., 2018, https://arxiv.org/abs/1803.05407). Begin after most of the training, and update once an epoch:
+With ``mean``, the average is the plain mean of the weights at all updates: stochastic weight averaging (SWA, Izmailov
+et al., 2018, https://arxiv.org/abs/1803.05407). Begin after most of the training, and update once an epoch:
 
     plugins:
       - ema: {mean: true, start: 7500, update_every: 500, batch_norm_batches: 100}
@@ -105,7 +105,8 @@ class EMA(Plugin):
     @hookimpl
     def after_step(self, run: Run) -> None:
         step = run.state.step
-        if step % self.update_every or step <= self.start:
+        is_due = step > self.start and step % self.update_every == 0
+        if not is_due:
             return
         if run.step_was_skipped():  # the average would count the same weights twice
             return
@@ -174,7 +175,7 @@ class EMA(Plugin):
     @contextmanager
     def swapped(self, run: Run) -> Generator[None, None, None]:
         """Use the averages as the model's weights inside this context."""
-        # kept in float32: the weights would give them back rounded
+        # exchange rounds these averages to the dtype of the weights, so their float32 values are put back afterwards
         averages = {name: self.average[name] for name in self.low_precision}
         self.exchange()
         trained = run.state.model_weights
@@ -187,9 +188,11 @@ class EMA(Plugin):
             self.average |= averages
 
     def exchange(self) -> None:
-        """Copy the averages into the model's weights, and the weights into ``average``. Weights stay the same tensors,
-        which compiled and wrapped models hold. Averages do, too, except for those of ``low_precision``: they have
-        another dtype than the weights, so ``average`` gets a copy of the weight."""
+        """Copy the averages into the model's weights, and the weights into ``average``.
+
+        The weights stay the same tensors, because compiled and wrapped models hold them. In ``low_precision``, the
+        average is in float32 and the weight is not, so ``average`` gets a new tensor: a copy of the weight.
+        """
         import torch
 
         with torch.no_grad():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, hookimpl, option
 from fastloop.problem import agree
-from fastloop_plugins.models.blocks import transformer_blocks
+from fastloop_plugins.models.blocks import outermost, transformer_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 
-CHANGES = {"num_batches_tracked", "_u", "weight_u"}
-"""Names of buffers that a forward in train mode updates: of batch norm with running statistics, and of spectral
-norm."""
+UPDATED_BUFFERS = {"num_batches_tracked", "_u", "weight_u"}
+"""Names of buffers that a forward in train mode updates: ``num_batches_tracked`` of batch norm with running statistics,
+``_u`` and ``weight_u`` of spectral norm. A second forward would update them again."""
 
 
 class ActivationCheckpointing(Plugin):
@@ -41,14 +41,9 @@ class ActivationCheckpointing(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        every_block = transformer_blocks(
-            model, self.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks"
-        )
-        inner = set[int]()
-        for block in every_block:
-            inner.update(id(part) for part in block.modules() if part is not block)
-        outer = [block for block in every_block if id(block) not in inner]  # an outer block recomputes its inner ones
-        blocks = outer[:: self.every]  # of blocks 0 to 4 with every=2: 0, 2 and 4
+        where = f"{run.recipe.where}: plugins.activation-checkpointing.blocks"
+        repeated_blocks = outermost(transformer_blocks(model, self.blocks, where))  # each recomputes its inner blocks
+        blocks = repeated_blocks[:: self.every]  # of blocks 0 to 4 with every=2: 0, 2 and 4
         if not blocks:
             self.log.warning(
                 Problem(
@@ -58,9 +53,7 @@ class ActivationCheckpointing(Plugin):
                 )
             )
             return
-        stateful = [
-            block for block in blocks if any(name.rpartition(".")[2] in CHANGES for name, _ in block.named_buffers())
-        ]
+        stateful = [block for block in blocks if updates_buffers(block)]
         if stateful:
             self.log.warning(
                 Problem(
@@ -90,6 +83,11 @@ class ActivationCheckpointing(Plugin):
                     place=f"{run.recipe.where}: plugins.compile.backend",
                     remedy="Use 'aot_eager' or 'inductor'.",
                 )
+
+
+def updates_buffers(block: nn.Module) -> bool:
+    """Whether a forward of the block in train mode updates buffers."""
+    return any(name.rpartition(".")[2] in UPDATED_BUFFERS for name, _ in block.named_buffers())
 
 
 def recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

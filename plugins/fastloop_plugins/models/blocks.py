@@ -40,3 +40,13 @@ def transformer_blocks(model: nn.Module, names: Sequence[str] | None = None, whe
         if len(kinds) == 1:
             blocks += parent
     return blocks
+
+
+def outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that are not within another one, as an expert of a layer is."""
+    inner: set[int] = set()  # ids of the modules within a block
+    for block in blocks:
+        for module in block.modules():
+            if module is not block:
+                inner.add(id(module))
+    return [block for block in blocks if id(block) not in inner]

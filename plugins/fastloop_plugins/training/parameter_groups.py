@@ -128,18 +128,12 @@ class ParameterGroups(Plugin):
         With two blocks and a decay of 0.5, the embeddings have layer 0 and the factor 0.125, the blocks have 0.25 and
         0.5, and the head has layer 3 and 1. A parameter between two blocks belongs to the block before it.
         """
-        from fastloop_plugins.models.blocks import transformer_blocks
+        from fastloop_plugins.models.blocks import outermost, transformer_blocks
 
         decay = run.recipe.train.layer_lr_decay
         if decay is None:
             return {}
-        every_block = transformer_blocks(model)
-        inner: set[int] = set()  # ids of the modules within a block, such as an expert that is a block, too
-        for block in every_block:
-            for module in block.modules():
-                if module is not block:
-                    inner.add(id(module))
-        blocks = [block for block in every_block if id(block) not in inner]
+        blocks = outermost(transformer_blocks(model))
         if not blocks:
             where = f"{run.recipe.where}: train.layer_lr_decay: {type(model).__name__}"
             raise RecipeError(

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-OWN: Mapping[str, Callable[[float], float]] = {
+BUILT_IN: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "constant": lambda progress: 1.0,
 }
-"""Schedule of fastloop -> the share of the peak after a share of the steps that follow the warm-up, both 0 to 1."""
+"""Built-in schedule -> the share of the peak after a share of the steps that follow the warm-up, both 0 to 1."""
 LENGTHS = ("total_steps", "T_max", "num_training_steps")
 """Parameters that mean the run's optimizer steps."""
 LENGTH_OF_POLYNOMIAL = "total_iters"
@@ -90,7 +90,7 @@ def _find_in_libraries(name: str, place: str) -> Callable[..., LRScheduler]:
         known |= {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
     factory: Callable[..., LRScheduler] | None = known.get(name)
     if factory is None:
-        hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])
+        hint = did_you_mean(name, [*BUILT_IN, *(other for other in known if other not in BY_METRIC)])
         raise RecipeError(
             f"neither torch nor transformers has {name!r}.{hint} Another one is file.py:name.",
             code="unknown-schedule",

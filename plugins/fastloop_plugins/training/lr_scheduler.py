@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
-from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, warmup_steps
+from fastloop_plugins.training._schedules import BUILT_IN, find_schedule, make_schedule, warmup_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 
-OPTIONS_OF_OWN = {"linear": ("warmup", "min_ratio"), "cosine": ("warmup", "min_ratio"), "constant": ("warmup",)}
-"""Schedule of ``OWN`` -> the options that change it."""
+BUILT_IN_OPTIONS = {"linear": ("warmup", "min_ratio"), "cosine": ("warmup", "min_ratio"), "constant": ("warmup",)}
+"""Built-in schedule -> the options that change it."""
 
 
 class LRSchedule(Plugin):
@@ -55,26 +55,26 @@ class LRSchedule(Plugin):
     )
     arguments: dict[str, Any] = option("Keyword arguments of another schedule than the three.", default_factory=dict)
 
-    factory: Callable[..., LRScheduler]  # makes the schedule, if it is not of OWN; from check_recipe on
+    factory: Callable[..., LRScheduler]  # makes the schedule, if it is not built in; from check_recipe on
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         where = f"{recipe.where}: plugins.lr-scheduler"
-        if self.schedule not in OWN:
+        if self.schedule not in BUILT_IN:
             self.factory = find_schedule(self.schedule, self.arguments, recipe)
         elif self.arguments:
             raise RecipeError(
-                f"{self.schedule} has only {' and '.join(OPTIONS_OF_OWN[self.schedule])}.",
+                f"{self.schedule} has only {' and '.join(BUILT_IN_OPTIONS[self.schedule])}.",
                 code="unknown-option",
                 place=f"{where}.arguments",
                 remedy=f"Remove {min(self.arguments)!r}.",
             )
-        if self.min_ratio and "min_ratio" not in OPTIONS_OF_OWN.get(self.schedule, ()):
+        if self.min_ratio and "min_ratio" not in BUILT_IN_OPTIONS.get(self.schedule, ()):
             raise RecipeError(
                 f"is for linear and cosine, and the schedule is {self.schedule}.",
                 code="unknown-option",
                 place=f"{where}.min_ratio",
-                remedy="Remove it." if self.schedule in OWN else "Use arguments.",
+                remedy="Remove it." if self.schedule in BUILT_IN else "Use arguments.",
             )
 
     @hookimpl
@@ -82,7 +82,7 @@ class LRSchedule(Plugin):
         from torch.optim.lr_scheduler import LambdaLR
 
         total = run.total_steps
-        if self.schedule not in OWN:
+        if self.schedule not in BUILT_IN:
             return make_schedule(self.schedule, self.factory, run, optimizer, self.warmup, self.arguments)
         if total is None and (self.schedule != "constant" or isinstance(self.warmup, float)):
             raise UsageError(
@@ -99,7 +99,7 @@ class LRSchedule(Plugin):
             if self.schedule == "constant" or total is None:
                 return 1.0
             progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-            return self.min_ratio + (1 - self.min_ratio) * OWN[self.schedule](progress)
+            return self.min_ratio + (1 - self.min_ratio) * BUILT_IN[self.schedule](progress)
 
         return LambdaLR(optimizer, ratio)
 

@@ -298,8 +298,8 @@ RESUME = [
     Mutant(
         "the states of plugins are not restored",
         f"{CORE}/checkpoint/resume.py",
-        "        if state is not None:\n            with _refuse",
-        "        if state is None:\n            with _refuse",
+        "        if state is not None:\n            with _convert",
+        "        if state is None:\n            with _convert",
     ),
     Mutant(
         "a checkpoint that changed on disk is used",

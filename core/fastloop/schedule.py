@@ -96,8 +96,11 @@ class Schedule:
         return self._state.stop_reason is not None or (limit is not None and self._state.step >= limit)
 
     def is_epoch_done(self) -> bool:
-        """Whether every sample of the current epoch was drawn. For data of unknown length, call it after the loader has
-        ended, or the run has stopped. A run that stops there counts as stopped within the epoch."""
+        """Whether every sample of the current epoch was drawn.
+
+        If the data has no known length, only the end of the loader shows it. So call this after the loop over the
+        loader, which ends with the data or by ``should_stop``. In the second case the epoch counts as incomplete.
+        """
         if self.samples_per_epoch is None:
             return not self.should_stop()
         return self._state.epoch_samples >= self.samples_per_epoch

@@ -81,13 +81,13 @@ def load(run: Run, point: ResumePoint) -> None:
             )
     model, saved = checkpoint.read(path, sharded_target(run), run.processes.host_group)
     malformed = f"{path}: malformed state.json. Resume from another checkpoint: "
-    with refuse_errors(malformed):
+    with convert_errors(malformed):
         _restore(run, path, model, saved)
         states = dict(saved["plugins"])
     _restore_plugins(run, path, states)
     log.info("resumed from %s at step %d", path, run.state.step)
     _report_end(run)
-    with refuse_errors(malformed, (*MALFORMED, RuntimeError)):
+    with convert_errors(malformed, (*MALFORMED, RuntimeError)):
         _restore_random_states(run, saved["random"])
 
 
@@ -113,7 +113,7 @@ def _report_end(run: Run) -> None:
 
 
 @contextmanager
-def refuse_errors(text: str, kinds: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
+def convert_errors(text: str, kinds: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
     """Turn errors of these kinds into a CheckpointError.
 
     Args:
@@ -138,7 +138,7 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
         CheckpointError: It is not a checkpoint of this model or optimizer.
         Exception: One of ``MALFORMED``: its state has another form.
     """
-    with refuse_errors(f"{path}: not a checkpoint of this model: ", (RuntimeError,)):
+    with convert_errors(f"{path}: not a checkpoint of this model: ", (RuntimeError,)):
         run.strategy.load_model_state(run, model)
     if "frozen" in saved:  # checkpoints of early versions lack it
         _restore_frozen(run, saved)
@@ -177,7 +177,7 @@ def _restore_optimizer(run: Run, path: Path, saved: dict[str, Any]) -> None:
     if len(optimizer["param_groups"]) == len(groups):  # else the optimizer reports it
         check_form(optimizer["param_groups"], groups, "optimizer.param_groups")
     problem = "not a checkpoint of this optimizer, which needs the parameters of the run that saved it"
-    with refuse_errors(f"{path}: {problem}: ", (ValueError,)):
+    with convert_errors(f"{path}: {problem}: ", (ValueError,)):
         run.strategy.load_optimizer_state(run, optimizer)
 
 
@@ -219,12 +219,12 @@ def _restore_plugins(run: Run, path: Path, states: dict[str, Any]) -> None:
     for plugin, call in run.plugins.each("load_state"):
         state = states.get(plugin.name)
         if state is not None:
-            with _refuse_state_of(plugin, path):
+            with _convert_errors_of(plugin, path):
                 call(run=run, state=state)
 
 
 @contextmanager
-def _refuse_state_of(plugin: Plugin, path: Path) -> Iterator[None]:
+def _convert_errors_of(plugin: Plugin, path: Path) -> Iterator[None]:
     """Turn an error in ``load_state`` into one that names the plugin, the checkpoint and the line.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastloop.checkpoint import unpack
-from fastloop.checkpoint.resume import refuse_errors
+from fastloop.checkpoint.resume import convert_errors
 from fastloop.checkpoint.settings_record import (
     OPTIMIZER_CODE,
     ChangedSetting,
@@ -60,7 +60,7 @@ def check_run(run: Run) -> None:
     path = run.resume_point.checkpoint
     # the main process reads: another host may see the checkpoint late
     saved = run.processes.all_gather_object(read_state(path) if run.is_main else None)[0]
-    with refuse_errors(f"{path}: malformed state.json. Resume from another checkpoint: "):
+    with convert_errors(f"{path}: malformed state.json. Resume from another checkpoint: "):
         changed = compare_recipes(path, unpack(saved["recipe"], {}), secrets.hidden(run.recipe.to_dict()))
         has_record = "build" in saved  # checkpoints of early versions have none
         if has_record:

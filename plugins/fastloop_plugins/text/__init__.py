@@ -9,9 +9,9 @@ data                                # the ``data`` section: its options, and the
 source_files, parts                 # finds the files of a source, and reads them
 sources                             # ``data.sources`` mixes several
 columns                             # the texts of a row: one column, or several
-targets                             # labels by ``data.label_type``: numbers and sets of classes; calls ``labels``
+targets                             # labels by ``data.label_type``: numbers, sets of classes; one class: ``labels``
 labels, label_column                # one class a row, and the column that holds it
-class_numbers                       # the order of the classes of train holds for all splits
+class_numbers                       # numbers the classes of all splits in the order of those of train
 label_names, label_warnings         # names of classes, and classes that are probably mistakes
 dropped_rows, repeats               # whole rows that are left out: by a label, by ``data.drop``, as repeated ones
 row_places                          # the file and the line of a row

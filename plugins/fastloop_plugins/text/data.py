@@ -251,7 +251,7 @@ class TextData:
             self.messages += [Problem(line, code="doubtful-labels") for line in labels.warnings]
         self.classes = labels.classes
         for role, of_role in rows.items():
-            of_role.labels = labels.ids[role]
+            of_role.labels = labels.by_role[role]
 
     def _divide(self, rows: dict[str, Rows], held_out: float) -> tuple[dict[str, Rows], str]:
         """Hold rows out for validation, and draw as many rows of each split as its limit allows.

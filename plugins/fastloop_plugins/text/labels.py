@@ -7,7 +7,7 @@ as 01 and 02, are names of classes. In other sources, a number is a number and t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
@@ -41,12 +41,20 @@ NEARLY_EVERY_ROW = 0.9
 
 @dataclass
 class Labels:
-    """The labels of all splits, as classes."""
+    """The labels of all splits.
 
-    ids: dict[str, NDArray[Any]]  # role -> class of each row, 0..n-1; or as ``text.targets`` reads them
-    classes: list[str]  # names of the classes
-    warnings: list[str]
-    notes: list[str]  # how labels were read, if that is not obvious from the file
+    Attributes:
+        by_role: Role -> the label of each row, by ``data.label_type``. ``class``: (rows,), int64, from 0. ``number``:
+            (rows,), float64. ``classes``: (rows, classes), float32, 1.0 for each class of the row and 0.0 for others.
+        classes: Names of the classes; for numbers, the name of the model's single output.
+        warnings: Classes that are probably mistakes.
+        notes: How labels were read, if that is not obvious from the file.
+    """
+
+    by_role: dict[str, NDArray[Any]]
+    classes: list[str]
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -134,7 +142,7 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, clas
                 )
             ids_of_parts.append(values.ids(class_ids))
         ids[role] = concatenate(ids_of_parts)
-    return Labels(ids, classes, [], notes)
+    return Labels(ids, classes, notes=notes)
 
 
 class _ModelClasses:

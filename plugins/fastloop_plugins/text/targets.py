@@ -1,6 +1,6 @@
-"""The labels of the text tasks by ``data.label_type``: ``read_labels``.
+"""Reads the labels of text tasks by ``data.label_type``: ``read_labels``.
 
-Here are numbers, and any number of classes a row. ``text.labels`` reads one class a row.
+This module reads numbers, and any number of classes a row. It calls ``text.labels`` for one class a row.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ADVICE = " (data.label_type=number). For classes: data.label_type=class"
 """The end of the error for a label of a regression."""
 ONLY = "LABEL_0"
 """Name of the single output of a regression, as transformers names it."""
-SWITCHES = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0}
-"""Cells of a column that states for each row whether it has a class, in lower case."""
+INDICATORS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0}
+"""Text of a cell in lower case -> its value, in a column such as ``toxic`` that holds 1 for the rows of a class."""
 
 
 def read_labels(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
@@ -42,7 +42,7 @@ def read_labels(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
         numbers = {}
         for role, tables in parts.items():
             numbers[role] = concatenate([read_numbers(table, data.labels[0], "data.label", ADVICE) for table in tables])
-        return Labels(numbers, [ONLY], [], [])
+        return Labels(numbers, [ONLY])
     if data.label_type == "classes":
         return _class_sets(parts, data)
     if data.inference is None:
@@ -57,7 +57,7 @@ def is_readable(value: Any, data: TextData) -> bool:
     if data.label_type != "classes":
         return is_label(value)
     if data.several:
-        return _switch(value) is not None
+        return _indicator(value) is not None
     return isinstance(value, list | tuple)
 
 
@@ -114,16 +114,20 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
     return numbers
 
 
-def _switch(value: Any) -> float | None:
+def _indicator(value: Any) -> float | None:
+    """Whether a row has the class of a column, as 0.0 or 1.0; None: the cell holds anything else."""
     if isinstance(value, Real):
         return float(value) if value in (0, 1) else None
-    return SWITCHES.get(str(value).lower())
+    return INDICATORS.get(str(value).lower())
 
 
 def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
-    """A row of 0.0 and 1.0 for each row of the data, in the order of the classes."""
+    """A row of 0.0 and 1.0 for each row of the data, in the order of the classes.
+
+    Rows with equal sets share a code. For the rows [spam], [], [spam], the codes are [0, 1, 0].
+    """
     sets: dict[frozenset[str], int] = {}  # different sets of names -> code
-    codes: dict[str, list[NDArray[np.int32]]] = {}  # the code of each row of each part
+    codes: dict[str, list[NDArray[np.int32]]] = {}  # role -> the codes of each part, (rows,)
     for role, tables in parts.items():
         codes[role] = []
         for part in tables:
@@ -161,7 +165,7 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
                 )
     table = np.array([[name in names for name in classes] for names in sets_by_code], np.float32)  # (codes, classes)
     labels = {role: take(table, concatenate(of_parts)) for role, of_parts in codes.items()}
-    return Labels(labels, list(classes), [], [])
+    return Labels(labels, list(classes))
 
 
 def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
@@ -170,7 +174,7 @@ def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
         table = {name: part.column("label", name) for name in data.labels}
         for name, values in table.items():
             for number, value in enumerate(values, 1):
-                if _switch(value) is None:
+                if _indicator(value) is None:
                     remedy = f" {leave_out_unlabelled(part, name)}" if is_unlabelled(value) else ""
                     raise RecipeError(
                         f"column {name!r} (data.label) holds {show(value)}, expected 0 or 1.",
@@ -179,7 +183,7 @@ def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
                         remedy=remedy,
                     )
         for row in zip(*table.values(), strict=True):
-            yield frozenset(name for name, value in zip(table, row, strict=True) if _switch(value))
+            yield frozenset(name for name, value in zip(table, row, strict=True) if _indicator(value))
         return
     for number, value in enumerate(part.column("label", data.labels[0]), 1):
         if not isinstance(value, list | tuple) or not all(isinstance(name, str | Integral) for name in value):

@@ -225,7 +225,7 @@ def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Any], where: s
     on_all_processes(run, model, where, find, PADDING_REMEDY)
 
 
-def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: str = "") -> None:
+def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], other_remedy: str = "") -> None:
     """Raise an error for a model that cannot train on one sample alone, if micro-batches have one. Runs like
     ``check_causal``.
 
@@ -233,6 +233,7 @@ def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: 
 
     Args:
         forward: Computes the logits of a sample.
+        other_remedy: A sentence about another change that solves the problem.
 
     Raises:
         RecipeError: It raised an error in train mode.
@@ -249,7 +250,7 @@ def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: 
         model,
         f"{run.recipe.where}: train.micro_batch_size: found 1",
         find,
-        f"Use micro-batches of two samples or more{remedy}.",
+        f"Use micro-batches of two samples or more. {other_remedy}".rstrip(),
     )
 
 

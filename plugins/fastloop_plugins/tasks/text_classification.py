@@ -149,8 +149,10 @@ class TextClassification(TwoClassOptions, TextTask):
 
         batch = super().build_batch(samples)
         if "labels" not in batch.fixed:  # texts to predict: any labels, because nothing reads the loss
-            sets = [len(self.order.names)] if self.data.label_type == "classes" else []
-            batch.fixed["labels"] = torch.zeros(len(samples), *sets, dtype=torch.float32 if sets else torch.int64)
+            if self.data.label_type == "classes":
+                batch.fixed["labels"] = torch.zeros(len(samples), len(self.order.names))
+            else:
+                batch.fixed["labels"] = torch.zeros(len(samples), dtype=torch.int64)
         elif self.criterion.weights is not None and self.data.label_type == "class":
             return replace(batch, loss_weight=self.criterion.weight_of(batch.fixed["labels"]))
         return batch
@@ -176,7 +178,7 @@ class TextClassification(TwoClassOptions, TextTask):
             check_trains(run, model, make(), self.text_model.where)
             sample = shortest(run.datasets["train"])
             if sample is not None:
-                check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
+                check_alone(run, model, lambda: model(**make(sample)), f"Or {ALIKE}.")
 
     @hookimpl
     def build_metrics(self, run: Run) -> MetricCollection:

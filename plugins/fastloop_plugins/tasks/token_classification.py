@@ -179,7 +179,7 @@ class TokenClassification(ClassifierOptions, TextTask):
             return
         sample = shortest(run.datasets["train"])
         if sample is not None:
-            check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
+            check_alone(run, model, lambda: model(**make(sample)), f"Or {ALIKE}.")
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:

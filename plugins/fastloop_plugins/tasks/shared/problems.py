@@ -1,4 +1,7 @@
-"""Loss, metrics and predictions of text classification: for one class a text, sets of classes, and numbers."""
+"""Loss, metrics and predictions of text classification: for one class a text, sets of classes, and numbers.
+
+Problem is the word of transformers, whose ``config.problem_type`` names the same three.
+"""
 
 from __future__ import annotations
 

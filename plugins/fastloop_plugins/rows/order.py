@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 CYCLE = 1000
 """Samples of a lane after which the sources of a mix have their exact shares: weights count in thousandths."""
 WORKERS = 2
-"""Data workers of a process that share no lane. More of them would leave fewer lanes to mix in a step:
-``lanes / WORKERS``."""
+"""Data workers of a process that have lanes of their own, up to ``lanes / WORKERS`` processes. A step reads from
+``lanes / WORKERS`` lanes, so a larger number would mix rows of fewer lanes in a step."""
 
 
 class Place(NamedTuple):
@@ -60,6 +60,9 @@ class Order:
     Attributes:
         size: Samples of an epoch: the rows of all sources.
         block: Consecutive positions of one lane. Up to ``lanes / WORKERS`` processes have lanes of their own.
+        window: Slots of a window of one source in one lane.
+        rounds: Blocks of each lane in an epoch, without weights.
+        counts: Samples of each source in a cycle of ``CYCLE`` samples; None: without weights.
     """
 
     def __init__(

@@ -31,7 +31,8 @@ class StreamingOptions:
         ge=0,
     )
     lanes: int = option(
-        "With streaming: row groups read side by side. Half as many processes with two workers each share no row.",
+        "With streaming: parts of an epoch that are read side by side. Up to lanes / 2 processes with two data "
+        "workers each read no row twice.",
         default=16,
         ge=1,
     )

@@ -25,6 +25,7 @@ from fastloop_plugins.rows.formats import is_untyped
 from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.order import Order
 from fastloop_plugins.rows.table import Table
+from fastloop_plugins.text.label_warnings import ROWS_OF_A_RARE_CLASS
 from fastloop_plugins.text.streaming.dataset import StreamedDataset
 from fastloop_plugins.text.streaming.windows import Windows
 
@@ -42,8 +43,8 @@ logger = logging.getLogger("fastloop")
 
 HEAD = 4096
 """Rows in memory that stand for the training split in checks, and that a tokenizer is trained on."""
-COPIES = 5
-"""Rows of each label among them at most, beside the first rows: fewer would be a warning about a rare class."""
+COPIES = ROWS_OF_A_RARE_CLASS
+"""Rows of each class that are added to them at most. With fewer, a class would get a warning that it is rare."""
 
 
 @dataclass(frozen=True)

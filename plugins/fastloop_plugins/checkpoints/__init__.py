@@ -1,4 +1,4 @@
-"""Plugins that select checkpoints to keep, and control how they are written.
+"""Plugins that select checkpoints to keep, write them in the background, and upload the run folder.
 
 checkpoint_best           # keeps the weights with the best metric; those to resume from: ``train.keep_checkpoints``
 async_save                # writes checkpoints in a thread

@@ -1,10 +1,10 @@
 """Writes the columns of predictions to a file. The hook ``predict`` of the task computes them.
 Formats of files to predict are in ``fastloop_plugins.rows``.
 
-Complete chunks are kept beside it until the end, so that an interrupted job continues after the last one.
-
-The parts are in the folder ``FILE.parts``, numbered. The suffix ``.last`` marks the last one. The file is made from the
-parts in one step, so it is complete or absent, and it does not depend on interruptions.
+The predictions of each chunk of rows become a part: a numbered file in the folder ``FILE.parts``. Parts are kept until
+the end, so that an interrupted job continues after the last complete part. The suffix ``.last`` marks the last part of
+the job. The file is made from the parts in one step, so it is complete or absent, and it does not depend on
+interruptions.
 """
 
 from __future__ import annotations

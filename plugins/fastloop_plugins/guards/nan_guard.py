@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import CheckpointError, FastloopError, Plugin, PluginError, Problem, hookimpl, option
 from fastloop.problem import counted
-from fastloop.step_totals import add_up
 from fastloop_plugins.guards._numbers import (
     MIN_WINDOW,
     NotFinite,
@@ -99,6 +98,8 @@ class NanGuard(Plugin):
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
+        from fastloop.step_totals import add_up
+
         state = run.state
         drawn = add_up(batches).drawn
         self.start = StepStart(number=state.step + 1, epoch=state.epoch, samples=state.epoch_samples, drawn=drawn)

@@ -246,7 +246,7 @@ def test_a_text_that_a_model_cannot_compute_alone_needs_larger_micro_batches(tas
     model = {"config": READING["canine"], "tokenizer": {"kind": "word"}}
     message = (
         "recipe.yaml: train.micro_batch_size: found 1: CanineFor.* cannot compute .* Use .* two samples or "
-        "more, or pad all texts alike"
+        "more. Or pad all texts alike"
     )
     with pytest.raises(RecipeError, match=message):
         make_run(task, model, data, micro_batch_size=1)

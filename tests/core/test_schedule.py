@@ -204,6 +204,10 @@ def test_plugins_steer_by_requests(tiny_run):
         name = "steers"
 
         @hookimpl
+        def before_fit(self, run: Any) -> None:
+            run.state.request_evaluate()
+
+        @hookimpl
         def after_step(self, run: Any) -> None:
             if run.state.step == 2:
                 run.state.request_evaluate()
@@ -217,5 +221,5 @@ def test_plugins_steer_by_requests(tiny_run):
     assert result.summary["status"] == "stopped"
     assert result.summary["reason"] == "enough"
     assert result.summary["steps"] == 4
-    assert events.evaluated == [2, 4], "asked for, and at the end"
+    assert events.evaluated == [0, 2, 4], "before training and at step 2 as requested, and at the end"
     assert events.saved == [2], "save_every: null saves when asked only"

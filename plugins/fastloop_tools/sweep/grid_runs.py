@@ -16,7 +16,7 @@ from fastloop_tools.shared.command_lines import command_line
 from fastloop_tools.sweep import grid, space
 from fastloop_tools.sweep.arguments import SweepArguments
 from fastloop_tools.trials.record import Record
-from fastloop_tools.trials.runs import SweepSettings, TrialRun, monitored, stop
+from fastloop_tools.trials.runs import SweepSettings, TrialRun, monitored_metric, stop
 
 
 def sweep_grid(arguments: SweepArguments, folds: int | None, resume: bool) -> None:
@@ -39,7 +39,7 @@ def sweep_grid(arguments: SweepArguments, folds: int | None, resume: bool) -> No
     settings = SweepSettings(
         arguments.recipe, points.fixed, added, arguments.left_out, arguments.monitor or "", arguments.nproc
     )
-    monitor = arguments.monitor or monitored(settings.base)[1]
+    monitor = arguments.monitor or monitored_metric(settings.base).name
     settings = replace(settings, monitor=monitor)
     again = command_line(
         "sweep",

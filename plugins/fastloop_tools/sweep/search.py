@@ -41,7 +41,7 @@ def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat
     from fastloop_tools.sweep.study import collect, open_study, read_runs, storage_errors
     from fastloop_tools.sweep.worker import Worker
     from fastloop_tools.trials.record import Record
-    from fastloop_tools.trials.runs import SweepSettings, monitored
+    from fastloop_tools.trials.runs import SweepSettings, monitored_metric
 
     seeds = arguments.seeds
     axes, fixed = space.parse(arguments.values)
@@ -50,7 +50,7 @@ def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat
         arguments.recipe, fixed, arguments.added, arguments.left_out, arguments.monitor or "", arguments.nproc
     )
     check_values(settings, axes)
-    monitor = arguments.monitor or monitored(settings.base)[1]
+    monitor = arguments.monitor or monitored_metric(settings.base).name
     settings = replace(settings, monitor=monitor)
     show_messages()
     better = settings.known_mode(arguments.mode)

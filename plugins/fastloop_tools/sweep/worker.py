@@ -77,12 +77,20 @@ class Worker:
                 return float(other.values[0])
         name = f"trial-{trial.number:04d}"
         runs = [TrialRun(name if seed is None else f"{name}_seed-{seed}", values, seed) for seed in self.seeds]
-        for run in runs:
-            self._run(trial, run, runs)
-        values_of_runs = [run.metrics[self.settings.monitor] for run in runs if run.metrics]
-        return sum(values_of_runs) / len(values_of_runs)
+        values_of_seeds = [self._run(trial, run, runs) for run in runs]
+        return sum(values_of_seeds) / len(values_of_seeds)
 
-    def _run(self, trial: optuna.Trial, run: TrialRun, runs: list[TrialRun]) -> None:
+    def _run(self, trial: optuna.Trial, run: TrialRun, runs: list[TrialRun]) -> float:
+        """Train one run of a trial. Returns its value of the monitored metric.
+
+        Args:
+            runs: All runs of the trial, which the study records.
+
+        Raises:
+            TrialFailed: The run failed, or its value is not finite.
+            typer.Exit: A signal stopped the run.
+        """
+        value = math.nan
         code = self.settings.train(run)
         self.settings.check_metric(run)
         if run.metrics:
@@ -101,3 +109,4 @@ class Worker:
         if run.status == "failed":
             trial.set_user_attr(ERROR, run.reason)
             raise TrialFailed(run.reason)
+        return value

@@ -138,8 +138,8 @@ class SweepSettings:
         summary = read_json_object(output / "summary.json")
         if run.status == "finished":
             run.metrics = dict(summary.get("validation") or {}) or None
-            kept_metric, _, _ = monitored(self.load(run.overrides))
-            keeps_best = kept_metric == self.monitor
+            monitored = monitored_metric(self.load(run.overrides))
+            keeps_best = monitored.keeps_best and monitored.name == self.monitor
             if run.metrics and keeps_best and self.monitor in run.metrics and summary.get("best"):
                 run.metrics[self.monitor] = summary["best"]["value"]
         elif run.status == "failed":
@@ -170,9 +170,9 @@ class SweepSettings:
             mode: The option ``--mode``. With ``auto``, the recipe's plugin that monitors the same metric has it.
         """
         if mode == "auto":
-            _, metric, mode = monitored(self.base)
-            if metric != self.monitor:
-                mode = "auto"
+            monitored = monitored_metric(self.base)
+            if monitored.name == self.monitor:
+                mode = monitored.mode
         if mode == "auto" and self.monitor == "loss":
             return "min"
         if mode == "min":
@@ -196,11 +196,25 @@ def stop(code: int) -> typer.Exit:
     return typer.Exit(signals.EXIT_INTERRUPTED if code == signals.EXIT_INTERRUPTED else signals.EXIT_STOPPED)
 
 
-def monitored(recipe: Recipe) -> tuple[str | None, str, str]:
-    """The metric of ``checkpoint-best``, if the recipe lists it; the metric that the recipe monitors, and its mode."""
+@dataclass(frozen=True)
+class MonitoredMetric:
+    """A metric of the validation split that a recipe monitors.
+
+    Attributes:
+        mode: The option ``mode`` of the plugin that monitors it: ``min``, ``max`` or ``auto``.
+        keeps_best: Whether ``checkpoint-best`` monitors it, so that the exported model has its best value.
+    """
+
+    name: str
+    mode: str
+    keeps_best: bool
+
+
+def monitored_metric(recipe: Recipe) -> MonitoredMetric:
+    """The metric of ``checkpoint-best``, else that of ``early-stopping``, else ``loss``."""
     for plugin in ("checkpoint-best", "early-stopping"):
         options = recipe.plugins.get(plugin, False)
         if options is not False:
-            metric = str(options.get("monitor", "loss"))
-            return metric if plugin == "checkpoint-best" else None, metric, options.get("mode", "auto")
-    return None, "loss", "auto"
+            name = str(options.get("monitor", "loss"))
+            return MonitoredMetric(name, options.get("mode", "auto"), keeps_best=plugin == "checkpoint-best")
+    return MonitoredMetric("loss", "auto", keeps_best=False)

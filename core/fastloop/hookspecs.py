@@ -247,7 +247,8 @@ def after_step(run: Run, loss: Tensor) -> None:
 def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
     """Name -> value, at a log point or after an evaluation. Fires on the main process only, so call no collective
     operation. Names of the core: ``train/loss`` (mean since the last log point), ``train/grad_norm`` (before
-    clipping), ``train/lr``, ``train/samples_per_second``, ``train/tokens_per_second`` and ``train/memory_bytes``;
+    clipping), ``train/lr`` (of the first parameter group: that of parameters without arguments of their own),
+    ``train/samples_per_second``, ``train/tokens_per_second`` and ``train/memory_bytes``;
     ``validation/loss``, ``test/accuracy``, ... The plugin ``log`` writes them to ``metrics.jsonl`` without the part
     before ``/``: ``loss`` and ``lr`` of a step, and ``loss`` of an evaluation beside its ``split``.
     Values may be NaN or infinite. ``run.log("my-plugin/noise", value)`` adds one.

@@ -76,9 +76,13 @@ class LogPoint:
 
     def _ordered(self, values: dict[str, float]) -> dict[str, float]:
         """All values, those of the core first."""
-        everything = {**values, **self.measured}
-        core = {name: everything[name] for name in CORE_NAMES if name in everything}
-        return core | everything  # the names of the core keep their places
+        unordered = {**values, **self.measured}
+        ordered = {}
+        for name in CORE_NAMES:
+            if name in unordered:
+                ordered[name] = unordered[name]
+        ordered.update(unordered)  # adds the values of plugins behind those of the core
+        return ordered
 
 
 def start(run: Run) -> None:
@@ -107,7 +111,7 @@ def after_step(run: Run, loss: Tensor) -> None:
     scalars.mark = now
     elapsed = max(now.seconds - before.seconds, 1e-9)
     if run.is_main:
-        lr = run.optimizer.param_groups[0]["lr"]  # other groups may have other rates
+        lr = run.optimizer.param_groups[0]["lr"]  # that of parameters without arguments of their own
         if isinstance(lr, Tensor):
             lr = lr.to(run.device, non_blocking=True)
         scalars.values["train/lr"] = [lr]

@@ -6,9 +6,11 @@
 
 A log point has the step, the epoch from 1 and, over the steps since the last one, the mean ``loss``,
 ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients before
-clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. An evaluation is an object
-with its ``split``. Rows of ``run.log_rows``, such as samples of generated texts, are in ``rows/NAME.jsonl``, with their
-step. ``log.txt`` begins with the lines about data and model, which are logged before there is a run folder.
+clipping (null: infinite), ``lr`` the learning rate of the first parameter group (that of parameters without arguments
+of their own), ``memory_bytes`` what the device holds. The core measures these values, in ``fastloop.log_points``. An
+evaluation is an object with its ``split``. Rows of ``run.log_rows``, such as samples of generated texts, are in
+``rows/NAME.jsonl``, with their step. ``log.txt`` begins with the lines about data and model, which are logged before
+there is a run folder.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
       - amp: {dtype: auto}
 
 ``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients
-overflow. A skipped step counts, but does not advance the learning rate schedule. For fp8, list ``torchao-fp8`` in
-addition to ``amp: {dtype: bf16}``.
+overflow. A skipped step counts, but does not advance the learning rate schedule. Tasks on texts and images compute
+their loss in fp32: they cast the logits, in ``SingleLabel.output`` of ``tasks/shared/problems.py`` and in
+``text/next_token_loss.py``. For fp8, list ``torchao-fp8`` in addition to ``amp: {dtype: bf16}``.
 
 ``amp: {dtype: fp32, fp32_matmul: high}`` stays in fp32, and multiplies matrices in TensorFloat-32: 10 bits of mantissa
 instead of 23, with the range of fp32. It needs a CUDA device with TF32 units (compute capability 8.0 and later). In
@@ -163,18 +164,22 @@ class Amp(Plugin):
 
     @hookimpl(wrapper=True)
     def compute_loss(self, run: Run, model: nn.Module, batch: Any) -> Generator[None, Output, Output]:
+        """Explain an error of the run's first batch, if the model computes that batch without autocast. Later batches
+        need no copy, so the wrapper then unsubscribes. It ignores trials of other plugins, which report their errors.
+        """
+        is_trial = "model" not in vars(run)  # before the run has prepared its model
         unchanged = copied(batch)  # a model may change its inputs before it fails
         try:
             output = yield
         except Exception as error:
-            if "model" not in vars(run):  # a trial of another plugin, which reports the error
+            if is_trial:
                 raise
             run.plugins.unsubscribe(self, "compute_loss")
             problem = self.explain(run, unchanged, error)
             if problem is None:
                 raise
             raise PluginError(problem, code="unsupported-precision") from error
-        if "model" in vars(run):
+        if not is_trial:
             run.plugins.unsubscribe(self, "compute_loss")
         return output
 

@@ -71,7 +71,10 @@ class LossOptions:
 
 
 class ClassLoss:
-    """The mean loss of logits of shape (N, C, ...) and classes of shape (N, ...), weighted by class.
+    """The mean loss of logits of shape (N, C, ...) and classes of shape (N, ...) int64, weighted by class.
+
+    It has the dtype of the logits. Tasks on texts and images cast them to float32, whatever the precision of the
+    forward pass.
 
     The mean is over the sum of the targets' weights, as in torch. So that micro-batches and processes give the loss of
     one big batch, a batch's ``loss_weight`` must be ``weight_of`` its targets. Focal loss: Lin et al., "Focal Loss for

@@ -1,4 +1,5 @@
-"""Metrics of a recipe: classes of torchmetrics by name, or of a file or package."""
+"""Metrics of tasks with classes or numbers: ``accuracy`` and ``f1``, and those of the recipe, which names classes of
+torchmetrics, of a file or of a package."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class SingleLabel:
         self.decide = decide
 
     def output(self, logits: Tensor, targets: Tensor) -> Output:
-        """Of logits (N, C) and targets (N,)."""
+        """The loss of logits (N, C) and targets (N,) int64, computed in float32."""
         return Output(self.loss(logits.float(), targets), logits, targets)
 
     def metrics(
@@ -60,10 +60,10 @@ class Regression:
     """One number for each text: mean squared error, as in transformers."""
 
     modes: ClassVar[Mapping[str, MetricMode]] = {"pearson": "max"}
-    """Of metrics whose class in torchmetrics does not declare it."""
+    """Name -> mode, for metrics whose class in torchmetrics declares none."""
 
     def output(self, logits: Tensor, targets: Tensor) -> Output:
-        """Of logits (N, 1) and targets (N,)."""
+        """The loss of logits (N, 1) and targets (N,), computed in float32."""
         from torch.nn.functional import mse_loss
 
         values = logits.float().squeeze(1)
@@ -106,7 +106,7 @@ class MultiLabel:
         self.threshold = threshold
 
     def output(self, logits: Tensor, targets: Tensor) -> Output:
-        """Of logits (N, C) and targets (N, C) of 0.0 and 1.0."""
+        """The loss of logits (N, C) and targets (N, C) of 0.0 and 1.0, computed in float32."""
         return Output(self.loss.of_sets(logits.float(), targets), logits, targets)
 
     def metrics(

@@ -127,7 +127,8 @@ class DividingStrategy(TimedStrategy):
             self.group.draw_together(run)
 
     def gradient_norm(self, run: Run) -> Tensor:
-        """The default's, which counts divided and whole gradients together."""
+        """The default's, which counts divided and whole gradients together. A class that overrides ``clip_gradients``
+        must override it, too: see ``fastloop.plugins.declarations``."""
         return super().gradient_norm(run)
 
     def clip_gradients(self, run: Run, max_norm: float) -> Tensor:

@@ -15,7 +15,8 @@ class_numbers                       # numbers the classes of all splits in the o
 label_names, label_warnings         # names of classes, and classes that are probably mistakes
 dropped_rows, repeats               # whole rows that are left out: by a label, by ``data.drop``, as repeated ones
 row_places                          # the file and the line of a row
-tokenizers, special_tokens, positions   # tokenizers, and what they lack
+tokenizers                          # trains a tokenizer, and checks a saved one; ``model`` loads tokenizer and model
+special_tokens, positions           # what a tokenizer lacks, and the tokens that a model takes
 new_tokens                          # tokenizers with more tokens than the model has rows: refused, or rows added
 tokens, known_tokens                # token ids, cut at ``data.max_length``; their cache, and those of earlier runs
 split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads

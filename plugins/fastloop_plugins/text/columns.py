@@ -165,11 +165,12 @@ def join_columns(texts: Sequence[Text], model: TextModel) -> Sequence[Text]:
 
 
 def kept_part(text: str, size: int, side: str) -> str:
-    """The first words of a text, up to ``size`` characters; all of it if it is shorter or has no spaces.
+    """The words at one end of a text, up to ``size`` characters. A text that is shorter, or has no space in this part,
+    is returned whole.
 
     Args:
-        side: The side on which the tokenizer truncates, ``right`` or ``left``. With ``left``, the result has the last
-            words, with the space before them.
+        side: The side on which the tokenizer truncates. ``right``: the first words are kept; ``left``: the last words,
+            with the space before them.
     """
     if len(text) <= size:
         return text

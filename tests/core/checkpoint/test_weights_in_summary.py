@@ -1,4 +1,7 @@
-"""``summary.json`` names the weights that ``model/`` has: their step, kind and metrics."""
+"""``summary.json`` names the weights that ``model/`` has: their step, kind and metrics.
+
+``test_hook_details`` has the tests of its other values.
+"""
 
 from __future__ import annotations
 

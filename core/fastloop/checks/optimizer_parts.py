@@ -90,16 +90,15 @@ def _check_schedule(run: Run) -> None:
     total = run.total_steps
     if total is None:
         return
-    if isinstance(scheduler, OneCycleLR):
-        steps = scheduler.last_epoch + total - run.state.step  # torch calls its count of steps so
-        if steps > scheduler.total_steps:
-            raise UsageError(
-                code="unsupported-schedule",
-                place=f"{run.recipe.where}: the scheduler",
-                found=f"OneCycleLR with total_steps={scheduler.total_steps}",
-                expected=f"at least {steps}, because it is stepped after each optimizer step",
-                remedy=f"Set total_steps={steps}.",
-            )
+    # a run that resumes restores the scheduler's count of steps later
+    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < total:
+        raise UsageError(
+            code="unsupported-schedule",
+            place=f"{run.recipe.where}: the scheduler",
+            found=f"OneCycleLR with total_steps={scheduler.total_steps}",
+            expected=f"at least {total}, because it is stepped after each optimizer step",
+            remedy=f"Set total_steps={total}.",
+        )
     setting = _setting_in_epochs(scheduler, total, run.recipe.train.epochs)
     if setting:
         log.warning(

@@ -316,8 +316,8 @@ RESUME = [
     Mutant(
         "a resumed run begins its epoch again",
         f"{CORE}/loop.py",
-        "run.train_loader.steps(state.epoch, state.epoch_samples)",
-        "run.train_loader.steps(state.epoch, 0)",
+        "run._steps(run.train_loader, state.epoch, state.epoch_samples)",
+        "run._steps(run.train_loader, state.epoch, 0)",
     ),
     Mutant(
         "a fixed setting may change at a resume",

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fastloop import log_points
 from fastloop.checkpoint import frozen, saving
+from fastloop.data.equal_steps import equal_steps
 from fastloop.distributed import compared_facts
 from fastloop.errors import DataError, PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating, keeping_casts
@@ -117,7 +118,7 @@ def train(run: Run) -> None:
         if state.epoch_samples > 0:  # it fires again within an epoch
             frozen.undo_changes(run, "before_epoch")
         run._frozen = None
-        for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
+        for batches in run._steps(run.train_loader, state.epoch, state.epoch_samples):
             if state.left_out and state._is_step_left_out():
                 state.skip_samples(run._start_totals(batches).get())
                 continue
@@ -346,8 +347,10 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
         EvaluationInterrupted: A signal stopped the run; raised on every process.
     """
     batches = islice(loader.batches(), run.settings.max_evaluation_batches)
-    steps = ([batch] for batch in batches)  # to_device moves the batches of a step together
-    for number, (batch,) in enumerate(run.to_device(steps)):
+    steps = run.to_device([batch] for batch in batches)  # it moves the batches of a step together
+    if run.world_size > 1 and run.strategy.forwards_together and not loader.in_step:
+        steps = equal_steps(steps, run.loaders.processes, loader.dataset)
+    for number, (batch,) in enumerate(steps):
         if number == 0 and run.world_size > 1 and loader.stream is not None and loader.in_step:
             compared_facts.check_stream(run, loader, batch)
         if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):

@@ -19,6 +19,7 @@ from fastloop.checkpoint.pending_save import CheckpointSaver
 from fastloop.checkpoint.settings_record import SettingsRecord
 from fastloop.checkpoint.store import ResumePoint
 from fastloop.data import Loader, Loaders
+from fastloop.data.equal_steps import equal_steps
 from fastloop.distributed.buffers import SharedBuffers
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.signals import StopSignals
@@ -227,7 +228,18 @@ class Run:
         """
         states = preserve_random_states(own=self.loaders.own_generators)
         with closing(self.loaders.copy_train()) as loader, states:
-            yield from chain.from_iterable(self.to_device(loader.steps(epoch)))
+            yield from chain.from_iterable(self._steps(loader, epoch, 0))
+
+    def _steps(self, loader: Loader, epoch: int, start: int) -> Iterable[list[Batch]]:
+        """The micro-batches of each step of a training epoch, on the device: as many on each process.
+
+        Args:
+            start: Samples of the epoch to leave out at its beginning.
+        """
+        steps = self.to_device(loader.steps(epoch, start))
+        if loader.in_step or self.world_size == 1:
+            return steps
+        return equal_steps(steps, self.loaders.processes, loader.dataset)
 
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""

@@ -41,6 +41,23 @@ class Declared(Sharded):
     shards_itself = True
 
 
+class Uneven(IterableDataset):
+    """Process 0 has 41 samples, and the other has 23."""
+
+    shards_itself = True
+
+    def __iter__(self) -> Iterator[Any]:
+        share = range(41) if rank() == 0 else range(41, SAMPLES)
+        return (sample(index) for index in share)
+
+
+class Empty(Declared):
+    """The other process has no sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if rank() == 0 else iter(())
+
+
 class Noisy(IterableDataset):
     """All samples, with other random numbers on each process, as the attribute states."""
 
@@ -69,7 +86,7 @@ class Targets(Plugin):
                 self.trained += [int(value) for value in batch.inputs[1].flatten()]
 
 
-DATASETS = {"whole": Whole, "sharded": Sharded, "declared": Declared, "noisy": Noisy}
+DATASETS = {"whole": Whole, "sharded": Sharded, "declared": Declared, "noisy": Noisy, "uneven": Uneven, "empty": Empty}
 
 
 def run(name: str, split: str, workers: int) -> dict[str, Any]:
@@ -81,7 +98,14 @@ def run(name: str, split: str, workers: int) -> dict[str, Any]:
         plugins.append({"dataloader-workers": {"num_workers": workers}})
     data = {"train": Whole(), "validation": Whole()}
     data[split] = DATASETS[name]()
-    usual = {"loss": nn.functional.mse_loss, "batch_size": 8, "epochs": 1, "device": "cpu", "save_every": None}
+    usual = {
+        "loss": nn.functional.mse_loss,
+        "batch_size": 8,
+        "micro_batch_size": 2,
+        "epochs": 1,
+        "device": "cpu",
+        "save_every": None,
+    }
     try:
         trainer = Trainer(
             nn.Linear(8, 1), data["train"], data["validation"], plugins=plugins, output=f"{name}-{split}", **usual

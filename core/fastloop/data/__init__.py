@@ -13,6 +13,7 @@ sampler                   # the sample ids of each micro-batch
 sampler_order             # the order of a sampler of a user or a plugin, which must be able to repeat its epochs
 block_order               # an order that reads samples in blocks
 datasets, iterables       # reads map-style and iterable datasets
+equal_steps               # as many steps on each process, for a dataset that shards itself
 digests                   # compares the data that processes read
 
 A plugin orders the samples of an epoch by the setting ``arrange``, as ``examples/curriculum`` does, or gives a sampler

@@ -46,9 +46,10 @@ class DatasetProtocol(Protocol):
 
     shards_itself: bool
     """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes
-    every sample it yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's
-    end. Default: False. Then ``__iter__`` must yield all samples in every process and worker, and fastloop shares them
-    out. Several processes compare the first sample, unless the dataset sets this attribute to False itself.
+    every sample it yields, and resumes only at an epoch's end. Shares may differ in size, but none that is trained may
+    be empty: a process whose share has ended takes part in the steps of the others. Default: False. Then ``__iter__``
+    must yield all samples in every process and worker, and fastloop shares them out. Several processes compare the
+    first sample, unless the dataset sets this attribute to False itself.
 
     If True, fastloop seeds no generator that the dataset keeps. Each process and worker has a copy of it in the same
     state, so that all take their shares of the same order: ``self.generator.permutation(n)[worker::workers]``.

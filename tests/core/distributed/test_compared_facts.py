@@ -25,6 +25,9 @@ CASES = [
     ("sharded", "validation", 0),
     ("noisy", "train", 0),
     ("declared", "train", 0),
+    ("uneven", "train", 0),
+    ("uneven", "validation", 0),
+    ("empty", "train", 0),
 ]
 
 
@@ -36,7 +39,7 @@ def results(processes: Any, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] != "sharded"])
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] not in ("sharded", "empty")])
 def test_each_sample_is_trained_once(results, case):
     assert [process[case]["error"] for process in results] == [None, None]
     trained = [target for process in results for target in process[case]["trained"]]
@@ -50,6 +53,13 @@ def test_a_dataset_that_shards_itself_is_an_error_on_each_process(results, case)
     assert errors[0] == errors[1]
     assert errors[0]["class"] == "ProcessesDisagree"
     assert "shards_itself" in errors[0]["error"]
+
+
+@pytest.mark.slow
+def test_a_share_without_a_sample_is_an_error_on_each_process(results):
+    for process in results:
+        error = process["empty", "train", 0]["error"]
+        assert error.startswith("Empty shards itself, and has no sample for process 1.")
 
 
 def test_processes_with_equal_facts_agree():

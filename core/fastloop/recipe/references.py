@@ -68,7 +68,8 @@ def import_object(reference: str, recipe: Recipe, key: str) -> Any:
     else:
         module = import_code(home, importlib.import_module, home, recipe, key)
     if not hasattr(module, name):
-        public = [known for known in vars(module) if not known.startswith("_")]
+        # dir(module), unlike vars(module), has the names that a lazy module such as transformers has not imported yet.
+        public = [known for known in dir(module) if not known.startswith("_")]
         raise RecipeError(
             f"{home} has no {name!r}.",
             code="unknown-name",

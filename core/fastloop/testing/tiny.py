@@ -122,11 +122,13 @@ def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Ti
     saved, has a result, too.
     """
     count = iter(range(1000))
-    observers = [HookCalls(request.getfixturevalue("hook_calls"))] if "hook_calls" in request.fixturenames else []
 
     def run(plugins: Any = (), *, model: nn.Module | None = None, data: Any = None, **arguments: Any) -> TinyResult:
         model = model or tiny_model()
         recorder = Recorder()
+        observers: list[Plugin] = [recorder]
+        if "hook_calls" in request.fixturenames:
+            observers.append(HookCalls(request.getfixturevalue("hook_calls")))
         data = data if data is not None else tiny_data()
         defaults = {
             "epochs": 2,
@@ -136,7 +138,7 @@ def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Ti
             "output": tmp_path / f"run{next(count)}",
         }
         trainer = Trainer(
-            model, data, tiny_data(32, seed=1), plugins=[*plugins, recorder, *observers], **{**defaults, **arguments}
+            model, data, tiny_data(32, seed=1), plugins=[*plugins, *observers], **{**defaults, **arguments}
         )
         try:
             summary = trainer.fit()

@@ -18,6 +18,7 @@ settings_record           # the settings of a run in its checkpoint; ``fastloop.
 from fastloop.checkpoint.store import (
     MANIFEST,
     ResumePoint,
+    copy,
     find_newest,
     pack,
     read,
@@ -33,6 +34,7 @@ __all__ = [
     "MANIFEST",
     "ResumePoint",
     "checkpoints",
+    "copy",
     "find_newest",
     "pack",
     "read",

@@ -193,11 +193,16 @@ def _write_shards(sharded: dict[str, Any], folder: Path, group: Any) -> None:
 
 
 def _finish(aside: Path, folder: Path) -> None:
-    """Write the manifest of a checkpoint, sync all files, and rename the folder."""
-    apply_umask(aside)
+    """Write the manifest of a checkpoint, and rename its folder."""
     written = sorted(path for path in aside.rglob("*") if path.is_file())
     files = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}
     (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
+    _rename(aside, folder)
+
+
+def _rename(aside: Path, folder: Path) -> None:
+    """Sync all files of a checkpoint, and give its folder the final name."""
+    apply_umask(aside)
     sync_folder(aside)
     old = folder.with_name(f".{folder.name}.old.partial")
     if folder.exists():  # the step is saved again after a resume: replace the old checkpoint
@@ -207,6 +212,22 @@ def _finish(aside: Path, folder: Path) -> None:
     for parent in (folder.parent, folder.parent.parent):
         sync(parent)
     shutil.rmtree(old, ignore_errors=True)  # after the sync: a loss of power must not undo the renames alone
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Copy a checkpoint to ``folder``: as a whole, or not at all. The copy is not verified.
+
+    Raises:
+        SaveError: The files cannot be read or written.
+    """
+    aside = folder.with_name(f".{folder.name}.partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(source, aside, symlinks=True)
+        _rename(aside, folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)  # free the space on a full disk
+        raise SaveError(f"{folder} was not copied from {source}: {clause(error)}", code="save-failed") from error
 
 
 def _digest(path: Path) -> str:

@@ -7,7 +7,8 @@
 from the task. If neither declares it, set ``min`` or ``max``.
 
 The checkpoints lie in ``checkpoints/best-*`` of the run folder, which ``train.keep_checkpoints`` does not count.
-``best`` in ``summary.json`` has step, metric, value, path and all metrics.
+``best`` in ``summary.json`` has step, metric, value, path and all metrics. A run that resumes from a checkpoint of
+another run folder copies the best ones from there.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class CheckpointBest(Plugin):
 
         problems: list[str | None] = []
         if run.is_main:
+            self._copy_from_other_folder(run)
             problems = [checkpoint.verify(run.folder / self.path(kept.step)) for kept in self.kept]
         problems_of_main = run.processes.all_gather_object(problems)[0]
         for kept, problem in zip(list(self.kept), problems_of_main, strict=True):
@@ -91,6 +93,25 @@ class CheckpointBest(Plugin):
                 run.state.best = self.best()
         del self.kept[self.keep_checkpoints :]  # a run that resumes may keep fewer than before
         self.remove_others(run)  # a killed run may have kept more than its newest checkpoint knows
+
+    def _copy_from_other_folder(self, run: Run) -> None:
+        """Copy the kept weights of another run folder if this run resumes from a checkpoint in there."""
+        if run.resume_point is None:
+            return
+        from fastloop import checkpoint
+
+        folder = run.resume_point.checkpoint.parent
+        if folder.resolve() == (run.folder / "checkpoints").resolve():
+            return
+        for kept in self.kept:
+            target = run.folder / self.path(kept.step)
+            source = folder / target.name
+            if not source.is_dir():  # the verification reports it
+                continue
+            try:
+                checkpoint.copy(source, target)
+            except SaveError as error:
+                run.saver.report_failure(str(error))
 
     @hookimpl(wrapper=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:

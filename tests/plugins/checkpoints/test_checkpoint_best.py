@@ -157,6 +157,17 @@ def test_a_run_that_stopped_between_evaluations_resumes_with_the_best_of_its_che
     assert sorted(path.name for path in Path("run/checkpoints").glob("*best*")) == ["best-00000009"]
 
 
+def test_a_run_that_resumes_from_another_folder_ends_with_the_best_of_both(tiny_run):
+    whole = tiny_run([best(), ScriptedScore(0.5, 0.9, 0.7)], epochs=3)
+    usual = {"epochs": 3, "save_every": 18}
+    tiny_run([best(), ScriptedScore(0.5, 0.9)], output="other", max_steps=18, **usual)
+    resumed = tiny_run([best(), ScriptedScore(0.7)], output="run", resume="other", **usual)
+    assert resumed.summary["best"] == whole.summary["best"]
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    for folder in ("other", "run"):
+        assert checkpoint.verify(Path(folder, "checkpoints/best-00000018")) is None
+
+
 def test_a_resumed_run_that_keeps_fewer_removes_the_others(tiny_run):
     tiny_run(
         [best(keep_checkpoints=2), ScriptedScore(0.9, 0.8)], epochs=3, output="run", max_steps=18, keep_checkpoints=1

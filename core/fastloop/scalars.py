@@ -200,7 +200,7 @@ class LoggedValues:
         """
         own = self._partials()
         shared = {name: (self._reductions[name], own[name]) for name in own if self._is_shared(name)}
-        every: list[dict[str, tuple[str, Partial]]] = processes.all_gather_object(shared)
+        every: list[dict[str, tuple[str, PartialResult]]] = processes.all_gather_object(shared)
         _check_names(every)
         reduced = {}
         for name, partial in own.items():
@@ -225,14 +225,14 @@ class LoggedValues:
     def _is_shared(self, name: str) -> bool:
         return self._reductions.get(name, "main") != "main"
 
-    def _partials(self) -> dict[str, Partial]:
+    def _partials(self) -> dict[str, PartialResult]:
         partials = {}
         for name, values in self.read().items():
-            partials[name] = Partial(sum(values), len(values), _largest(values))
+            partials[name] = PartialResult(sum(values), len(values), _largest(values))
         return partials
 
 
-class Partial(NamedTuple):
+class PartialResult(NamedTuple):
     """The sum, number and maximum of the values of one name on one process."""
 
     total: float
@@ -240,7 +240,7 @@ class Partial(NamedTuple):
     largest: float
 
 
-def _check_names(every: Sequence[Mapping[str, tuple[str, Partial]]]) -> None:
+def _check_names(every: Sequence[Mapping[str, tuple[str, PartialResult]]]) -> None:
     """Check that all processes logged the same names for a reduction, and the same reductions.
 
     Args:
@@ -270,7 +270,7 @@ def _check_names(every: Sequence[Mapping[str, tuple[str, Partial]]]) -> None:
             )
 
 
-def _reduce(reduction: str, parts: Sequence[Partial]) -> float:
+def _reduce(reduction: str, parts: Sequence[PartialResult]) -> float:
     """The value of all processes: ``sum`` and ``max``, or otherwise the mean over all values."""
     if reduction == "max":
         return _largest([part.largest for part in parts])

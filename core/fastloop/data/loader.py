@@ -135,7 +135,7 @@ class Loader:
                 remedy="Make the batch size smaller.",
             )
         reader = _make_reader(dataset, collator, settings, has_copies=world_size > 1)
-        self.loader = make_loader(reader, batch_sampler=_announced(self.sampler, dataset))
+        self.loader = make_loader(reader, batch_sampler=_announcing_sampler(self.sampler, dataset))
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -284,7 +284,7 @@ def _make_reader(dataset: Any, collator: Callable[[list[Any]], Any], settings: S
     return reader
 
 
-def _announced(sampler: StepSampler, dataset: Any) -> Sampler[MicroBatchIds]:
+def _announcing_sampler(sampler: StepSampler, dataset: Any) -> Sampler[MicroBatchIds]:
     """The micro-batches of a sampler. If their order is random, a dataset with ``read_at_random`` gets each of them
     before it is read."""
     is_random = sampler.shuffle or sampler.arrange is not None or sampler.user_order is not None

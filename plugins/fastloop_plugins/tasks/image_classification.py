@@ -31,7 +31,7 @@ from fastloop import Output, Package, RecipeError, hookimpl
 from fastloop_plugins.tasks.image.data import ImageData, ImageDataOptions
 from fastloop_plugins.tasks.image.model import ImageModel, ImageModelOptions
 from fastloop_plugins.tasks.shared.losses import ClassLoss
-from fastloop_plugins.tasks.shared.metrics import classifier_metrics, find_metrics, scored_metrics
+from fastloop_plugins.tasks.shared.metrics import classifier_metrics, find_metrics, names_of_scored_metrics
 from fastloop_plugins.tasks.shared.two_classes import TwoClassOptions
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class ImageClassification(TwoClassOptions):
         count = len(names)
         decision = self.decision(names)
         metrics = classifier_metrics(self.metric_classes, self.metrics, where, count, decision)
-        scored = scored_metrics(self.metric_classes, self.metrics, count)
+        scored = names_of_scored_metrics(self.metric_classes, self.metrics, count)
         self.scored_classes = dict.fromkeys(scored, names[decision.positive])
         if count > TOP:
             if "top5_accuracy" in self.metrics:

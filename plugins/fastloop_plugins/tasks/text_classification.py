@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Output, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, check_trains, shortest
 from fastloop_plugins.tasks.shared.losses import ClassLoss
-from fastloop_plugins.tasks.shared.metrics import find_metrics, scored_metrics
+from fastloop_plugins.tasks.shared.metrics import find_metrics, names_of_scored_metrics
 from fastloop_plugins.tasks.shared.problems import SingleLabel, make_problem
 from fastloop_plugins.tasks.shared.two_classes import TwoClassOptions
 from fastloop_plugins.text.data import TextData
@@ -185,7 +185,7 @@ class TextClassification(TwoClassOptions, TextTask):
         where = f"{run.recipe.where}: plugins.{self.name}.metrics"
         names = self.order.names
         if isinstance(self.problem, SingleLabel):
-            scored = scored_metrics(self.metric_classes, self.metrics, len(names))
+            scored = names_of_scored_metrics(self.metric_classes, self.metrics, len(names))
             self.scored_classes = {metric: names[self.decision(names).positive] for metric in scored}
         return self.problem.metrics(names, self.metric_classes, self.metrics, where)
 

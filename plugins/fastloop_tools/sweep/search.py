@@ -38,7 +38,7 @@ def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat
     from fastloop.recipe import secrets
     from fastloop_tools.shared.result_folders import make_output_folder
     from fastloop_tools.sweep import space
-    from fastloop_tools.sweep.study import collect, open_study, read_runs, storage_errors
+    from fastloop_tools.sweep.study import open_study, rank_trials, read_runs, storage_errors
     from fastloop_tools.sweep.worker import Worker
     from fastloop_tools.trials.record import Record
     from fastloop_tools.trials.runs import SweepSettings, monitored_metric
@@ -83,7 +83,7 @@ def search(arguments: SweepArguments, count: int, storage: str | None, heartbeat
             typer.echo(secrets.hide(axis.describe()))
         Worker(study, axes, seed_numbers, count, settings, write).work()
         write()
-        rows = collect(study)
+        rows = rank_trials(study)
     show_trials(rows, settings, better)
     typer.echo(f"curves: fastloop report {shlex.quote(str(folder))}")
     has_failed = any(row.error for row in rows)

@@ -191,7 +191,7 @@ def check_origin(name: str, of_study: Mapping[str, Any], of_search: Mapping[str,
         )
 
 
-def counts(trial: FrozenTrial) -> bool:
+def is_counted(trial: FrozenTrial) -> bool:
     """Whether a trial is one of ``--trials``. One whose worker was lost or stopped is not: another trial replaces
     it."""
     return trial.state in (TrialState.COMPLETE, TrialState.RUNNING) or ERROR in trial.user_attrs
@@ -215,7 +215,7 @@ class TrialRow:
     error: str | None
 
 
-def collect(study: optuna.Study) -> list[TrialRow]:
+def rank_trials(study: optuna.Study) -> list[TrialRow]:
     """The trials, best first, then those without a value."""
     rows = []
     for trial in read_trials(study):

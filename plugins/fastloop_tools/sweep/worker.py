@@ -14,7 +14,7 @@ import typer
 from optuna.trial import TrialState
 
 from fastloop_tools.sweep.space import Axis
-from fastloop_tools.sweep.study import ERROR, RUNS, WORKER, counts, fail_lost_trials, read_trials
+from fastloop_tools.sweep.study import ERROR, RUNS, WORKER, fail_lost_trials, is_counted, read_trials
 from fastloop_tools.trials.runs import SweepSettings, TrialRun, stop
 
 POLL_SECONDS = 1.0
@@ -48,7 +48,7 @@ class Worker:
         waits = False
         while True:
             fail_lost_trials(self.study)
-            counted = [trial for trial in read_trials(self.study) if counts(trial)]
+            counted = [trial for trial in read_trials(self.study) if is_counted(trial)]
             running = sum(trial.state == TrialState.RUNNING for trial in counted)
             if len(counted) < self.count:
                 waits = False

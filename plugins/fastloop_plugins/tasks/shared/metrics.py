@@ -161,9 +161,9 @@ def classifier_metrics(
     """``accuracy`` and ``f1``, and the recipe's metrics, of logits (N, num_classes) and labels (N,).
 
     Metrics of two classes, such as ``BinaryAUROC``, get the probability of the positive class, and ``f1`` of two
-    classes is its own: see ``binary_metrics``. Metrics of probabilities, such as ``MulticlassAUROC``, get those: see
-    ``with_probabilities``. With a threshold, metrics of predicted classes, such as ``MulticlassRecall``, get the
-    classes that it decides. A subclass of these with an ``update`` of its own gets logits.
+    classes is its own: see ``names_of_binary_metrics``. Metrics of probabilities, such as ``MulticlassAUROC``, get
+    those: see ``with_probabilities``. With a threshold, metrics of predicted classes, such as ``MulticlassRecall``,
+    get the classes that it decides. A subclass of these with an ``update`` of its own gets logits.
 
     Raises:
         RecipeError: A name is taken, or a metric is for two classes and there are others.
@@ -193,7 +193,7 @@ def classifier_metrics(
         for name in metric_classes:
             if _takes_predicted_classes(metrics[name]):
                 metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=decision.classes)
-    for name in binary_metrics(metric_classes, options):
+    for name in names_of_binary_metrics(metric_classes, options):
         if num_classes != 2:
             raise RecipeError(
                 f"{metric_classes[name].__name__} is for two classes, and the data has {num_classes}.",
@@ -204,14 +204,16 @@ def classifier_metrics(
     return collect(metrics, where)
 
 
-def scored_metrics(
+def names_of_scored_metrics(
     metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Mapping[str, Any]], num_classes: int
 ) -> list[str]:
     """The names of the metrics of ``classifier_metrics`` that score one of two classes."""
-    return ["f1", *binary_metrics(metric_classes, options)] if num_classes == 2 else []
+    return ["f1", *names_of_binary_metrics(metric_classes, options)] if num_classes == 2 else []
 
 
-def binary_metrics(metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def names_of_binary_metrics(
+    metric_classes: Mapping[str, type[Metric]], options: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
     """The names of the recipe's metrics that take the probability of one class: those of a class such as
     ``BinaryAUROC`` or one derived from it, and those such as ``AUROC`` with ``task: binary``."""
     names = []

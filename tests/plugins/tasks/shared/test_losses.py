@@ -33,7 +33,7 @@ from fastloop.recipe import make_recipe
 from fastloop.testing import TEXTS, assert_problem, expect_problem, write_texts
 from fastloop_plugins.tasks.shared.metrics import (
     classifier_metrics,
-    scored_metrics,
+    names_of_scored_metrics,
     with_probabilities,
     with_sigmoids,
 )
@@ -367,7 +367,7 @@ def test_metrics_of_two_classes_get_the_probability_of_one_however_they_are_name
     logits = torch.randn(40, 2, generator=generator)
     labels = torch.randint(2, (40,), generator=generator)
     metrics = classifier_metrics({"m": cls}, {"m": arguments}, "r", 2, Decision(positive=positive))
-    assert scored_metrics({"m": cls}, {"m": arguments}, 2) == ["f1", "m"]
+    assert names_of_scored_metrics({"m": cls}, {"m": arguments}, 2) == ["f1", "m"]
     expected = cls(**arguments)
     metrics["m"].update(logits, labels)
     expected.update(logits.softmax(1)[:, positive], (labels == positive).long())

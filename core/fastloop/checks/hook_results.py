@@ -278,14 +278,13 @@ def call_step_hook(implementation: Implementation, arguments: tuple[Any, ...]) -
 
 
 def call_compute_loss(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
-    """Call ``compute_loss``: with checks in the first steps, and note whether the plugin ever computes the loss."""
+    """Call ``compute_loss`` as a hook of a step, and note in the first steps whether the plugin ever computes the
+    loss."""
     checks = implementation.checks
     name = implementation.plugin.name
-    checks.close_after_first_steps()
-    if not checks.is_in_first_steps():
-        return implementation.function(*arguments)
-    result = call_checked(implementation, arguments)
-    checks.has_loss[name] = checks.has_loss.get(name, False) or result is not None
+    result = call_step_hook(implementation, arguments)
+    if checks.is_in_first_steps():
+        checks.has_loss[name] = checks.has_loss.get(name, False) or result is not None
     return result
 
 
@@ -304,8 +303,12 @@ def call_log_scalars(implementation: Implementation, arguments: tuple[Any, ...])
 
 def call_after_evaluate(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:
     """Call ``after_evaluate`` with a copy of the metrics, so that a plugin cannot change those of others."""
-    copies = tuple(dict(value) if isinstance(value, dict) else value for value in arguments)
-    return call_checked(implementation, copies)
+    own_arguments: list[Any] = []
+    for value in arguments:
+        if isinstance(value, dict):
+            value = dict(value)
+        own_arguments.append(value)
+    return call_checked(implementation, tuple(own_arguments))
 
 
 def call_write_summary(implementation: Implementation, arguments: tuple[Any, ...]) -> Any:

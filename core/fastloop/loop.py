@@ -348,8 +348,8 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
     """
     batches = islice(loader.batches(), run.settings.max_evaluation_batches)
     steps = run.to_device([batch] for batch in batches)  # it moves the batches of a step together
-    if run.world_size > 1 and run.strategy.forwards_together and not loader.in_step:
-        steps = equal_steps(steps, run.loaders.processes, loader.dataset)
+    if run.strategy.forwards_together:
+        steps = equal_steps(steps, loader, run.loaders.processes)
     for number, (batch,) in enumerate(steps):
         if number == 0 and run.world_size > 1 and loader.stream is not None and loader.in_step:
             compared_facts.check_stream(run, loader, batch)

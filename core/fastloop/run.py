@@ -237,9 +237,7 @@ class Run:
             start: Samples of the epoch to leave out at its beginning.
         """
         steps = self.to_device(loader.steps(epoch, start))
-        if loader.in_step or self.world_size == 1:
-            return steps
-        return equal_steps(steps, self.loaders.processes, loader.dataset)
+        return equal_steps(steps, loader, self.loaders.processes)
 
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""

@@ -12,10 +12,11 @@ from fastloop.errors import DataError
 from fastloop.state import Batch
 
 if TYPE_CHECKING:
+    from fastloop.data.loader import Loader
     from fastloop.distributed.processes import Processes
 
 
-def equal_steps(steps: Iterable[list[Batch]], processes: Processes, dataset: object) -> Iterator[list[Batch]]:
+def equal_steps(steps: Iterable[list[Batch]], loader: Loader, processes: Processes) -> Iterable[list[Batch]]:
     """Steps that all processes take together, until the largest share has ended.
 
     A process whose share ends before those of others repeats its last micro-batch, without samples and with a weight of
@@ -27,12 +28,18 @@ def equal_steps(steps: Iterable[list[Batch]], processes: Processes, dataset: obj
         process 1    4    1    0
 
     Args:
-        steps: The micro-batches of each step of this process.
-        dataset: The dataset, for the message.
+        steps: The micro-batches of each step of this process. They are returned if all processes have the same number.
+        loader: The loader that they come from.
 
     Raises:
         DataError: A process has no sample, and others have some; raised on every process.
     """
+    if processes.world_size == 1 or loader.in_step:
+        return steps
+    return _fill_up(steps, processes, loader.dataset)
+
+
+def _fill_up(steps: Iterable[list[Batch]], processes: Processes, dataset: object) -> Iterator[list[Batch]]:
     own_steps = iter(steps)
     filler: Batch | None = None
     is_first_step = True

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
     """Return the summary of a run, with the values of the hook ``write_summary``, and write it on the main process.
-    Does not wait for other processes, which may have
-    ended.
+    Does not wait for other processes, which may have ended.
 
     Raises:
         SaveError: The summary cannot be written.

@@ -136,9 +136,9 @@ class Reranker(PairTask):
     @hookimpl
     def build_model(self, run: Run) -> Any:
         self.set_activation(run.recipe)
-        if (
-            self.order is None
-        ):  # pairs without scores; else the order sets it, and a message compares it with the base's
+        # Pairs without scores have no order of classes. An order sets the number itself, after it compared the classes
+        # with those of the base.
+        if self.order is None:
             self.text_model.config.num_labels = 1
         return super().build_model(run)
 

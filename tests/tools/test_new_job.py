@@ -197,23 +197,53 @@ if [ "$1" = requeue ]; then echo "$2" >> requeued; else for node in $(seq "$NODE
 """
 
 
+def cluster(nodes: int, srun: str) -> dict[str, str]:
+    """The environment of a batch script, with commands in place of srun and scontrol."""
+    for name, text in (("srun", srun), ("scontrol", SCONTROL)):
+        path = Path("bin", name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    return os.environ | {
+        "PATH": os.pathsep.join([str(Path("bin").resolve()), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "OMP_NUM_THREADS": "1",
+        "NODES": str(nodes),
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "nodes",
+    }
+
+
+@pytest.mark.parametrize(
+    ("signal_to_script", "is_requeued"),
+    [("", True), ("kill -TERM $PPID", False)],
+    ids=["at-the-time-limit", "by-scancel"],
+)
+def test_slurm_script_requeues_a_run_that_was_saved_unless_the_job_is_cancelled(new, signal_to_script, is_requeued):
+    assert new("recipe.yaml", "--slurm")[0] == 0
+    environment = cluster(1, f"#!/usr/bin/env bash\n{signal_to_script}\nexit 75\n")
+    script = subprocess.run(["bash", "job/job.slurm"], env=environment, check=False, timeout=600)
+    assert script.returncode == 75
+    assert Path("requeued").exists() == is_requeued
+
+
+@pytest.mark.parametrize("processors", ["", "12"])
+def test_slurm_script_gives_srun_the_processors_of_the_job(new, processors):
+    assert new("recipe.yaml", "--slurm")[0] == 0
+    environment = cluster(1, '#!/usr/bin/env bash\necho "${SRUN_CPUS_PER_TASK-not set}"\n')
+    if processors:
+        environment["SLURM_CPUS_PER_TASK"] = processors
+    script = subprocess.run(
+        ["bash", "job/job.slurm"], env=environment, check=True, capture_output=True, text=True, timeout=600
+    )
+    assert script.stdout == f"{processors or 'not set'}\n"
+
+
 @pytest.mark.slow
 def test_slurm_script_requeues_itself_after_a_signal_and_resumes(new):
     """The script runs as it is, on two nodes that are processes here. Only srun and scontrol are replaced."""
     write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}, {"progress": False}, "ddp"], output="run")
     assert new("recipe.yaml", "--slurm", "--nnodes", "2", "--cpu")[0] == 0
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        path = Path("bin", name)
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    environment = os.environ | {
-        "PATH": os.pathsep.join([str(Path("bin").resolve()), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "OMP_NUM_THREADS": "1",
-        "NODES": "2",
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_JOB_NODELIST": "node[1-2]",
-    }
+    environment = cluster(2, SRUN)
     start = partial(subprocess.run, ["bash", "job/job.slurm"], capture_output=True, text=True, timeout=600, check=False)
     first = start(env=environment | {"FAULT": "step 14 1 me('SIGUSR1')"})
     assert first.returncode == 75, first.stderr

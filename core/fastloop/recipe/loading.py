@@ -162,9 +162,11 @@ def _read(path: Path, seen: list[Path], references: dict[str, str]) -> dict[str,
     parent_path = _find_parent(parent_name, path)
     parent_references: dict[str, str] = {}
     parent = _read(parent_path, seen, parent_references)
+    if parent_path.parent != path.parent:  # its files are beside it, and not beside this one
+        parent_references = anchored(parent_references, parent_path.parent)
+        for section in {"model", "data", "plugins"}.intersection(parent):
+            parent[section] = anchored(parent[section], parent_path.parent)
     for plugin, reference in parent_references.items():
-        if parent_path.parent != path.parent:
-            reference = anchored(reference, parent_path.parent)
         references.setdefault(plugin, reference)
     given = {section: value for section, value in tree.items() if value is not None}
     merged: dict[str, Any] = _merge(parent, given)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.problem import clause
+
+PATTERN = re.compile(r"[*?\[]")
+"""A character that makes a path a pattern."""
 
 
 def check_path(text: str, source: Path | None) -> Path:
@@ -108,7 +112,8 @@ def find_recipe(name: str) -> Path:
 
 
 def anchored(value: Any, home: Path) -> Any:
-    """The same value for a recipe in another folder: paths that exist only relative to ``home`` become absolute."""
+    """The same value for a recipe in another folder: paths and patterns that find a file only relative to ``home``
+    become absolute."""
     if isinstance(value, Mapping):
         items = {}
         for key, item in value.items():
@@ -124,7 +129,14 @@ def anchored(value: Any, home: Path) -> Any:
     if ".py:" in value:  # file.py:name
         path, _, name = value.rpartition(":")
         name = f":{name}"
-    beside = home / path
-    if not path or Path(path).exists() or not beside.exists():
+    if not path or Path(path).is_absolute() or _finds_file(Path(), path) or not _finds_file(home, path):
         return value
-    return f"{beside.resolve()}{name}"
+    return f"{home.resolve() / path}{name}"
+
+
+def _finds_file(home: Path, path: str) -> bool:
+    """Whether a relative path, or a pattern such as ``part-*.csv``, finds a file or folder from ``home``."""
+    try:
+        return (home / path).exists() or (PATTERN.search(path) is not None and any(home.glob(path)))
+    except (OSError, ValueError, NotImplementedError):  # a text that cannot be a path or a pattern
+        return False

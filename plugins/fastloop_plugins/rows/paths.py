@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.errors import RecipeError
-from fastloop.recipe.paths import nothing_at
+from fastloop.recipe.paths import PATTERN, nothing_at
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.suffixes import ARCHIVES, COLUMN_FORMATS, COMPRESSIONS, FORMATS, format_of
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
-PATTERN = re.compile(r"[*?\[]")
-"""A character that makes a path a pattern."""
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
 

@@ -217,7 +217,8 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
 def data_paths(recipe: Recipe, split: str) -> list[Path]:
     """The files and folders that the section ``data`` names for a split: of rows, of images, and of code. Those of all
     splits, if the section names none for this one: it may be a part of another."""
-    from fastloop_plugins.rows.paths import PATTERN, find_matches
+    from fastloop.recipe.paths import PATTERN
+    from fastloop_plugins.rows.paths import find_matches
 
     data = recipe.data
     named: list[Any] = [str(data.get("module") or "").partition(":")[0]]

@@ -250,6 +250,33 @@ def test_extends_finds_what_is_beside_the_file_and_shipped_recipes_by_name():
     assert load_recipe(write("extends: quickstart\ntrain: {epochs: 1}")).model == load_recipe("quickstart").model
 
 
+def test_an_extended_recipe_of_another_folder_keeps_its_files():
+    """Those of the same name beside the recipe that extends it are others."""
+    for path in ("base/train.csv", "base/part-1.csv", "base/code.py", "base/model/config.json", "top/train.csv"):
+        write("", path)
+    write("", "here.csv")
+    write(
+        """
+        model: {name: model, config: {layers: 2}}
+        data: {files: {train: [train.csv, part-*.csv, here.csv], test: none.csv}, module: "code.py:rows", text: text}
+        plugins: [{module: {loss: "code.py:loss", metrics: {accuracy: {top_k: 1}}}}]
+        output: runs/base
+        """,
+        "base/base.yaml",
+    )
+    recipe = load_recipe(write("extends: ../base/base.yaml\ndata: {label: train.csv}", "top/top.yaml"))
+    base = Path("base").resolve()
+    assert recipe.model == {"name": f"{base}/model", "config": {"layers": 2}}
+    assert recipe.data == {
+        "files": {"train": [f"{base}/train.csv", f"{base}/part-*.csv", "here.csv"], "test": "none.csv"},
+        "module": f"{base}/code.py:rows",
+        "text": "text",
+        "label": "train.csv",
+    }
+    assert recipe.plugins == {"module": {"loss": f"{base}/code.py:loss", "metrics": {"accuracy": {"top_k": 1}}}}
+    assert recipe.output == "runs/base"
+
+
 def test_cyclic_extends_is_rejected():
     write("extends: b.yaml", "a.yaml")
     write("extends: a.yaml", "b.yaml")

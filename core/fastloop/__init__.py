@@ -20,7 +20,7 @@ this one::
     strategy                  # the base class of strategies for several processes
     scalars, log_points       # logged values
     evaluation_results, metric_states   # metrics of an evaluation, on one process and on several
-    metric_groups                       # metrics that share their states
+    shared_metric_states                # which metrics share their states
     metric_modes, undefined_metrics     # which values of a metric are better, and which say nothing
     speedup_estimates, memory_estimates   # the speedups and the memory that plugins estimate, and what they recommend
     options                   # declares and checks the options of plugins and of recipe sections

@@ -30,7 +30,6 @@ from fastloop.distributed.signals import StoppedAtOnce
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError, add_remedy
 from fastloop.evaluation_results import restore_modes
-from fastloop.metric_groups import group_metrics
 from fastloop.plugins.manager import PluginSet, emptied, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
@@ -42,6 +41,7 @@ from fastloop.runtime.clock import Clock
 from fastloop.runtime.files import apply_umask, check_links, sync_folder
 from fastloop.runtime.step_folders import resume_remedy
 from fastloop.schedule import Schedule
+from fastloop.shared_metric_states import group_metrics
 from fastloop.splits import TEST, TRAIN
 from fastloop.unstepped import UnsteppedParameters
 

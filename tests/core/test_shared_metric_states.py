@@ -22,7 +22,7 @@ from torchmetrics.classification import (
 )
 
 from fastloop import Trainer
-from fastloop.metric_groups import group_metrics, update_alike
+from fastloop.shared_metric_states import group_metrics, update_alike
 from fastloop_plugins.tasks.tags.metrics import EntityScores
 from fastloop_tools.trainer.function_metric import FunctionMetric
 

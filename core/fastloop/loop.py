@@ -212,6 +212,9 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``.
 
+    ``StepSampler.steps`` in ``data/sampler.py`` decides how many micro-batches a step has, for a map-style dataset. For
+    an iterable one, ``Loader.steps`` counts them.
+
     Processes that hold different samples average their gradients, and that mean must be the gradient of the step's mean
     loss. Two processes, with two micro-batches each, of these numbers of targets::
 

@@ -1,4 +1,8 @@
-"""Overrides of the command line, such as ``train.lr=1e-4`` and ``plugins.amp.dtype=fp16``."""
+"""Overrides of the command line, such as ``train.lr=1e-4`` and ``plugins.amp.dtype=fp16``.
+
+They are applied before keys are checked. Here, only the section and the plugin of an override must exist.
+``fastloop.options.parse`` refuses unknown keys and wrong values later, those of overrides and of files alike.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class ImageClassification(TwoClassOptions):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, ImageDataset]:
-        from fastloop_plugins.tasks.image.batches import ImageDataset, Transform, check_images, new_epoch
+        from fastloop_plugins.tasks.image.batches import ImageDataset, Transform, new_epoch
+        from fastloop_plugins.tasks.image.reading import check_images
         from fastloop_plugins.tasks.image.repeats import find_repeated_images
 
         recipe = run.recipe
@@ -120,7 +121,7 @@ class ImageClassification(TwoClassOptions):
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, str]]]:
-        from fastloop_plugins.tasks.image.batches import read_image
+        from fastloop_plugins.tasks.image.reading import read_image
 
         files = self.build_datasets(run)["train"].files
         step = max(len(files.names) // count, 1)  # files are sorted by class, so these are of several classes

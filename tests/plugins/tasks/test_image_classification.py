@@ -35,9 +35,11 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins.datasets.digit_images import digit_images
-from fastloop_plugins.tasks.image.batches import Transform, read_image
+from fastloop_plugins.tasks.image import reading
+from fastloop_plugins.tasks.image.batches import Transform
 from fastloop_plugins.tasks.image.data import Augment, InputFormat
 from fastloop_plugins.tasks.image.processors import TransformersProcessor
+from fastloop_plugins.tasks.image.reading import read_image
 
 ROOT = Path(__file__).parents[3]
 OFF = {"crop": False, "flip": 0}
@@ -458,7 +460,7 @@ def damage(path: str) -> None:
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["no workers", "workers"])
 def test_truncated_image_is_named(plugins, monkeypatch):
-    monkeypatch.setattr("fastloop_plugins.tasks.image.batches.TRIED", 1)
+    monkeypatch.setattr("fastloop_plugins.tasks.image.reading.TRIED", 1)
     write_images(Path("images"))
     damage("images/train/red/01.png")
     with expect_problem("reading-failed ValueError images/train/red/01.png", DataError):
@@ -492,8 +494,6 @@ def test_a_damaged_image_proposes_no_plugin_that_the_recipe_leaves_out():
 
 
 def test_few_of_many_images_are_decoded_before_training_and_each_is_opened_once(monkeypatch):
-    from fastloop_plugins.tasks.image import batches as _image_batches
-
     write_images(Path("images"))
     opened: list[Path] = []
     real_open = Image.open
@@ -509,8 +509,8 @@ def test_few_of_many_images_are_decoded_before_training_and_each_is_opened_once(
     for limits, expected in (((10, 2**26), 10), ((4096, size // 3 + 1), 23)):
         opened.clear()
         for name, value in zip(("TRIED", "TRIED_BYTES"), limits, strict=True):
-            monkeypatch.setattr(_image_batches, name, value)
-        _image_batches.check_images(dataset.files for dataset in splits)
+            monkeypatch.setattr(reading, name, value)
+        reading.check_images(dataset.files for dataset in splits)
         assert len(opened) == len(set(opened)) == expected
 
 

@@ -2,7 +2,8 @@
 
 data                      # the ``data`` section: folders of images, or a function
 processors, transforms    # an image -> the input of a model
-batches                   # decoding, random changes, and batches
+reading                   # decodes the file of an image; tries the images of all splits before training
+batches                   # random changes, samples and batches
 repeats                   # images that repeat each other
 stored_datasets           # datasets with a column of images, which are refused
 model, libraries          # models of transformers, torchvision and timm

@@ -16,9 +16,10 @@ from PIL import Image
 
 from fastloop.testing import assert_problem, find_problems
 from fastloop_plugins.tasks.image import repeats
-from fastloop_plugins.tasks.image.batches import Transform, check_images, read_image
+from fastloop_plugins.tasks.image.batches import Transform
 from fastloop_plugins.tasks.image.data import MAX_PIXELS, Augment, ImageFiles, InputFormat
 from fastloop_plugins.tasks.image.processors import TransformersProcessor
+from fastloop_plugins.tasks.image.reading import check_images, read_image
 from fastloop_plugins.tasks.image.repeats import find_repeated_images
 
 CLASSES = ("cat", "dog")

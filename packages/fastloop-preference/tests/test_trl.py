@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastloop_preference.dpo import DPO
 from fastloop_preference.kto import KTO
-from fastloop_preference.reference import Reference
+from fastloop_preference.reference_log_probs import ReferenceLogProbs
 from fastloop_preference.reward_model import RewardModel
 
 EXPECTED = Path(__file__).with_name("expected_trl.json")
@@ -97,7 +97,7 @@ def ours(case):
     numbers = {}
     if kind is not RewardModel and case != "orpo":
         with torch.no_grad():
-            task.reference = Reference(task.keyed(model(5), inputs).flatten(0, 1))
+            task.reference = ReferenceLogProbs(task.keyed(model(5), inputs).flatten(0, 1))
         numbers["reference"] = task.reference.find(inputs["keys"])
     if kind is not RewardModel:
         numbers["log_probabilities"] = task.log_probabilities(policy, inputs)[:, 0].detach()

@@ -26,7 +26,7 @@ streaming                           # training texts that memory cannot hold
 chunks                              # texts to predict, some rows at a time
 chat                                # data, tokens and models of causal-lm: conversations, completions and texts
 model, model_options                # the model, and the keys of ``model``
-masks, reference, second_model      # forward passes of the model, and models beside it
+masks, reference_model, second_model   # forward passes of the model, and models beside it
 next_token_loss, chunked_loss, chosen_tokens, head_trial   # losses of language models
 narrow_cross_entropy                # the loss of logits in 16 bits on a CPU
 generation, generated_samples, forbidden_targets, written_targets   # texts that a model writes
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.model_options import ModelOptions
     from fastloop_plugins.text.next_token_loss import add_loss
     from fastloop_plugins.text.options import DataOptions, padded_traits, text_traits
-    from fastloop_plugins.text.reference import ReferenceModel
+    from fastloop_plugins.text.reference_model import ReferenceModel
     from fastloop_plugins.text.second_model import SecondModel
     from fastloop_plugins.text.sequences import Sequences, cache_token_ids, join_ids
     from fastloop_plugins.text.special_tokens import end_tokens
@@ -64,7 +64,7 @@ PLACES = {
     "ModelOptions": "fastloop_plugins.text.model_options",
     "SecondModel": "fastloop_plugins.text.second_model",
     "Ragged": "fastloop_plugins.text.batches",
-    "ReferenceModel": "fastloop_plugins.text.reference",
+    "ReferenceModel": "fastloop_plugins.text.reference_model",
     "RowError": "fastloop_plugins.rows.table",
     "Sequences": "fastloop_plugins.text.sequences",
     "Split": "fastloop_plugins.text.tokens",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastloop import Batch, Run
     from torch import Tensor
 
-    from fastloop_preference.reference import Reference
+    from fastloop_preference.reference_log_probs import ReferenceLogProbs
 
 LOSS_INPUTS = ("targets", "places", "completion", "keys", "sizes", "other")
 """Inputs of a batch that the model does not get."""
@@ -34,7 +34,7 @@ class PolicyTask(PreferenceTask):
     completions = 2  # of a row
     reads_prompts = False  # whether the loss needs the log-probabilities of prompts, too
     has_reference = True
-    reference: Reference | None = None
+    reference: ReferenceLogProbs | None = None
     loaded: Any = None  # the model before training, to predict rows that the run did not have
 
     beta: float = option("Multiplies rewards: a larger one keeps the model nearer to its reference.", default=0.1, gt=0)
@@ -93,7 +93,7 @@ class PolicyTask(PreferenceTask):
 
     @hookimpl
     def before_prepare(self, run: Run, model: Any) -> None:
-        from fastloop_preference.reference import fingerprint
+        from fastloop_preference.reference_log_probs import fingerprint
 
         super().before_prepare(run, model)
         if stands_in(model):
@@ -106,21 +106,23 @@ class PolicyTask(PreferenceTask):
     @hookimpl
     def after_prepare(self, run: Run, model: Any) -> None:
         """Computes the reference before a run that resumes loads its weights."""
-        from fastloop_preference import reference
+        from fastloop_preference import reference_log_probs
 
         inference = run.recipe.inference
         if self.has_reference and inference is not None:
             assert inference.model is not None
-            self.reference = reference.Reference.load(inference.model / reference.FILE, run.device)
+            self.reference = reference_log_probs.ReferenceLogProbs.load(
+                inference.model / reference_log_probs.FILE, run.device
+            )
         elif self.has_reference and not stands_in(run.unwrap_model()):
             known = getattr(self, "known", "")
-            self.reference = reference.compute_reference(run, model, self.keyed, known, self.cache)
+            self.reference = reference_log_probs.compute_reference(run, model, self.keyed, known, self.cache)
 
     def keyed(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         """Hashes and log-probabilities of the completions of a batch, (rows, completions, 2), as ``pack`` has them."""
         import torch
 
-        from fastloop_preference.reference import pack
+        from fastloop_preference.reference_log_probs import pack
 
         rows = pack(batch["keys"], self.log_probabilities(model, batch)[:, 0])
         return torch.stack(rows.chunk(self.completions), 1)
@@ -133,7 +135,7 @@ class PolicyTask(PreferenceTask):
         if run.recipe.inference is not None and reference_values.isnan().any():
             import torch
 
-            from fastloop_preference.reference import load_model, unpack
+            from fastloop_preference.reference_log_probs import load_model, unpack
 
             self.loaded = self.loaded or load_model(run, self)
             with torch.no_grad():
@@ -142,7 +144,7 @@ class PolicyTask(PreferenceTask):
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
-        from fastloop_preference.reference import FILE
+        from fastloop_preference.reference_log_probs import FILE
 
         super().export_model(run, folder)
         if run.is_main and self.reference is not None:

@@ -1,4 +1,4 @@
-"""The model before training, beside the one that is trained."""
+"""A second model: the one before training, beside the one that is trained."""
 
 from __future__ import annotations
 

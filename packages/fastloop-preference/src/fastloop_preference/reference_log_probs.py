@@ -27,7 +27,7 @@ FILE = "reference.logps"
 """The values of the training run's rows, beside the exported model. Loaders of weights would read *.safetensors."""
 
 
-class Reference:
+class ReferenceLogProbs:
     """Log-probabilities, float32, by the int64 hash of a completion and its prompt.
 
     Args:
@@ -51,7 +51,7 @@ class Reference:
         part.replace(path)
 
     @classmethod
-    def load(cls, path: Path, device: torch.device) -> Reference:
+    def load(cls, path: Path, device: torch.device) -> ReferenceLogProbs:
         """The values of a file; without a file, one that no completion has."""
         nothing = pack(torch.zeros(1, dtype=torch.int64), torch.tensor([torch.nan]))
         return cls((load_file(path)["packed"] if path.is_file() else nothing).to(device))
@@ -100,7 +100,7 @@ class NoRows:
 
 def compute_reference(
     run: Run, model: nn.Module, compute: Callable[..., Tensor], known: str, cache: Context
-) -> Reference:
+) -> ReferenceLogProbs:
     """The values of all splits, from the folder that ``cache_token_ids`` finds in the context ``cache``, or by
     ``compute(model, inputs)``: those of ``pack``, (rows, ...). Every process calls it. ``known`` describes weights and
     precision."""
@@ -118,7 +118,7 @@ def compute_reference(
         if run.is_main:
             cache.run(cache_token_ids, about, iter([packed.view(torch.int32).tolist()]))
         logger.info("reference: computed the log-probabilities of %d completions", len(packed) // 2)
-    return Reference(packed.view(-1, 2).to(run.device))
+    return ReferenceLogProbs(packed.view(-1, 2).to(run.device))
 
 
 def load_model(run: Run, task: PolicyTask) -> nn.Module:

@@ -193,7 +193,8 @@ def check_run(run: Run) -> None:
 @hookspec
 def before_fit(run: Run) -> None:
     """Everything is built and, with --resume, loaded. A run that resumes keeps the ``requires_grad`` of the
-    checkpoint's parameters, unless a plugin that changes training is new in it."""
+    checkpoint's parameters, and the train or eval mode of its modules, unless a plugin that changes training is new in
+    it."""
 
 
 @hookspec

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from fastloop import log_points, loop
 from fastloop.checkpoint import resume, run_folder, run_summary
+from fastloop.checkpoint.frozen import read_modes
 from fastloop.checkpoint.settings_record import SettingsRecord
 from fastloop.data import Loaders
 from fastloop.data.loaders import divide_step
@@ -359,6 +360,7 @@ def _build_model(run: Run) -> None:
     run.settings_record = record.with_scheduler(run.scheduler)
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
+    run._built_modes = read_modes(run._built_model)
     run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
     run._unstepped_parameters = UnsteppedParameters(run._built_model, run.optimizer, run.recipe.where)
     run._shared_buffers = SharedBuffers(run._built_model, run.processes, run.strategy.shares_buffers)

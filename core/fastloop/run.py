@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastloop.checkpoint.frozen import FrozenParts
 from fastloop.checkpoint.pending_save import CheckpointSaver
 from fastloop.checkpoint.settings_record import SettingsRecord
 from fastloop.checkpoint.store import ResumePoint
@@ -127,6 +128,7 @@ class Run:
         self.clock: Clock
         self.loaders: Loaders
         self._built_model: nn.Module
+        self._built_modes: dict[str, bool]  # module -> whether it is in train mode, before training
         self.model: nn.Module
         self.new_weights: frozenset[str] = frozenset()
         self.optimizer: RunOptimizer
@@ -144,7 +146,7 @@ class Run:
         self.is_recording = False
         # set by the loop
         self.steps_to_compare = 0
-        self._frozen: list[str] | None = None  # parameters of a checkpoint, until the hooks that fire again have fired
+        self._frozen: FrozenParts | None = None  # those of a checkpoint, until the hooks that fire again have fired
         self._weights_before: dict[str, Tensor] = {}  # a part of each, until the processes compared them
         self.updates = 0
         self._totals: StepTotals | None = None  # of the current step

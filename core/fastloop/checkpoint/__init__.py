@@ -11,7 +11,7 @@ saving                    # starts to write the state of a run
 pending_save              # the save that is under way, and earlier outcomes; ``Run._sync_requests`` acts on them
 learning_rates            # those of a run that resumes with another length
 resume                    # restores the state of a run from the checkpoint that ``store.find_newest`` returns
-frozen                    # the frozen parameters, restored after the hooks that fire again
+frozen                    # what is frozen or in eval mode, restored after the hooks that fire again
 settings_record           # the settings of a run in its checkpoint; ``fastloop.checks.resumed_run`` compares them
 """
 

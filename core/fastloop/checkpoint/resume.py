@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, log_points
 from fastloop.checkpoint.form import check_form
-from fastloop.checkpoint.frozen import restore_frozen
+from fastloop.checkpoint.frozen import FrozenParts, restore_parts
 from fastloop.checkpoint.learning_rates import set_rates_of_length
 from fastloop.checkpoint.settings_record import with_own_code, with_own_growth, without_parameters
 from fastloop.checkpoint.store import ResumePoint
@@ -160,11 +160,16 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
 
 
 def _restore_frozen(run: Run, saved: dict[str, Any]) -> None:
-    """Restore which parameters are frozen. Hooks that fire again may change it only if a plugin that changes training
-    is new in this run."""
+    """Restore what is frozen. Hooks that fire again may change it only if a plugin that changes training is new in this
+    run."""
     check_form(saved["frozen"], [""], "frozen")
-    restore_frozen(run, saved["frozen"])
-    run._frozen = saved["frozen"]
+    modes = saved.get("modes")  # checkpoints of early versions lack it
+    if modes is not None:
+        check_form(modes, {}, "modes")
+        check_form([*modes.values()], [False], "modes")
+    parts = FrozenParts(saved["frozen"], modes)
+    restore_parts(run, parts)
+    run._frozen = parts
     for plugin in run.plugins:
         if plugin.numerics == "changes-training" and plugin.name not in saved["build"]["plugins"]:
             run._frozen = None

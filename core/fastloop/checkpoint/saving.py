@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastloop import checkpoint, log_points
-from fastloop.checkpoint.frozen import frozen_parameters
+from fastloop.checkpoint.frozen import frozen_parts
 from fastloop.errors import PluginError
 from fastloop.recipe import secrets
 from fastloop.runtime.random_states import random_states
@@ -50,6 +50,7 @@ def save(run: Run) -> None:
 def _collect_state(run: Run) -> dict[str, Any]:
     """The content of ``state.json``. Every process must call it, because some parts are gathered from all."""
     scaler = run.accelerator.scaler
+    parts = frozen_parts(run)
     return {
         "fastloop": 1,
         "recipe": secrets.hidden(run.recipe.to_dict()),
@@ -59,7 +60,8 @@ def _collect_state(run: Run) -> dict[str, Any]:
         "data": run.loaders.fingerprints,
         "scalars": run.scalars.state(run.processes),
         "random": run.processes.all_gather_object(_random_states(run)),
-        "frozen": frozen_parameters(run),
+        "frozen": parts.parameters,
+        "modes": parts.modes,
         "optimizer": run.strategy.optimizer_state(run),
         "scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),

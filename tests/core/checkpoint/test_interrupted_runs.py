@@ -5,12 +5,15 @@ Other models, optimizers, schedules and data are tested with the same check wher
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from interrupted_runs import ENDS, SAVED_ENDS, Case, check_interrupted
 
 from fastloop import Plugin, hookimpl
 from fastloop.run import Run
 from fastloop.testing import VECTORS
+from fastloop.testing.tasks import with_batch_norm
 
 STEPS = {"the first step": 1, "within an epoch": 3, "the end of an epoch": 5, "the step before the last": 9}
 """Of 10: two epochs of five."""
@@ -37,38 +40,46 @@ def test_an_interrupted_run_equals_a_whole_one(end, step):
     check_interrupted(CASE, end, step)
 
 
-class Unfreezes(Plugin):
-    """Freezes the first layer in a hook that fires again in a resumed run, and unfreezes it after step 6."""
+class Freezes(Plugin):
+    """Freezes the first layer, or the statistics of batch norm, in a hook, and unfreezes them after step 6."""
 
-    name = "unfreezes"
+    name = "freezes"
     numerics = "changes-training"
 
-    def __init__(self, freezes_in: str) -> None:
+    def __init__(self, part: str, hook: str) -> None:
         super().__init__()
-        self.freezes_in = freezes_in
+        self.part = part
+        self.hook = hook
 
     def set_trained(self, run: Run, trained: bool) -> None:
-        first = next(iter(run.unwrap_model().children()))
-        first.requires_grad_(trained)
+        model: Any = run.unwrap_model()
+        if self.part == "statistics":
+            model.norm.train(trained)
+        else:
+            model.first.requires_grad_(trained)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        if self.freezes_in == "before_fit":
+        if self.hook == "before_fit":
             self.set_trained(run, False)
 
     @hookimpl
     def before_epoch(self, run: Run) -> None:
-        if self.freezes_in == "before_epoch":
+        if self.hook == "before_epoch":
             self.set_trained(run, False)
 
     @hookimpl
     def after_step(self, run: Run) -> None:
+        if self.hook == "after_step" and run.state.step == 2:
+            self.set_trained(run, False)
         if run.state.step == 6:
             self.set_trained(run, True)
 
 
-@pytest.mark.parametrize("freezes_in", ["before_fit", "before_epoch"])
-@pytest.mark.parametrize("step", [5, 8])
-def test_hooks_that_fire_again_freeze_no_layers_that_were_unfrozen(freezes_in, step):
-    case = Case(VECTORS, train=CASE.train, objects=lambda: [Unfreezes(freezes_in)])
+@pytest.mark.parametrize("part", ["parameters", "statistics"])
+@pytest.mark.parametrize("hook", ["before_fit", "before_epoch", "after_step"])
+@pytest.mark.parametrize("step", [3, 5, 8])
+def test_what_is_frozen_after_a_resume_is_what_was_frozen_before(part, hook, step):
+    """Hooks of the first two kinds fire again, and ``after_step`` of steps 2 and 6 does not."""
+    case = Case(with_batch_norm(VECTORS) or {}, train=CASE.train, objects=lambda: [Freezes(part, hook)])
     check_interrupted(case, "limit", step)

@@ -753,6 +753,7 @@ def test_a_state_that_a_plugin_does_not_understand_is_refused_by_name(tiny_run):
         (("scheduler", "last_epoch"), "two", "scheduler.last_epoch"),
         (("optimizer", "param_groups", 0, "betas"), None, "optimizer.param_groups.0.betas"),
         (("scalars", 0, "values", "train/loss"), 5, "scalars.train/loss"),
+        (("modes",), {"0": "eval"}, "modes.0"),
         (("plugins", "ema", "updates"), "two", "plugin 'ema'"),
         (("plugins", "log", "offset"), None, "plugin 'log'"),
     ],

@@ -11,6 +11,7 @@ this one::
     hookspecs                 # every hook, in the order in which it fires
     core_modules, default_hooks   # the modules that implement hooks for every run, and small implementations
     lifecycle, run            # a run: built, trained, exported and closed; the argument ``run`` of hooks
+    built_model               # the model that a task has built: checked, and put in train mode
     loop, step_totals         # an epoch, a step and an evaluation
     unstepped                 # the parameters that the optimizer of a run does not step
     schedule                  # the steps and epochs after which the loop evaluates, saves and stops

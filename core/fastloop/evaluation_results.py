@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastloop.errors import MetricError, UsageError
 from fastloop.metric_states import align_states
 from fastloop.problem import Problem, agree, counted
+from fastloop.runtime.compiled_modules import COMPILED
 from fastloop.splits import VALIDATION
 from fastloop.undefined_metrics import ignored_target, misreads_nan, why_undefined
 
@@ -29,7 +30,7 @@ log = logging.getLogger("fastloop")
 BUFFER_BYTES = 64 * 2**20
 """Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do
 not fill the device."""
-WRAPPED = ("module", "_orig_mod")
+WRAPPED = ("module", COMPILED)
 """Attributes of DDP, DeepSpeed's engine and torch's compiled modules that hold the model inside."""
 
 

@@ -15,9 +15,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fastloop import log_points, loop
+from fastloop.built_model import check_shapes, refuse_compiled, set_train_mode
 from fastloop.checkpoint import resume, run_folder, run_summary
 from fastloop.checkpoint.frozen import read_modes
 from fastloop.checkpoint.settings_record import SettingsRecord
@@ -30,11 +30,10 @@ from fastloop.distributed.groups import take_every
 from fastloop.distributed.signals import StoppedAtOnce
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError, add_remedy
-from fastloop.evaluation_results import restore_modes
 from fastloop.plugins.manager import PluginSet, emptied, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
-from fastloop.problem import Problem, agree, clause, counted
+from fastloop.problem import Problem, clause
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
@@ -336,7 +335,7 @@ def _build_model(run: Run) -> None:
             code="no-model",
             place=run.recipe.where,
         )
-    _refuse_compiled(run, model)
+    refuse_compiled(model, run.recipe.where)
     if run.recipe.inference is not None:
         run.new_weights = frozenset()
         run._built_model = run.plugins.chain("before_prepare", model, run=run)
@@ -345,10 +344,10 @@ def _build_model(run: Run) -> None:
         )
         run._shared_buffers = SharedBuffers(run._built_model, run.processes, strategy_shares=False)
         return
-    _set_train_mode(model)
+    set_train_mode(model)
     _share_new_weights(run, model)
     model = run.plugins.chain("before_prepare", model, run=run)
-    _check_shapes(run, model)  # a plugin may have called the model
+    check_shapes(model, run.recipe.where)  # a plugin may have called the model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError("the model has no parameter that is trained.", code="nothing-trained", place=run.recipe.where)
     run._built_model = model
@@ -414,55 +413,6 @@ def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any
     if type(stepped) is AcceleratedOptimizer and hasattr(optimizer, "scale"):
         stepped = optimizer.scale(stepped.scaler)
     return model, stepped
-
-
-def _refuse_compiled(run: Run, model: nn.Module) -> None:
-    """Raise an error for the wrapper that ``torch.compile(model)`` returns. It hides the model's class, on which the
-    count of targets depends, and gives weights names that ``from_pretrained`` does not know."""
-    if "_orig_mod" not in dict(model.named_children()):
-        return
-    raise PluginError(
-        code="wrong-type",
-        place=run.recipe.where,
-        found="a model that torch.compile returned",
-        expected="the model itself",
-        remedy="Compile it in place, by model.compile(), or list the plugin `compile`.",
-    )
-
-
-def _check_shapes(run: Run, model: nn.Module) -> None:
-    """Raise an error for a parameter that gets its shape in the first forward pass, such as that of ``LazyLinear``."""
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise PluginError(
-                f"the parameter {name} of {type(model).__name__} has no shape before the first forward pass, and the "
-                "optimizer is built before it.",
-                code="lazy-parameter",
-                place=run.recipe.where,
-                remedy="Call the model once with a batch before the run, or use a layer of a known size.",
-            )
-
-
-def _set_train_mode(model: nn.Module) -> None:
-    """Put a model in train mode, and log the modules that stay in eval mode (frozen ones): those of a model that
-    already is in train mode, and those that a ``train`` of the model's own keeps there."""
-    kept = []
-    if model.training:  # from_pretrained returns models in eval mode
-        kept = [(module, False) for module in model.modules() if not module.training]
-    model.train()
-    restore_modes(kept)
-    frozen = [name for name, module in model.named_modules() if not module.training]
-    if frozen:
-        listed = ", ".join(frozen[:3])
-        if len(frozen) > 3:
-            listed += ", ..."
-        log.warning(
-            Problem(
-                f"{counted(len(frozen), 'module')} {agree(len(frozen), 'stays', 'stay')} in eval mode, as in the "
-                f"model: {listed}.",
-                code="stays-in-eval-mode",
-            )
-        )
 
 
 # -- execute -----------------------------------------------------------------------------------------------------------

@@ -14,14 +14,12 @@ from fastloop.export.card import ModelCard, is_own, tokenized_columns, tokens_of
 from fastloop.export.earlier_files import find_exported, remove_unwritten
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import files
+from fastloop.runtime.compiled_modules import without_compiled
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fastloop.run import Run
-
-COMPILED = "_orig_mod."
-"""The part of a name by which ``torch.compile(module)`` holds the module: ``bert._orig_mod.pooler.weight``."""
 
 
 @hookimpl(trylast=True)
@@ -97,7 +95,7 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
     if save is None:
         save_tensors(weights, folder / "model.safetensors")
     else:
-        weights = {name.replace(COMPILED, ""): weight for name, weight in weights.items()}
+        weights = {without_compiled(name): weight for name, weight in weights.items()}
         parameters = inspect.signature(save).parameters.values()
         takes_weights = any(one.name == "state_dict" or one.kind is one.VAR_KEYWORD for one in parameters)
         with _without_bars():

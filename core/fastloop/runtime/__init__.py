@@ -9,5 +9,6 @@ device_copies             # batches, copied to the device
 host_copies               # numbers of the device, read without waiting for it
 forks                     # processes that are forked, without standard input
 delayed_imports           # libraries that few runs use, imported when something uses them
+compiled_modules          # the wrapper that torch.compile returns
 tracebacks, main_module   # the line of user code that failed, and the script that trains
 """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
 from fastloop.recipe.paths import nothing_at
+from fastloop.runtime.compiled_modules import COMPILED
 from fastloop_plugins._names import list_names
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ HELP = "Initial weights: a .safetensors or .pt file, a folder of .safetensors fi
 STRICT_HELP = "Whether a tensor of the model or of weights without a counterpart is an error."
 NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts save the weights in a .pt file."""
-PREFIXES = ("module.", "_orig_mod.")
+PREFIXES = ("module.", f"{COMPILED}.")
 """Start of all names, if the weights of a DDP or compiled model were saved."""
 LISTED = 5
 """Names that a message shows."""

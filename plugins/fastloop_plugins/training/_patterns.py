@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
+from fastloop.runtime.compiled_modules import COMPILED
 
 if TYPE_CHECKING:
     from torch import nn
 
-WRAPPERS = ("base_model.model.", "modules_to_save.default.", "base_layer.", "_checkpoint_wrapped_module.", "_orig_mod.")
+WRAPPERS = (
+    "base_model.model.", "modules_to_save.default.", "base_layer.", "_checkpoint_wrapped_module.", f"{COMPILED}.",
+)  # fmt: skip
 """Parts that adapters (peft), activation checkpointing and compilation add to names."""
 
 

@@ -68,7 +68,40 @@ def open_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Pat
     run = build(resolved, extra, resume)
     with close_after(run):
         yield run
-    run.processes.barrier()  # launchers end the other processes when one exits with a code other than 0
+    _wait_for_others(run)
+
+
+@contextmanager
+def open_data(resolved: ResolvedRecipe, extra: Sequence[Plugin] = ()) -> Iterator[Run]:
+    """Begin to build a run, for a command that reads its data, and tear it down after the block.
+
+    The block calls ``build_datasets``, or a hook that reads the data in another way. There is no model, so no hook that
+    gets one is called.
+
+    Args:
+        resolved: A result of ``resolve``, for this run only.
+        extra: See ``open_run``.
+
+    Raises:
+        UsageError: The recipe, the data or the environment is wrong.
+        FastloopError: A plugin or user code failed.
+    """
+    if extra:
+        resolved = resolved.with_extra(extra)
+    run = Run(resolved.recipe, resolved.plugins)
+    with _teardown_after_error(run), explain_errors(run):
+        _begin_build(run)
+        set_seed(run.recipe.train.seed)
+        yield run
+    error = _teardown(run)
+    if error is not None:
+        raise error
+    _wait_for_others(run)
+
+
+def _wait_for_others(run: Run) -> None:
+    """Wait for the other processes: launchers end them when one exits with a code other than 0."""
+    run.processes.barrier()
     group_at_exit.is_idle = True
 
 
@@ -89,12 +122,17 @@ def build(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path |
     return run
 
 
+def _begin_build(run: Run) -> None:
+    """Build what comes before the data."""
+    run.hooks.check_recipe(recipe=run.recipe, plugins=run.plugins)
+    check_task(run.recipe, run.plugins)
+    _build_accelerator(run)
+
+
 def _build(run: Run, resume_from: Path | None) -> Run:
     recipe = run.recipe
     with _teardown_after_error(run), explain_errors(run):
-        run.hooks.check_recipe(recipe=recipe, plugins=run.plugins)
-        check_task(recipe, run.plugins)
-        _build_accelerator(run)
+        _begin_build(run)
         if resume_from is not None:
             check_links(run.folder)
             run.hooks.before_resume(run=run, folder=resume_from)
@@ -295,7 +333,13 @@ def check_task(recipe: Recipe, plugins: PluginSet) -> None:
         )
 
 
-def _build_loaders(run: Run) -> None:
+def build_datasets(run: Run) -> None:
+    """Build the datasets of all splits that a run needs.
+
+    Raises:
+        PluginError: No plugin built a training dataset.
+        RecipeError: A split is empty, or the one to evaluate or to predict is not there.
+    """
     loaders = run.loaders
     trains = run.recipe.inference is None
     datasets = run.hooks.build_datasets(run=run) or {}
@@ -314,6 +358,12 @@ def _build_loaders(run: Run) -> None:
     if not trains:
         datasets = {loaders.first_split: datasets[loaders.first_split]}
     loaders.set_datasets(datasets)
+
+
+def _build_loaders(run: Run) -> None:
+    build_datasets(run)
+    loaders = run.loaders
+    trains = run.recipe.inference is None
     splits = list(loaders.datasets)
     if trains:  # train first: plugins fit the other splits to it
         splits.remove(TRAIN)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from fastloop import Plugin, UsageError, hookimpl
+from fastloop import UsageError
+from fastloop.lifecycle import build_datasets
 from fastloop_plugins._cache import Entry, tokens_kept_in
 from fastloop_plugins.data.token_cache import TokenCache, open_token_folder
-from fastloop_tools.shared.data_plugins import build_data
+from fastloop_tools.shared.data_plugins import open_data
 
 if TYPE_CHECKING:
-    from fastloop import Run
     from fastloop.recipe import Recipe
 
 
@@ -32,29 +29,6 @@ class PreparedData:
     folder: Path
     entries: list[Entry]
     is_selected: bool
-
-
-class DataBuilder(Plugin):
-    """Lets the task build its datasets with a folder of token ids. Data and a model that stand in for them end the
-    run."""
-
-    name = "data-builder"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-        self.entries: list[Entry] = []
-
-    @hookimpl(wrapper=True)
-    def build_datasets(self, run: Run) -> Generator[None, Any, Mapping[str, Any]]:
-        with tokens_kept_in(self.folder) as tokens:
-            yield
-        self.entries = tokens.entries
-        return {"train": list(range(run.recipe.train.batch_size))}
-
-    @hookimpl
-    def build_model(self, run: Run) -> nn.Module:
-        return nn.Linear(1, 1)
 
 
 def prepare_data(recipe: Recipe) -> PreparedData:
@@ -75,13 +49,17 @@ def prepare_data(recipe: Recipe) -> PreparedData:
     is_selected = isinstance(options, dict)
     option = options.get("folder", "auto") if isinstance(options, dict) else "auto"
     folder = open_token_folder(str(option), recipe.where)
-    builder = DataBuilder(folder)
-    resolved = build_data(recipe, builder, max_steps=None)  # a run of few steps needs few rows
-    if not builder.entries:
+    with (
+        open_data(recipe, max_steps=None) as run,  # a run of few steps needs few rows
+        tokens_kept_in(folder) as tokens,
+    ):
+        task = run.plugins.in_slot("task")
+        build_datasets(run)
+    if not tokens.entries:
         raise UsageError(
-            f"the task {resolved.plugins.in_slot('task')!r} keeps no token ids. prepare is for tasks with the trait "
+            f"the task {task!r} keeps no token ids. prepare is for tasks with the trait "
             "'cached-token-ids', without model.trust_remote_code.",
             code="unsupported-task",
             place=recipe.where,
         )
-    return PreparedData(folder, builder.entries, is_selected)
+    return PreparedData(folder, tokens.entries, is_selected)

@@ -1,31 +1,31 @@
-"""Builds the data of a recipe without the plugins that need a model, for commands that only read data."""
+"""Opens a recipe for its data, without the plugins that need a model, for commands that only read data."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastloop import Plugin
+    from fastloop import Plugin, Run
     from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
 
 
-def build_data(recipe: Recipe, reader: Plugin, **train: Any) -> ResolvedRecipe:
-    """Build the datasets of a recipe as its training does, on the CPU and in a scratch folder.
+@contextmanager
+def open_data(recipe: Recipe, extra: Sequence[Plugin] = (), **train: Any) -> Iterator[Run]:
+    """Open a run whose data the block builds as its training does, on the CPU and in a scratch folder.
 
     Args:
         recipe: An expanded recipe.
-        reader: Reads the datasets in its hooks. It has ``build_model``, so that no model of the task is built.
+        extra: Plugin objects that the command adds.
         train: Keys of ``train`` with values for this purpose.
-
-    Returns:
-        The recipe as resolved, with all of its plugins.
 
     Raises:
         RecipeError: The recipe or the data is wrong.
     """
-    from fastloop.lifecycle import open_run
+    from fastloop import lifecycle
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
 
@@ -33,9 +33,8 @@ def build_data(recipe: Recipe, reader: Plugin, **train: Any) -> ResolvedRecipe:
     tree["train"] |= {"device": "cpu", **train}
     with tempfile.TemporaryDirectory(prefix="fastloop-data-") as scratch:
         resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
-        with open_run(_with_data_plugins(resolved), [reader]):
-            pass
-    return resolved
+        with lifecycle.open_data(_with_data_plugins(resolved), extra) as run:
+            yield run
 
 
 def _with_data_plugins(resolved: ResolvedRecipe) -> ResolvedRecipe:

@@ -284,8 +284,6 @@ class GRPO(TextTask):
     def before_prepare(self, run: Run, model: Any) -> None:
         if run.recipe.inference is not None:
             return
-        if not hasattr(model, "config"):  # what stands in for a model, where only data are shown
-            return
         self.dropout = switch_dropout_off(model)  # the ratio of an update compares two forward passes
         if self.dropout.names:
             self.log.info("dropout is off, so that ratios compare weights alone: %s", ", ".join(self.dropout.names))

@@ -96,8 +96,6 @@ class PolicyTask(PreferenceTask):
         from fastloop_preference.reference_log_probs import fingerprint
 
         super().before_prepare(run, model)
-        if stands_in(model):
-            return
         if self.has_reference and run.is_main and run.recipe.inference is None and has_weights(model):
             facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
             self.known = " ".join(map(str, (fingerprint(model), *facts)))
@@ -114,7 +112,7 @@ class PolicyTask(PreferenceTask):
             self.reference = reference_log_probs.ReferenceLogProbs.load(
                 inference.model / reference_log_probs.FILE, run.device
             )
-        elif self.has_reference and not stands_in(run.unwrap_model()):
+        elif self.has_reference:
             known = getattr(self, "known", "")
             self.reference = reference_log_probs.compute_reference(run, model, self.keyed, known, self.cache)
 
@@ -158,11 +156,6 @@ class PolicyTask(PreferenceTask):
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         return self.name_rewards(run, self.rewards(run, batch))
-
-
-def stands_in(model: Any) -> bool:
-    """Whether another module is in place of the task's model, in commands that show or prepare data."""
-    return not hasattr(model, "config")
 
 
 def has_weights(model: Any) -> bool:

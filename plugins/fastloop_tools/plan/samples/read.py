@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from fastloop import Plugin, RecipeError, UsageError, hookimpl, hookspec
-from fastloop_tools.shared.data_plugins import build_data
+from fastloop import Plugin, RecipeError, UsageError, hookspec
+from fastloop_tools.shared.data_plugins import open_data
 from fastloop_tools.shared.sample_text import describe_sample
 
 if TYPE_CHECKING:
@@ -32,32 +30,11 @@ class SampleHooks:
         """
 
 
-class SampleReader(Plugin):
-    """Asks the task for samples while the run is built. The run gets data and a model that stand in for the task's."""
+class TaskSamples(Plugin):
+    """Declares the hook."""
 
-    name = "sample-reader"
+    name = "task-samples"
     hookspecs = SampleHooks
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-        self.samples: list[Sample] = []
-
-    @hookimpl
-    def build_datasets(self, run: Run) -> Mapping[str, Any] | None:
-        samples = run.hooks.show_samples(run=run, count=self.count)
-        if samples is None:
-            return None
-        self.samples = list(islice(samples, self.count))
-        return {"train": list(range(run.recipe.train.batch_size))}
-
-    @hookimpl
-    def build_model(self, run: Run) -> nn.Module:
-        if not self.samples:
-            self.samples = list(describe_samples(run, self.count))
-        for plugin, _ in list(run.plugins.each("check_run")):  # they would check a model that is none of theirs
-            run.plugins.unsubscribe(plugin, "check_run")
-        return nn.Linear(1, 1)
 
 
 def read_samples(recipe: Recipe, count: int) -> list[Sample]:
@@ -67,15 +44,18 @@ def read_samples(recipe: Recipe, count: int) -> list[Sample]:
         RecipeError: The recipe or the data is wrong, or the data is streamed.
         UsageError: The training split has no sample.
     """
-    reader = SampleReader(count)
-    build_data(recipe, reader)
-    if not reader.samples:
+    with open_data(recipe, [TaskSamples()]) as run:
+        described = run.hooks.show_samples(run=run, count=count)
+        if described is None:
+            described = describe_samples(run, count)
+        samples = list(islice(described, count))
+    if not samples:
         raise UsageError(
             "the training split has no sample that can be shown.",
             code="empty-split",
             place=f"{recipe.where}: --samples {count}",
         )
-    return reader.samples
+    return samples
 
 
 def describe_samples(run: Run, count: int) -> Iterable[Sample]:
@@ -84,6 +64,9 @@ def describe_samples(run: Run, count: int) -> Iterable[Sample]:
     Raises:
         RecipeError: The training split is iterable.
     """
+    from fastloop.lifecycle import build_datasets
+
+    build_datasets(run)
     dataset = run.datasets["train"]
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise RecipeError(

@@ -12,6 +12,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pytest
 import yaml
@@ -112,6 +113,28 @@ def test_types_of_parquet_stay(run, cli):
     assert texts_of_values[0]["at"] == "2026-01-02T03:04:05+00:00"
     assert (texts_of_values[0]["day"], texts_of_values[0]["tags"]) == ("2026-01-02", ["a"])
     assert "type bytes" in refused(cli, run, path, "--keep", "raw")
+
+
+@pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
+def test_classes_that_the_file_names_are_kept_by_name(run, cli, out):
+    """The names stand in the schema, as `datasets` writes it. -1 stands for a row without a label."""
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "truth": datasets.ClassLabel(names=["neg", "pos"]),
+            "topics": datasets.Sequence(datasets.ClassLabel(names=["a", "b"])),
+        }
+    )
+    values = {"text": [row["text"] for row in texts(4)], "truth": [1, 0, -1, None], "topics": [[0, 1], [], [1], None]}
+    path = Path("rows.parquet")
+    datasets.Dataset.from_dict(values, features).to_parquet(path)
+    found = predict(cli, run, path, out, "--keep", "truth,topics", "--chunk", "2")
+    expected: dict[str, list[Any]] = {"truth": ["pos", "neg", "-1", None], "topics": [["a", "b"], [], ["b"], None]}
+    if out == "out.csv":
+        expected = {"truth": ["pos", "neg", "-1", ""], "topics": ['["a", "b"]', "[]", '["b"]', ""]}
+    assert {name: [row[name] for row in found] for name in expected} == expected
+    if out == "out.parquet":
+        assert parquet.read_schema(out).types[:2] == [pa.string(), pa.list_(pa.string())]
 
 
 @pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])

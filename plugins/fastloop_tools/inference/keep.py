@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,11 @@ from fastloop.errors import UsageError, did_you_mean
 from fastloop.problem import counted
 from fastloop_plugins.rows.formats import ROWS_AT_ONCE, KeptColumns
 from fastloop_plugins.rows.paths import find_files
+from fastloop_plugins.text.class_numbers import numbered
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from fastloop import Run
     from fastloop_plugins.text.task import TextTask
 
@@ -34,10 +37,21 @@ class KeptColumn:
     Attributes:
         name: Its name beside the predictions.
         source: Its name in the file.
+        class_names: Number -> name, where the file names the classes of a column of numbers; empty: it does not.
     """
 
     name: str
     source: str
+    class_names: Mapping[int, str] = field(default_factory=dict)
+
+    def named(self, value: Any) -> Any:
+        """A value of the file, with the names of classes: ``pos`` for 1, ``[neg, pos]`` for [0, 1]. A number without a
+        name is text, too, such as -1 of a row without a label: a column has one type."""
+        if not self.class_names:
+            return value
+        if isinstance(value, list):
+            return [self.named(item) for item in value]
+        return self.class_names.get(value, str(value)) if isinstance(value, int) else value
 
 
 class KeepOption:
@@ -96,9 +110,13 @@ class KeepOption:
             next(file.blocks(list(layout.columns), size=FIRST_ROWS), None)
             self._first_names = list(file.names)
             schema = file.schema
-        self.columns = self._choose(self._first_names)
+            class_names = file.class_names(self._first_names)
+        self.columns = []
+        for column in self._choose(self._first_names):
+            names = numbered(class_names.get(column.source, ()), column.source, task.data)
+            self.columns.append(replace(column, class_names=dict(names)))
         if schema is not None:
-            self.types = {column.name: schema.field(column.source).type for column in self.columns}
+            self.types = {column.name: type_of(column, schema) for column in self.columns}
 
     def at(self, run: Run, path: Path, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
         """The columns of some rows of a file, by the numbers of their lines or rows, from 1.
@@ -119,7 +137,7 @@ class KeepOption:
                 for number, values in zip(lines, block.tuples(sources), strict=True):
                     if number in numbers:
                         columns = zip(self.columns, values, strict=True)
-                        kept_rows[number] = {column.name: value for column, value in columns}
+                        kept_rows[number] = {column.name: column.named(value) for column, value in columns}
         return kept_rows
 
     def check_predicted(self, run: Run) -> None:
@@ -188,7 +206,10 @@ class KeepOption:
         if len(self.kept.rows) < count:
             raise self._other_count()
         rows = [self.kept.rows.popleft() for _ in range(count)]
-        return {column.name: [row[place] for row in rows] for place, column in enumerate(self.columns)}
+        taken = {}
+        for place, column in enumerate(self.columns):
+            taken[column.name] = [column.named(row[place]) for row in rows]
+        return taken
 
     def finish(self) -> None:
         """Check that every row is predicted, and log the columns that only later rows have.
@@ -219,6 +240,16 @@ class KeepOption:
             code="unsupported-task",
             place=f"--keep: {self.path}",
         )
+
+
+def type_of(column: KeptColumn, schema: pyarrow.Schema) -> pyarrow.DataType:
+    """The type of a kept column in Parquet: that of the file, or text for classes with names."""
+    import pyarrow
+
+    kind = schema.field(column.source).type
+    if not column.class_names:
+        return kind
+    return pyarrow.string() if pyarrow.types.is_integer(kind) else pyarrow.list_(pyarrow.string())
 
 
 def split_file(run: Run, split: str, first: Any) -> Path:

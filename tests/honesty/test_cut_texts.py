@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from fastloop.testing import assert_problem, find_problems
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text.chunks import token_chunks
-from fastloop_plugins.text.tokens import encode
+from fastloop_plugins.text.encoding import encode
 
 TASK = "text-classification"
 LENGTHS = [3, 4, 5, 20, 9, 2, 6, 4]

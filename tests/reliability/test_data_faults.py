@@ -453,7 +453,7 @@ def test_a_parquet_whose_text_is_not_utf8_is_refused():
 @pytest.mark.slow
 def test_a_huge_text_is_cut_before_it_is_tokenised():
     """a text of 4 million characters: its tokens come from its first words alone, or from its last ones"""
-    from fastloop_plugins.text import tokens as _text_tokens
+    from fastloop_plugins.text.encoding import encode
 
     long = " ".join(f"word{i % 977}" for i in range(500_000))
     jsonl("train.jsonl", [*good(), {"text": long, "label": 0}])
@@ -468,9 +468,9 @@ def test_a_huge_text_is_cut_before_it_is_tokenised():
         return tokenizer(texts, **arguments)
 
     texts = [long, "a b", long[:900], "x" * 5000, " " * 5000]
-    found = list(_text_tokens.encode(counted, texts, {"truncation": True, "max_length": 16}))
+    found = list(encode(counted, texts, {"truncation": True, "max_length": 16}))
     assert found == tokenizer(texts, truncation=True, max_length=16)["input_ids"]
-    found = list(_text_tokens.encode(of_the_end, texts, {"truncation": True, "max_length": 16}))
+    found = list(encode(of_the_end, texts, {"truncation": True, "max_length": 16}))
     assert found == of_the_end(texts, truncation=True, max_length=16)["input_ids"]
     assert 5000 in read
     assert max(read) < 6000

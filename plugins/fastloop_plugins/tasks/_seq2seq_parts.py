@@ -14,6 +14,7 @@ from fastloop import Problem, RecipeError, option
 from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.column_data import ColumnData
+from fastloop_plugins.text.encoding import encode_marked
 from fastloop_plugins.text.encoding_processes import portions
 from fastloop_plugins.text.generation import generation_config
 from fastloop_plugins.text.options import DataOptions
@@ -21,7 +22,6 @@ from fastloop_plugins.text.samples import show_tokens
 from fastloop_plugins.text.sequences import ColumnSequences, join_ids
 from fastloop_plugins.text.special_tokens import end_of
 from fastloop_plugins.text.task import AutoClassModel
-from fastloop_plugins.text.tokens import encode_marked
 from fastloop_plugins.text.written_targets import DIFFERENCES, Finding, TargetWriter, TextDifference, unpack_text
 
 if TYPE_CHECKING:

@@ -180,8 +180,8 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         from fastloop_plugins._mapped import flat
         from fastloop_plugins.text.chunks import text_chunks
+        from fastloop_plugins.text.encoding import encode
         from fastloop_plugins.text.sequences import Sequences
-        from fastloop_plugins.text.tokens import encode
 
         arguments = {"truncation": True, "max_length": self.data.options.max_length}
         chunks = (self.data.add_prefix(texts) for texts, _ in text_chunks(self.data, source, start, size))

@@ -18,7 +18,8 @@ row_places                          # the file and the line of a row
 tokenizers                          # trains a tokenizer, and checks a saved one; ``model`` loads tokenizer and model
 special_tokens, positions           # what a tokenizer lacks, and the tokens that a model takes
 new_tokens                          # tokenizers with more tokens than the model has rows: refused, or rows added
-tokens, known_tokens                # token ids, cut at ``data.max_length``; their cache, and those of earlier runs
+tokens, known_tokens                # token ids of the splits; their cache, and those of earlier runs
+encoding                            # token ids of texts, cut at ``data.max_length``
 split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads
 sequences                           # datasets of token ids
 batches, padding_check              # batches before and after padding; whether padding changes a model's results

@@ -18,8 +18,8 @@ from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.columns import Text, are_empty, each_text, join_columns, token_types
+from fastloop_plugins.text.encoding import encode
 from fastloop_plugins.text.sequences import Sequences, describe_cut
-from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData

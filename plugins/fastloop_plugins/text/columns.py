@@ -198,8 +198,8 @@ def encode_pairs(
         most: Tokens that truncation keeps; 0: all.
         size: Characters of a text to read, if these have ``most`` tokens.
     """
+    from fastloop_plugins.text.encoding import shortened
     from fastloop_plugins.text.encoding_processes import portions
-    from fastloop_plugins.text.tokens import shortened
 
     def start(text: str) -> str:
         if not most:

@@ -206,9 +206,9 @@ class TextTask(Plugin):
         Raises:
             RowError: The next row cannot be encoded. The run ends with an error that names its file and number.
         """
+        from fastloop_plugins.text.encoding import encode_marked
         from fastloop_plugins.text.encoding_processes import portions
         from fastloop_plugins.text.sequences import join_ids
-        from fastloop_plugins.text.tokens import encode_marked
 
         options = {"truncation": True, "max_length": arguments["max_length"]}
         for portion in portions(rows):

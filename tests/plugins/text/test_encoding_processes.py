@@ -20,7 +20,7 @@ from text_helpers import TINY, make_run
 
 from fastloop import RecipeError
 from fastloop.testing import expect_problem, find_problems
-from fastloop_plugins.text import encoding_processes, split_encoder, tokens
+from fastloop_plugins.text import encoding, encoding_processes, split_encoder
 from fastloop_plugins.text.encoding_processes import encode_in_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes encode rows on Linux only")
@@ -75,7 +75,7 @@ def test_a_forked_process_tokenizes_few_characters_at_once(monkeypatch):
     texts = [f"w{number} " * 3000 for number in range(60)]
     Path("train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr(split_encoder, "count_processes", lambda rows, characters: 2)
-    encode_batch = tokens.encode_batch
+    encode_batch = encoding.encode_batch
     log = Path("characters.txt")
 
     def logged(tokenizer: Any, texts: list[str], arguments: dict[str, Any]) -> Any:
@@ -83,7 +83,7 @@ def test_a_forked_process_tokenizes_few_characters_at_once(monkeypatch):
             file.write(f"{os.getpid()} {sum(map(len, texts))}\n")
         return encode_batch(tokenizer, texts, arguments)
 
-    monkeypatch.setattr(tokens, "encode_batch", logged)
+    monkeypatch.setattr(encoding, "encode_batch", logged)
     data = {"files": {"train": "train.jsonl"}, "max_length": 4096}
     make_run("causal-lm", {"config": GPT2 | {"n_positions": 4096}, "tokenizer": {"kind": "byte"}}, data)
     sizes = []

@@ -21,12 +21,12 @@ from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.text.batches import Ragged
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import ChatRenderer, answer_end
+from fastloop_plugins.text.encoding import encode
 from fastloop_plugins.text.forbidden_targets import Target
 from fastloop_plugins.text.samples import show_tokens, split_rows
 from fastloop_plugins.text.sequences import Sequences
 from fastloop_plugins.text.special_tokens import SpecialTokens, end_of, name_tokens, special_tokens
 from fastloop_plugins.text.streaming.rows import StreamedRows
-from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,10 +12,11 @@ from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.drop import drop_line
 from fastloop_plugins.rows.table import Bad, RowError, show
 from fastloop_plugins.text.columns import join_columns, token_types
+from fastloop_plugins.text.encoding import encode
 from fastloop_plugins.text.label_column import is_unlabelled
 from fastloop_plugins.text.sequences import Sequences
 from fastloop_plugins.text.targets import propose_point, read_number
-from fastloop_plugins.text.tokens import Split, encode
+from fastloop_plugins.text.tokens import Split
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -31,7 +31,7 @@ def recipe_traits(recipe: Recipe) -> frozenset[Trait]:
         if cls.slot == "task":
             return _traits(cls, recipe)
     for name, point in defaults().items():
-        if recipe.plugins.get(name) is False:
+        if recipe.leaves_out(name):
             continue
         cls = point.load()
         if cls.slot == "task" and cls.auto_enable(recipe) is not None:

@@ -259,7 +259,7 @@ def _add_defaults(recipe: Recipe, plugins: list[Plugin], reasons: dict[str, str]
     fills = {plugin.slot: plugin.name for plugin in plugins if plugin.slot is not None}
     own = {plugin.name: plugin for plugin in plugins}
     for name, point in defaults().items():
-        if recipe.plugins.get(name) is False:
+        if recipe.leaves_out(name):
             continue
         cls = point.load()
         if name in own:

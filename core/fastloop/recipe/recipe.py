@@ -190,6 +190,10 @@ class Recipe:
         """Replace plugin names by their listed form."""
         return {self.references.get(name, name): options for name, options in plugins.items()}
 
+    def has_plugin(self, name: str) -> bool:
+        """Whether the recipe lists a plugin, and does not turn it off. A default plugin need not be listed."""
+        return self.plugins.get(name, False) is not False
+
     def leaves_out(self, name: str) -> bool:
         """Whether the recipe or `--without` turns a plugin off. Messages then do not propose to add it."""
         return self.plugins.get(name) is False

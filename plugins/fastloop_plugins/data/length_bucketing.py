@@ -52,7 +52,7 @@ class LengthBucketing(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
-        if machine.device != "cuda" or recipe.plugins.get("packing", False) is not False:
+        if machine.device != "cuda" or recipe.has_plugin("packing"):
             return None
         if not cls._may_arrange(recipe):
             return None

@@ -73,7 +73,7 @@ class Packing(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For texts that are padded, on a CPU, and on CUDA where one kernel computes the attention of a row."""
-        has_kernel = "bf16" in machine.fast_dtypes and recipe.plugins.get("amp", False) is not False
+        has_kernel = "bf16" in machine.fast_dtypes and recipe.has_plugin("amp")
         if machine.device != "cpu" and not (machine.device == "cuda" and has_kernel):
             return None
         traits = recipe_traits(recipe)

@@ -100,11 +100,11 @@ class Compile(Plugin):
         take less than compiling."""
         if machine.device != "cuda" or recipe.inference is not None:
             return None
-        if recipe.plugins.get("step-graph", False) is not False:
+        if recipe.has_plugin("step-graph"):
             return Recommendation(why="fused kernels; step-graph records whole steps")
         if gathers_weights(recipe):
             return Recommendation(why="fused kernels; no CUDA graphs, since weights are gathered anew in each step")
-        grouped = any(recipe.plugins.get(name, False) is not False for name in ("length-bucketing", "packing"))
+        grouped = any(recipe.has_plugin(name) for name in ("length-bucketing", "packing"))
         if grouped or "fixed-length" in recipe_traits(recipe):
             return Recommendation(
                 why="CUDA graphs for the few shapes of the batches", options={"mode": "reduce-overhead"}

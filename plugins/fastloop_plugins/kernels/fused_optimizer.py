@@ -101,7 +101,7 @@ class FusedOptimizer(Plugin):
         if machine.device not in ("cpu", "cuda") or not has_fused_kernel(recipe, machine.device):
             return None
         name = recipe.train.optimizer_name
-        is_sharded = "fsdp" in recipe.plugins and machine.processes > 1
+        is_sharded = recipe.has_plugin("fsdp") and machine.processes > 1
         if is_sharded and name in FUSED and name not in FUSED_ON_SHARDS:
             return None
         return Recommendation(why=f"{recipe.train.optimizer_name} steps in one kernel")

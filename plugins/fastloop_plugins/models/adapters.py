@@ -129,7 +129,7 @@ def check_classes(adapter: Adapter, order: LabelOrder, where: str) -> None:
 
 def continues(recipe: Recipe) -> bool:
     """Whether ``lora`` trains the adapter that ``model.name`` names; otherwise it is merged into its base."""
-    return recipe.inference is None and recipe.plugins.get("lora", False) is not False
+    return recipe.inference is None and recipe.has_plugin("lora")
 
 
 @contextmanager

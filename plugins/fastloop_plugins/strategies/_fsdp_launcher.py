@@ -50,10 +50,7 @@ def take_over(recipe: Recipe, plugin: Plugin) -> None:
         launcher.take("FSDP_AUTO_WRAP_POLICY", "blocks", [])
     elif (classes := launcher.asked("FSDP_TRANSFORMER_CLS_TO_WRAP")) is not None:
         launcher.take("FSDP_TRANSFORMER_CLS_TO_WRAP", "blocks", [name.strip() for name in classes.split(",")])
-    if (
-        launcher.is_on("FSDP_ACTIVATION_CHECKPOINTING")
-        and recipe.plugins.get("activation-checkpointing", False) is False
-    ):
+    if launcher.is_on("FSDP_ACTIVATION_CHECKPOINTING") and not recipe.has_plugin("activation-checkpointing"):
         launcher.refuse("FSDP_ACTIVATION_CHECKPOINTING", "List the plugin 'activation-checkpointing' in the recipe.")
     for variable, remedy in REMEDIES.items():
         if launcher.is_on(variable):

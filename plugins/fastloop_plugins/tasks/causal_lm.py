@@ -137,7 +137,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         self.sees_all_rows = self.data.text_key == "prompt"  # a warning counts prompts that are tokenized apart
         # Bits per character need the tokens and the characters of a whole split. Conversations and answers have a loss
         # for a part of their tokens alone, and a fold has some blocks of tokens, whose characters are not counted.
-        has_folds = recipe.plugins.get("folds", False) is not False
+        has_folds = recipe.has_plugin("folds")
         evaluates_whole_texts = not self.data.masked and not has_folds
         if evaluates_whole_texts:
             self.adds_metrics = {**self.adds_metrics, "bits_per_character": "min"}

@@ -70,7 +70,7 @@ def find_weights(
         recipe = load_recipe(str(run / "recipe.yaml"), arguments, with_plugins, without_plugins)
         recipe.source = recipe.source and started_from(recipe.source)
         weights = find_checkpoint(run, checkpoint)
-    if adapter and recipe.plugins.get("lora", False) is False:
+    if adapter and not recipe.has_plugin("lora"):
         raise UsageError(
             "--to adapter: the recipe trains no adapter: it does not list the plugin lora.",
             code="no-adapter",

@@ -25,7 +25,7 @@ def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, A
         if options is not False and (name in wanted or load_listed(recipe, name).slot == "task"):
             plugins[name] = options
     for name, point in defaults().items():
-        if name not in plugins and (point.load().read_only or recipe.plugins.get(name) is False):
+        if name not in plugins and (point.load().read_only or recipe.leaves_out(name)):
             plugins[name] = False
     tree["plugins"] = recipe.listed(plugins)
     return tree

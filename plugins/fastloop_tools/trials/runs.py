@@ -126,7 +126,7 @@ class SweepSettings:
         model is the best one by ``monitor``, its value counts instead of the last one."""
         output = self.folder / run.name
         own = [*run.overrides, f"output={output}"]
-        if self.base.plugins.get("remote-output", False) is not False:  # its own folder at the URL
+        if self.base.has_plugin("remote-output"):  # its own folder at the URL
             own.append(f"plugins.remote-output.folder={json.dumps(f'{output.absolute().parent.name}/{output.name}')}")
         resume = ["--resume="] if checkpoints(output) else []
         code = launch.launch(["train", *self.words, *own, *resume], self.nproc, 1, 0, None, output, brief=True)

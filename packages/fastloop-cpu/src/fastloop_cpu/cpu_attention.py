@@ -44,12 +44,7 @@ class CpuAttention(Plugin):
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """On a CPU with bf16 matrix units, for transformers models in bf16 that are not compiled."""
         fits = machine.device == "cpu" and "bf16" in machine.fast_dtypes
-        if (
-            not fits
-            or not computes_in_bf16(recipe)
-            or recipe.plugins.get("compile", False) is not False
-            or model_type(recipe) is None
-        ):
+        if not fits or not computes_in_bf16(recipe) or recipe.has_plugin("compile") or model_type(recipe) is None:
             return None
         return Recommendation(why="one kernel computes attention with dropout")
 

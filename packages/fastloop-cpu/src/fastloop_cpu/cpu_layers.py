@@ -63,7 +63,7 @@ class CpuLayers(Plugin):
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """On a CPU with bf16 matrix units, for models like BERT or Llama in bf16 that are not compiled."""
         fits = machine.device == "cpu" and "bf16" in machine.fast_dtypes and computes_in_bf16(recipe)
-        if not fits or recipe.plugins.get("compile", False) is not False or model_type(recipe) not in MODEL_TYPES:
+        if not fits or recipe.has_plugin("compile") or model_type(recipe) not in MODEL_TYPES:
             return None
         return Recommendation(why="one pass computes residual and norm, another one the activation")
 

@@ -44,7 +44,7 @@ class FastDropout(Plugin):
             machine.device != "cpu"
             or recipe.inference is not None
             or model_type(recipe) is None
-            or recipe.plugins.get("compile", False) is not False
+            or recipe.has_plugin("compile")
             or "token-ids" not in recipe_traits(recipe)
         ):
             return None

@@ -106,7 +106,7 @@ def training_arguments(run: Run, extra: Mapping[str, Any]) -> TrainingArguments:
         "num_train_epochs": run.schedule.epochs or sys.maxsize,  # as Trainer has it for a stream
         "max_steps": train.max_steps or -1,
         "learning_rate": train.lr,
-        "lr_scheduler_type": schedule if "lr-scheduler" in plugins and schedule in known else "constant",
+        "lr_scheduler_type": schedule if run.recipe.has_plugin("lr-scheduler") and schedule in known else "constant",
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm or 0.0,
         "seed": train.seed,
@@ -129,7 +129,7 @@ def training_arguments(run: Run, extra: Mapping[str, Any]) -> TrainingArguments:
     PartialState(cpu=fields["use_cpu"])  # user code may have reset it
     arguments = TrainingArguments(**{**fields, **extra})
     if "load_best_model_at_end" not in extra:  # afterwards: it refuses schedules that fastloop takes
-        arguments.load_best_model_at_end = bool(plugins.get("checkpoint-best", False) is not False)
+        arguments.load_best_model_at_end = run.recipe.has_plugin("checkpoint-best")
     return arguments
 
 

@@ -71,12 +71,12 @@ class Command(RecipeArguments):
         added = []
         if variant.plugin != strategy:
             added.append(variant.plugin)
-        if variant.checkpointing and not is_listed(recipe, CHECKPOINTING):
+        if variant.checkpointing and not recipe.has_plugin(CHECKPOINTING):
             added.append(CHECKPOINTING)
         removed = []
         if strategy is not None and strategy != variant.plugin:
             removed.append(strategy)
-        if is_listed(recipe, CHECKPOINTING) and not variant.checkpointing:
+        if recipe.has_plugin(CHECKPOINTING) and not variant.checkpointing:
             removed.append(CHECKPOINTING)
         options = options_to_set(recipe, variant, variants)
         command = dataclasses.replace(
@@ -87,7 +87,7 @@ class Command(RecipeArguments):
         )
         # A plugin that only --with has added is gone now. One that the recipe's file lists needs --without.
         remaining = command.load()
-        in_file = [name for name in removed if is_listed(remaining, name)]
+        in_file = [name for name in removed if remaining.has_plugin(name)]
         return dataclasses.replace(command, without_plugins=[*command.without_plugins, *in_file])
 
     def _overrides(self, recipe: Recipe, plugin: str, options: Mapping[str, Any], removed: Sequence[str]) -> list[str]:
@@ -110,15 +110,10 @@ class Command(RecipeArguments):
         return [name for name in self.with_plugins if name not in dropped] + list(added)
 
 
-def is_listed(recipe: Recipe, plugin: str) -> bool:
-    """Whether a recipe lists a plugin, and does not leave it out."""
-    return recipe.plugins.get(plugin, False) is not False
-
-
 def strategy_of(recipe: Recipe) -> str | None:
     """The strategy that a recipe lists."""
     for name in recipe.plugins:
-        if is_listed(recipe, name) and load_listed(recipe, name).slot == "strategy":
+        if recipe.has_plugin(name) and load_listed(recipe, name).slot == "strategy":
             return name
     return None
 

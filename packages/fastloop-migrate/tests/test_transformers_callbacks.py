@@ -213,7 +213,7 @@ def test_a_stop_within_an_epoch_ends_the_epoch_after_the_evaluation(tiny_run, tm
 
 
 def test_callbacks_receive_the_objects_of_the_run(tiny_run):
-    result = tiny_run([listed("Record")], device="cpu", max_grad_norm=0.5)
+    result = tiny_run([listed("Record"), {"lr-scheduler": False}], device="cpu", max_grad_norm=0.5)
     run = result.trainer.run
     found = Record.kwargs
     assert found["model"] is result.model
@@ -225,6 +225,7 @@ def test_callbacks_receive_the_objects_of_the_run(tiny_run):
     assert isinstance(args, TrainingArguments)
     assert (args.output_dir, args.learning_rate, args.num_train_epochs) == (str(run.folder), 1e-2, 2)
     assert (args.eval_strategy, args.max_grad_norm, args.logging_steps) == ("epoch", 0.5, 10)
+    assert args.lr_scheduler_type == "constant"
     assert (state.global_step, state.max_steps, state.epoch, state.is_world_process_zero) == (18, 18, 2.0, True)
     assert [entry["step"] for entry in state.log_history] == [9, 10, 18, 18]
     json.loads(args.to_json_string())

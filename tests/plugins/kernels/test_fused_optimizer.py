@@ -149,9 +149,9 @@ def test_a_torch_that_fuses_an_optimizer_on_the_cpu_only_is_refused_on_cuda(monk
 
 
 @pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize(("processes", "is_sharded"), [(1, False), (2, True)])
-def test_auto_selects_it_for_shards_only_if_its_kernel_steps_them(name, processes, is_sharded):
+@pytest.mark.parametrize(("processes", "fsdp", "is_sharded"), [(1, {}, False), (2, {}, True), (2, False, False)])
+def test_auto_selects_it_for_shards_only_if_its_kernel_steps_them(name, processes, fsdp, is_sharded):
     machine = Machine("cpu", "", ("fp32",), (), processes)
-    recipe = make_recipe({"train": {"optimizer": name}, "plugins": ["fsdp"]})
+    recipe = make_recipe({"train": {"optimizer": name}, "plugins": [{"fsdp": fsdp}]})
     expected = name in FUSED_ON_SHARDS or not is_sharded
     assert (FusedOptimizer.recommend(recipe, machine) is not None) is expected

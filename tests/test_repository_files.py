@@ -148,6 +148,26 @@ def test_each_folder_names_its_modules(folder):
     assert unlisted_modules(folder) == set(), f"List these in the docstring of {folder}/__init__.py."
 
 
+def listed_modules(test_file: Path) -> list[str]:
+    """The modules that a test file lists in its docstring, below the line ``Modules:``."""
+    docstring = ast.get_docstring(ast.parse(test_file.read_text(encoding="utf-8"))) or ""
+    _, _, section = docstring.partition("\n\nModules:\n")
+    return section.split()
+
+
+def test_each_module_has_one_test_file():
+    modules = set()
+    for folder in PACKAGE_FOLDERS:
+        if "packages" not in folder.relative_to(ROOT).parts:
+            modules |= {str(file.relative_to(ROOT)) for file in folder.glob("*.py") if not file.stem.startswith("__")}
+    test_files: dict[str, list[str]] = defaultdict(list)
+    for test_file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for module in listed_modules(test_file):
+            test_files[module].append(str(test_file.relative_to(ROOT)))
+    assert test_files.keys() == modules, "List each module below 'Modules:' in the docstring of the file that tests it."
+    assert {module: files for module, files in test_files.items() if len(files) > 1} == {}
+
+
 def test_a_class_name_is_used_once(trees):
     places: dict[str, list[str]] = defaultdict(list)
     for file, tree in trees.items():

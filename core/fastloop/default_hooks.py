@@ -1,6 +1,7 @@
 """The core's implementations of *first* hooks that need no file of their own; ``core_modules`` lists the others.
 
-``hookspecs`` declares all hooks. A hook without a default needs nothing here.
+``hookspecs`` declares all hooks. A hook without a default needs nothing here. ``trylast``: the result of any plugin
+takes precedence.
 """
 
 from __future__ import annotations
@@ -18,16 +19,14 @@ from fastloop.plugins.plugin import hookimpl
 if TYPE_CHECKING:
     from fastloop.run import Run
 
-core_default = hookimpl(trylast=True)  # any plugin's result takes precedence
 
-
-@core_default
+@hookimpl(trylast=True)
 def build_collator(run: Run) -> Any:
     """Torch's ``default_collate``, which stacks tensors and numbers."""
     return torch.utils.data.default_collate
 
 
-@core_default
+@hookimpl(trylast=True)
 def write_checkpoint(run: Run, folder: Path, model: dict[str, torch.Tensor], state: dict[str, Any]) -> Future[None]:
     """Write before training continues."""
     future: Future[None] = Future()

@@ -1,4 +1,8 @@
-"""An evaluation computes results from the losses and predictions of its batches."""
+"""An evaluation computes results from the losses and predictions of its batches.
+
+Modules:
+    core/fastloop/evaluation_results.py
+"""
 
 from __future__ import annotations
 

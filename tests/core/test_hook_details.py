@@ -1,4 +1,8 @@
-"""Each statement of the section "Details" of docs/loop.md."""
+"""Each statement of the section "Details" of docs/loop.md.
+
+Modules:
+    core/fastloop/unstepped.py
+"""
 
 from __future__ import annotations
 

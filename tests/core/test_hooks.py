@@ -1,4 +1,9 @@
-"""The contract that hookspecs.py states: which hooks there are, when they fire, and what they may change."""
+"""The contract that hookspecs.py states: which hooks there are, when they fire, and what they may change.
+
+Modules:
+    core/fastloop/hookspecs.py
+    core/fastloop/run.py
+"""
 
 from __future__ import annotations
 

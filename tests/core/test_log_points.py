@@ -1,4 +1,8 @@
-"""Log points: on an accelerator, each is logged one log point later than on the CPU, with the same numbers."""
+"""Log points: on an accelerator, each is logged one log point later than on the CPU, with the same numbers.
+
+Modules:
+    core/fastloop/log_points.py
+"""
 
 from __future__ import annotations
 

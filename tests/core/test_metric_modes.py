@@ -1,4 +1,8 @@
-"""Which values of a metric are better: read from torchmetrics and from plugins."""
+"""Which values of a metric are better: read from torchmetrics and from plugins.
+
+Modules:
+    core/fastloop/metric_modes.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Processes compare the states of metrics before torchmetrics gathers them."""
+"""Processes compare the states of metrics before torchmetrics gathers them.
+
+Modules:
+    core/fastloop/metric_states.py
+"""
 
 from __future__ import annotations
 

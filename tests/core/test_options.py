@@ -1,4 +1,9 @@
-"""Options: invalid values, and their error messages."""
+"""Options: invalid values, and their error messages.
+
+Modules:
+    core/fastloop/cli/option_table.py
+    core/fastloop/options.py
+"""
 
 from __future__ import annotations
 

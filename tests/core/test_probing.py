@@ -1,4 +1,8 @@
-"""Forward passes on trial leave the model as it was: weights, buffers, configuration and attributes."""
+"""Forward passes on trial leave the model as it was: weights, buffers, configuration and attributes.
+
+Modules:
+    core/fastloop/probing.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The fields of errors and warnings, and the text that is made of them."""
+"""The fields of errors and warnings, and the text that is made of them.
+
+Modules:
+    core/fastloop/errors.py
+    core/fastloop/problem.py
+"""
 
 from __future__ import annotations
 

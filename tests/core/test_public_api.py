@@ -1,4 +1,8 @@
-"""The public API equals the stored snapshot, and the test finds a change."""
+"""The public API equals the stored snapshot, and the test finds a change.
+
+Modules:
+    plugins/fastloop_plugins/toolkit.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``run.log`` and ``log_scalars``: what plugins log, how it is reduced, and what loggers receive."""
+"""``run.log`` and ``log_scalars``: what plugins log, how it is reduced, and what loggers receive.
+
+Modules:
+    core/fastloop/scalars.py
+    core/fastloop/splits.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""When a run evaluates, saves and stops: by steps and epochs, and by requests, for data of known and unknown length."""
+"""When a run evaluates, saves and stops: by steps and epochs, and by requests, for data of known and unknown length.
+
+Modules:
+    core/fastloop/schedule.py
+    core/fastloop/state.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``Settings``: what plugins set in ``configure``, who set it, and conflicts."""
+"""``Settings``: what plugins set in ``configure``, who set it, and conflicts.
+
+Modules:
+    core/fastloop/settings.py
+"""
 
 from __future__ import annotations
 

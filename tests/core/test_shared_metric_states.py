@@ -1,4 +1,8 @@
-"""Metrics share their states if one function updates them with the same settings, whatever the first states are."""
+"""Metrics share their states if one function updates them with the same settings, whatever the first states are.
+
+Modules:
+    core/fastloop/shared_metric_states.py
+"""
 
 from __future__ import annotations
 

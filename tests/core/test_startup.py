@@ -1,6 +1,10 @@
 """The modules that a command imports before its work begins.
 
-The tests count modules and measure no times, so other load has no effect."""
+The tests count modules and measure no times, so other load has no effect.
+
+Modules:
+    core/fastloop/cli/startup.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """``Strategy``: the plugin in the slot ``strategy``, its errors, and how it is listed.
 
 ``test_hooks`` computes norms and clips.
+
+Modules:
+    core/fastloop/strategy.py
 """
 
 from __future__ import annotations

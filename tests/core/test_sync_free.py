@@ -1,5 +1,9 @@
 """Steps wait for the device only in the checks of the first ones, also at log points; an evaluation waits at its
-end."""
+end.
+
+Modules:
+    core/fastloop/runtime/host_copies.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``teardown`` fires once, last and on every process, however a run ends."""
+"""``teardown`` fires once, last and on every process, however a run ends.
+
+Modules:
+    core/fastloop/lifecycle.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Implementations of the hook train_step, and how they call run.accumulate_gradients and run.apply_gradients.
 
 ``test_same_numbers.py`` compares what these two compute, such as clipped gradients, with plain PyTorch.
+
+Modules:
+    core/fastloop/loop.py
 """
 
 from __future__ import annotations

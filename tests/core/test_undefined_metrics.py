@@ -1,4 +1,8 @@
-"""Metrics that a split does not define are NaN, for every class of torchmetrics that returns a number nevertheless."""
+"""Metrics that a split does not define are NaN, for every class of torchmetrics that returns a number nevertheless.
+
+Modules:
+    core/fastloop/undefined_metrics.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The classes of a classifier's checkpoint: the run keeps their order, or logs a warning and initializes a new head."""
+"""The classes of a classifier's checkpoint: the run keeps their order, or logs a warning and initializes a new head.
+
+Modules:
+    plugins/fastloop_plugins/models/label_order.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """Names of classes in the schema of Parquet and Arrow files: each row gets the class that its own file names.
 
 ``datasets`` writes the names of a ``ClassLabel`` to the schema, and two files may list them in another order.
+
+Modules:
+    plugins/fastloop_plugins/rows/features.py
+    plugins/fastloop_plugins/text/class_numbers.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Texts that are longer than ``data.max_length`` are counted in the log, exactly."""
+"""Texts that are longer than ``data.max_length`` are counted in the log, exactly.
+
+Modules:
+    plugins/fastloop_plugins/text/encoding.py
+"""
 
 from __future__ import annotations
 

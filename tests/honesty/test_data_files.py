@@ -1,4 +1,10 @@
-"""Files of other people's making: hints, options and splits. The files themselves are a table: ``broken_files``."""
+"""Files of other people's making: hints, options and splits. The files themselves are a table: ``broken_files``.
+
+Modules:
+    plugins/fastloop_plugins/rows/csv.py
+    plugins/fastloop_plugins/rows/options.py
+    plugins/fastloop_plugins/rows/paths.py
+"""
 
 from __future__ import annotations
 

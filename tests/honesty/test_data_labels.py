@@ -1,4 +1,11 @@
-"""Labels in the data of others: each row gets the class that its label means, or an error names row and key."""
+"""Labels in the data of others: each row gets the class that its label means, or an error names row and key.
+
+Modules:
+    plugins/fastloop_plugins/text/label_column.py
+    plugins/fastloop_plugins/text/label_names.py
+    plugins/fastloop_plugins/text/label_warnings.py
+    plugins/fastloop_plugins/text/labels.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The validation split drawn from train has each class, and rows in two splits or with two labels are named."""
+"""The validation split drawn from train has each class, and rows in two splits or with two labels are named.
+
+Modules:
+    plugins/fastloop_plugins/rows/held_out.py
+    plugins/fastloop_plugins/text/repeats.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Files whose name or place is another one's: the error names their format, and the next step, which works."""
+"""Files whose name or place is another one's: the error names their format, and the next step, which works.
+
+Modules:
+    plugins/fastloop_plugins/rows/contents.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Every hook x {None, another type, NaN}: a run works as specified, or its error names plugin and hook."""
+"""Every hook x {None, another type, NaN}: a run works as specified, or its error names plugin and hook.
+
+Modules:
+    core/fastloop/checks/hook_results.py
+    core/fastloop/checks/hook_types.py
+"""
 
 from __future__ import annotations
 

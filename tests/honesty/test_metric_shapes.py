@@ -1,4 +1,8 @@
-"""Metrics are tried on the first validation batch before training: the error names metric, both shapes and remedy."""
+"""Metrics are tried on the first validation batch before training: the error names metric, both shapes and remedy.
+
+Modules:
+    plugins/fastloop_plugins/guards/metric_check.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The conformance suite finds each planted error of a plugin, and passes its correct twin."""
+"""The conformance suite finds each planted error of a plugin, and passes its correct twin.
+
+Modules:
+    core/fastloop/testing/conformance.py
+    core/fastloop/testing/differences.py
+    core/fastloop/testing/promises.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Plugins whose declarations do not fit each other or their code are refused or reported before training."""
+"""Plugins whose declarations do not fit each other or their code are refused or reported before training.
+
+Modules:
+    core/fastloop/default_hooks.py
+    core/fastloop/plugins/declarations.py
+    core/fastloop/plugins/hook_checks.py
+"""
 
 from __future__ import annotations
 

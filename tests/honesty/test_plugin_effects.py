@@ -1,4 +1,8 @@
-"""Plugins that change what they promise to leave alone are found in the first steps, by name and hook."""
+"""Plugins that change what they promise to leave alone are found in the first steps, by name and hook.
+
+Modules:
+    core/fastloop/checks/read_only.py
+"""
 
 from __future__ import annotations
 

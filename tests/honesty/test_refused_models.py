@@ -1,4 +1,8 @@
-"""Models that cannot do the task are refused before training: by architecture if that is certain, else by a trial."""
+"""Models that cannot do the task are refused before training: by architecture if that is certain, else by a trial.
+
+Modules:
+    plugins/fastloop_plugins/models/checks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The conformance suite tries a strategy of another package on two real processes, save and resume included."""
+"""The conformance suite tries a strategy of another package on two real processes, save and resume included.
+
+Modules:
+    core/fastloop/testing/studies.py
+"""
 
 from __future__ import annotations
 

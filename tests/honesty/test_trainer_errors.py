@@ -1,4 +1,8 @@
-"""A failure in the user's own code names its file and line."""
+"""A failure in the user's own code names its file and line.
+
+Modules:
+    core/fastloop/runtime/tracebacks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``Trainer`` keeps the samples, order and batches of the loaders, or raises an error for a setting that it cannot."""
+"""``Trainer`` keeps the samples, order and batches of the loaders, or raises an error for a setting that it cannot.
+
+Modules:
+    core/fastloop/data/sampler_order.py
+    plugins/fastloop_tools/trainer/user_loader.py
+"""
 
 from __future__ import annotations
 

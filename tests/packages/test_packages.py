@@ -1,4 +1,8 @@
-"""The packages under packages/: they use only public names of fastloop, and their wheels pass their own tests."""
+"""The packages under packages/: they use only public names of fastloop, and their wheels pass their own tests.
+
+Modules:
+    plugins/fastloop_tools/toolkit.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Plugins of other packages, files and scripts work like fastloop's own: names, versions, hooks, errors."""
+"""Plugins of other packages, files and scripts work like fastloop's own: names, versions, hooks, errors.
+
+Modules:
+    plugins/fastloop_tools/plan/code_files.py
+"""
 
 from __future__ import annotations
 

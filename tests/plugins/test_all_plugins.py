@@ -1,4 +1,8 @@
-"""Requirements for fastloop's own plugins. test_conformance.py tests the requirements for all plugins."""
+"""Requirements for fastloop's own plugins. test_conformance.py tests the requirements for all plugins.
+
+Modules:
+    plugins/fastloop_plugins/default_plugins.py
+"""
 
 from __future__ import annotations
 

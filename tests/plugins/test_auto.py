@@ -1,4 +1,10 @@
-"""The plugin ``auto``."""
+"""The plugin ``auto``.
+
+Modules:
+    plugins/fastloop_plugins/_listed_strategy.py
+    plugins/fastloop_plugins/auto.py
+    plugins/fastloop_plugins/models/wrapped.py
+"""
 
 from __future__ import annotations
 

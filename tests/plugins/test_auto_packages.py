@@ -1,4 +1,8 @@
-"""``auto`` and packages: whose plugins it asks, and that those of a package weaken no other choice silently."""
+"""``auto`` and packages: whose plugins it asks, and that those of a package weaken no other choice silently.
+
+Modules:
+    plugins/fastloop_plugins/_own_plugins.py
+"""
 
 from __future__ import annotations
 

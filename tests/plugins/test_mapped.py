@@ -1,4 +1,9 @@
-"""Mapped token ids: which parts of a file the system reads, and when."""
+"""Mapped token ids: which parts of a file the system reads, and when.
+
+Modules:
+    plugins/fastloop_plugins/_mapped.py
+    plugins/fastloop_plugins/text/sequences.py
+"""
 
 from __future__ import annotations
 

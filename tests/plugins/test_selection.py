@@ -1,4 +1,8 @@
-"""Selected plugins: one that fails with a run's model leaves the run, and the trial that shows it changes nothing."""
+"""Selected plugins: one that fails with a run's model leaves the run, and the trial that shows it changes nothing.
+
+Modules:
+    plugins/fastloop_plugins/_selection.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Traits of tasks: speed plugins act by what a task declares, whoever wrote the task."""
+"""Traits of tasks: speed plugins act by what a task declares, whoever wrote the task.
+
+Modules:
+    plugins/fastloop_plugins/_task_traits.py
+    plugins/fastloop_plugins/text/options.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Data that cannot be read, has changed, or whose readers die."""
+"""Data that cannot be read, has changed, or whose readers die.
+
+Modules:
+    plugins/fastloop_plugins/data/skip_unreadable.py
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """A full disk while a command writes its result: one error that names the file, nothing half-written, and the same
-command works with free space."""
+command works with free space.
+
+Modules:
+    plugins/fastloop_plugins/observe/_trace_files.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Processes that die, hang or fall behind, and broken links between them: the run ends in time, and names them."""
+"""Processes that die, hang or fall behind, and broken links between them: the run ends in time, and names them.
+
+Modules:
+    plugins/fastloop_plugins/guards/_heartbeats.py
+    plugins/fastloop_plugins/guards/watchdog.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Memory that runs out, for real: allocations that the system refuses to a limited process, and processes it kills."""
+"""Memory that runs out, for real: allocations that the system refuses to a limited process, and processes it kills.
+
+Modules:
+    plugins/fastloop_plugins/memory/_out_of_memory.py
+    plugins/fastloop_plugins/memory/auto_micro_batch.py
+"""
 
 from __future__ import annotations
 

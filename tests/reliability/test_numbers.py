@@ -1,6 +1,9 @@
 """Losses and gradients that are NaN, infinite or far from the others: stop, skip, rollback and spikes of ``nan-guard``.
 
 Its ``max_loss`` is tested in ``tests/plugins/guards/test_nan_guard.py``.
+
+Modules:
+    plugins/fastloop_plugins/guards/_numbers.py
 """
 
 from __future__ import annotations

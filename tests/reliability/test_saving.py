@@ -1,4 +1,10 @@
-"""After any fault in a save, the checkpoint before it is complete, and an incomplete one is never used."""
+"""After any fault in a save, the checkpoint before it is complete, and an incomplete one is never used.
+
+Modules:
+    core/fastloop/checkpoint/lock.py
+    core/fastloop/checkpoint/pending_save.py
+    core/fastloop/checkpoint/saving.py
+"""
 
 from __future__ import annotations
 

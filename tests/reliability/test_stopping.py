@@ -1,6 +1,10 @@
 """A run that gets a stop signal saves, logs it and ends in time.
 
-A run that is restarted repeatedly reaches the end, with the numbers of an undisturbed run."""
+A run that is restarted repeatedly reaches the end, with the numbers of an undisturbed run.
+
+Modules:
+    core/fastloop/distributed/signals.py
+"""
 
 from __future__ import annotations
 

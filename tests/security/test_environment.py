@@ -1,4 +1,8 @@
-"""Strangers' packages beside fastloop, and hostile environments: closed streams, small disks, stopped processes."""
+"""Strangers' packages beside fastloop, and hostile environments: closed streams, small disks, stopped processes.
+
+Modules:
+    core/fastloop/cli/streams.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 Each attack runs in a process whose memory has a limit of 1.25 GiB above what it has at its start. Beyond it,
 allocations fail.
+
+Modules:
+    plugins/fastloop_plugins/rows/limits.py
+    plugins/fastloop_plugins/text/chat/time_limit.py
 """
 
 from __future__ import annotations

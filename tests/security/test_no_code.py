@@ -1,6 +1,9 @@
 """``--no-code``: a stranger's recipe that runs code of its own is refused, with the key, and none of its code runs.
 
 The hostile code of these tests creates the file ``pwned`` when it is imported or called; a control shows that it does.
+
+Modules:
+    core/fastloop/no_code.py
 """
 
 from __future__ import annotations

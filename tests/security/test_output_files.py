@@ -1,4 +1,8 @@
-"""Options that name a file to write: devices, pipes, sockets and folders are refused in one line before the command."""
+"""Options that name a file to write: devices, pipes, sockets and folders are refused in one line before the command.
+
+Modules:
+    core/fastloop/cli/arguments.py
+"""
 
 from __future__ import annotations
 

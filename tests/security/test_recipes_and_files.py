@@ -1,6 +1,9 @@
 """Recipes, checkpoints, models, data and caches from others run no code, read no other files, and reveal no secrets.
 
 The hostile pickle of these tests writes a file when it is loaded, as the first test shows.
+
+Modules:
+    core/fastloop/recipe/secrets.py
 """
 
 from __future__ import annotations

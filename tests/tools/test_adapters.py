@@ -1,4 +1,11 @@
-"""Adapters that ``lora`` exports alone: evaluated, predicted with, continued and merged; those of peft, too."""
+"""Adapters that ``lora`` exports alone: evaluated, predicted with, continued and merged; those of peft, too.
+
+Modules:
+    core/fastloop/export/earlier_files.py
+    plugins/fastloop_plugins/models/adapters.py
+    plugins/fastloop_plugins/training/_lora_export.py
+    plugins/fastloop_plugins/training/_lora_options.py
+"""
 
 from __future__ import annotations
 

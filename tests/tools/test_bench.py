@@ -1,6 +1,19 @@
 """`fastloop bench`.
 
-The ablation runs for real: in processes of its own where that is the point, else in this one, which is quicker."""
+The ablation runs for real: in processes of its own where that is the point, else in this one, which is quicker.
+
+Modules:
+    core/fastloop/cli/numerics.py
+    plugins/fastloop_tools/bench/ablation.py
+    plugins/fastloop_tools/bench/command.py
+    plugins/fastloop_tools/bench/plan.py
+    plugins/fastloop_tools/bench/report.py
+    plugins/fastloop_tools/shared/changed_recipes.py
+    plugins/fastloop_tools/trials/measure.py
+    plugins/fastloop_tools/trials/measuring_process.py
+    plugins/fastloop_tools/trials/pairs.py
+    plugins/fastloop_tools/trials/statistics.py
+"""
 
 from __future__ import annotations
 

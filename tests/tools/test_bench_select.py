@@ -1,4 +1,11 @@
-"""`fastloop bench --select`: what is planted to be slow is found, measured and undone; what breaks a promise is not."""
+"""`fastloop bench --select`: what is planted to be slow is found, measured and undone; what breaks a promise is not.
+
+Modules:
+    plugins/fastloop_plugins/_time.py
+    plugins/fastloop_tools/bench/selected_recipe.py
+    plugins/fastloop_tools/bench/selection.py
+    plugins/fastloop_tools/shared/recipe_text.py
+"""
 
 from __future__ import annotations
 

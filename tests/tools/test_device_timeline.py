@@ -1,4 +1,8 @@
-"""The device's timeline, from a small trace in the format that torch 2.11 exports on CUDA."""
+"""The device's timeline, from a small trace in the format that torch 2.11 exports on CUDA.
+
+Modules:
+    plugins/fastloop_tools/trials/timeline.py
+"""
 
 from __future__ import annotations
 

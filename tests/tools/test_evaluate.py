@@ -1,4 +1,12 @@
-"""`fastloop evaluate`: the metrics of training, from the exported model alone."""
+"""`fastloop evaluate`: the metrics of training, from the exported model alone.
+
+Modules:
+    plugins/fastloop_tools/inference/classes.py
+    plugins/fastloop_tools/inference/evaluate.py
+    plugins/fastloop_tools/inference/target.py
+    plugins/fastloop_tools/inference/weights.py
+    plugins/fastloop_tools/shared/matrix_picture.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""`fastloop export`: models that other programs load, compared with those programs."""
+"""`fastloop export`: models that other programs load, compared with those programs.
+
+Modules:
+    plugins/fastloop_tools/export/calls.py
+    plugins/fastloop_tools/export/card.py
+    plugins/fastloop_tools/export/command.py
+    plugins/fastloop_tools/export/folder.py
+    plugins/fastloop_tools/export/hub.py
+    plugins/fastloop_tools/export/onnx_model.py
+    plugins/fastloop_tools/export/source.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The plugin ``folds``: parts that are disjoint, complete and equal, for every kind of map-style data."""
+"""The plugin ``folds``: parts that are disjoint, complete and equal, for every kind of map-style data.
+
+Modules:
+    plugins/fastloop_tools/sweep/folds.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``fastloop new plugin``: the files that it writes, and its errors. tests/packages/ tests the package itself."""
+"""``fastloop new plugin``: the files that it writes, and its errors. tests/packages/ tests the package itself.
+
+Modules:
+    plugins/fastloop_tools/new/_files.py
+    plugins/fastloop_tools/new/command.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``fastloop new job``: its files are valid, and the SLURM script saves, requeues itself and resumes."""
+"""``fastloop new job``: its files are valid, and the SLURM script saves, requeues itself and resumes.
+
+Modules:
+    plugins/fastloop_tools/new/job.py
+"""
 
 from __future__ import annotations
 

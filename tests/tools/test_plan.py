@@ -1,4 +1,9 @@
-"""`fastloop plan`: the plugins with their order and reasons, the batch and the length. Nothing is trained."""
+"""`fastloop plan`: the plugins with their order and reasons, the batch and the length. Nothing is trained.
+
+Modules:
+    plugins/fastloop_tools/plan/command.py
+    plugins/fastloop_tools/plan/show.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""`fastloop plan --device-memory`: its estimates equal real tensors, the papers' formulas, and torch's own sharding."""
+"""`fastloop plan --device-memory`: its estimates equal real tensors, the papers' formulas, and torch's own sharding.
+
+Modules:
+    core/fastloop/memory_estimates.py
+    plugins/fastloop_plugins/strategies/_memory_ddp.py
+    plugins/fastloop_plugins/strategies/_memory_zero.py
+    plugins/fastloop_tools/plan/memory/activations.py
+    plugins/fastloop_tools/plan/memory/command.py
+    plugins/fastloop_tools/plan/memory/estimate.py
+    plugins/fastloop_tools/plan/memory/model.py
+    plugins/fastloop_tools/plan/memory/share.py
+    plugins/fastloop_tools/plan/memory/sizes.py
+    plugins/fastloop_tools/plan/memory/table.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Every suggestion that `fastloop plan` prints can be followed: the command resolves, and the recipe then fits."""
+"""Every suggestion that `fastloop plan` prints can be followed: the command resolves, and the recipe then fits.
+
+Modules:
+    plugins/fastloop_tools/plan/memory/change.py
+"""
 
 from __future__ import annotations
 

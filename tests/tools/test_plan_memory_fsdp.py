@@ -1,4 +1,8 @@
-"""`fastloop plan --device-memory`: the memory of ``fsdp`` is that of torch's own tracker for the plugin's sharding."""
+"""`fastloop plan --device-memory`: the memory of ``fsdp`` is that of torch's own tracker for the plugin's sharding.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_memory_fsdp.py
+"""
 
 from __future__ import annotations
 

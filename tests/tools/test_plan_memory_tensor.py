@@ -1,4 +1,9 @@
-"""`fastloop plan --device-memory`: ``tensor-parallel`` holds and sends what torch's own division of the model does."""
+"""`fastloop plan --device-memory`: ``tensor-parallel`` holds and sends what torch's own division of the model does.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_memory_context.py
+    plugins/fastloop_plugins/strategies/_memory_tensor.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""`fastloop plan --samples`: it shows the rows, tokens and loss masks that training has."""
+"""`fastloop plan --samples`: it shows the rows, tokens and loss masks that training has.
+
+Modules:
+    core/fastloop/built_model.py
+    plugins/fastloop_plugins/text/samples.py
+    plugins/fastloop_tools/plan/samples/command.py
+    plugins/fastloop_tools/plan/samples/read.py
+    plugins/fastloop_tools/plan/samples/show.py
+    plugins/fastloop_tools/shared/data_plugins.py
+    plugins/fastloop_tools/shared/visible_text.py
+"""
 
 from __future__ import annotations
 

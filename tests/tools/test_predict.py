@@ -1,4 +1,11 @@
-"""`fastloop predict`: labels and probabilities of a trained model, in the order of the file."""
+"""`fastloop predict`: labels and probabilities of a trained model, in the order of the file.
+
+Modules:
+    plugins/fastloop_plugins/tasks/shared/predicted_columns.py
+    plugins/fastloop_tools/inference/chunks.py
+    plugins/fastloop_tools/inference/output.py
+    plugins/fastloop_tools/inference/predict.py
+"""
 
 from __future__ import annotations
 

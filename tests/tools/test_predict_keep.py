@@ -1,4 +1,8 @@
-"""`fastloop predict --keep`: columns of the input beside the predictions of its rows."""
+"""`fastloop predict --keep`: columns of the input beside the predictions of its rows.
+
+Modules:
+    plugins/fastloop_tools/inference/keep.py
+"""
 
 from __future__ import annotations
 

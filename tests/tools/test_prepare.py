@@ -1,4 +1,9 @@
-"""`fastloop prepare`: token ids are in the cache before a run trains on them."""
+"""`fastloop prepare`: token ids are in the cache before a run trains on them.
+
+Modules:
+    plugins/fastloop_tools/prepare/command.py
+    plugins/fastloop_tools/prepare/data.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""`fastloop profile`: in slow runs with one planted cause each, the first suggestion is that cause."""
+"""`fastloop profile`: in slow runs with one planted cause each, the first suggestion is that cause.
+
+Modules:
+    core/fastloop/speedup_estimates.py
+    plugins/fastloop_tools/profile/command.py
+    plugins/fastloop_tools/profile/page.py
+    plugins/fastloop_tools/profile/suggestions.py
+    plugins/fastloop_tools/trials/profile_observer.py
+"""
 
 from __future__ import annotations
 

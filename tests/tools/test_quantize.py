@@ -1,4 +1,8 @@
-"""`fastloop export --quantize int8`: the printed metrics are those of the written files."""
+"""`fastloop export --quantize int8`: the printed metrics are those of the written files.
+
+Modules:
+    plugins/fastloop_tools/export/quantize.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,17 @@
-"""`fastloop report`: one page about runs, ablations and profiles, that needs nothing else."""
+"""`fastloop report`: one page about runs, ablations and profiles, that needs nothing else.
+
+Modules:
+    plugins/fastloop_tools/report/charts.py
+    plugins/fastloop_tools/report/command.py
+    plugins/fastloop_tools/report/metrics_log.py
+    plugins/fastloop_tools/report/page.py
+    plugins/fastloop_tools/report/read.py
+    plugins/fastloop_tools/report/sweeps.py
+    plugins/fastloop_tools/report/tables.py
+    plugins/fastloop_tools/shared/differing_keys.py
+    plugins/fastloop_tools/shared/json_files.py
+    plugins/fastloop_tools/shared/svg.py
+"""
 
 from __future__ import annotations
 

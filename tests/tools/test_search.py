@@ -1,4 +1,11 @@
-"""`fastloop sweep --trials`: trials of Optuna, by workers that share a SQLite file and may be killed."""
+"""`fastloop sweep --trials`: trials of Optuna, by workers that share a SQLite file and may be killed.
+
+Modules:
+    plugins/fastloop_tools/sweep/search.py
+    plugins/fastloop_tools/sweep/space.py
+    plugins/fastloop_tools/sweep/study.py
+    plugins/fastloop_tools/sweep/worker.py
+"""
 
 from __future__ import annotations
 

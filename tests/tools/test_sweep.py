@@ -1,4 +1,16 @@
-"""`fastloop sweep`: a grid of runs with several seeds, which survives failures and kills."""
+"""`fastloop sweep`: a grid of runs with several seeds, which survives failures and kills.
+
+Modules:
+    plugins/fastloop_tools/shared/command_lines.py
+    plugins/fastloop_tools/shared/result_folders.py
+    plugins/fastloop_tools/shared/tables.py
+    plugins/fastloop_tools/sweep/arguments.py
+    plugins/fastloop_tools/sweep/command.py
+    plugins/fastloop_tools/sweep/grid.py
+    plugins/fastloop_tools/sweep/grid_runs.py
+    plugins/fastloop_tools/trials/record.py
+    plugins/fastloop_tools/trials/runs.py
+"""
 
 from __future__ import annotations
 

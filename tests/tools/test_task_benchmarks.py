@@ -1,4 +1,8 @@
-"""`fastloop evaluate --tasks`: accuracies of lm-eval equal those computed by hand from log-likelihoods."""
+"""`fastloop evaluate --tasks`: accuracies of lm-eval equal those computed by hand from log-likelihoods.
+
+Modules:
+    plugins/fastloop_tools/inference/benchmarks.py
+"""
 
 from __future__ import annotations
 

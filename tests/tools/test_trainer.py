@@ -1,4 +1,9 @@
-"""``Trainer``: evaluate, predict and save without training, before and after ``fit``."""
+"""``Trainer``: evaluate, predict and save without training, before and after ``fit``.
+
+Modules:
+    plugins/fastloop_tools/trainer/task.py
+    plugins/fastloop_tools/trainer/trainer.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Arguments that ``Trainer`` does not have are refused with what serves instead, before the data is read."""
+"""Arguments that ``Trainer`` does not have are refused with what serves instead, before the data is read.
+
+Modules:
+    plugins/fastloop_tools/trainer/arguments.py
+    plugins/fastloop_tools/trainer/function_metric.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Data that is no ``DataLoader``: iterators, lists of batches, and iterables that end early."""
+"""Data that is no ``DataLoader``: iterators, lists of batches, and iterables that end early.
+
+Modules:
+    plugins/fastloop_tools/trainer/batch_list.py
+"""
 
 from __future__ import annotations
 

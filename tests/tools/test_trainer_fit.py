@@ -1,4 +1,8 @@
-"""``Trainer.fit`` called again: after an interrupt, an error, or a completed run. Interrupts are real signals."""
+"""``Trainer.fit`` called again: after an interrupt, an error, or a completed run. Interrupts are real signals.
+
+Modules:
+    plugins/fastloop_tools/trainer/runs.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``Trainer`` with the user's optimizers and schedulers: the numbers of a raw loop, resume, and refusals."""
+"""``Trainer`` with the user's optimizers and schedulers: the numbers of a raw loop, resume, and refusals.
+
+Modules:
+    plugins/fastloop_tools/trainer/optimizers.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Workers that are spawned by a script which trains when it is imported."""
+"""Workers that are spawned by a script which trains when it is imported.
+
+Modules:
+    core/fastloop/runtime/main_module.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,13 @@
 """`fastloop evaluate` stores results in the run folder, with the samples that the model got most wrong.
 
-`fastloop report` shows them."""
+`fastloop report` shows them.
+
+Modules:
+    plugins/fastloop_plugins/text/row_places.py
+    plugins/fastloop_tools/inference/saved.py
+    plugins/fastloop_tools/inference/worst.py
+    plugins/fastloop_tools/shared/sample_text.py
+"""
 
 from __future__ import annotations
 

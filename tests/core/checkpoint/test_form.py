@@ -1,4 +1,8 @@
-"""A state of another form is refused with its place; a state of the same form is accepted."""
+"""A state of another form is refused with its place; a state of the same form is accepted.
+
+Modules:
+    core/fastloop/checkpoint/form.py
+"""
 
 from __future__ import annotations
 

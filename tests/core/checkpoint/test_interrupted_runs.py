@@ -1,6 +1,9 @@
 """A run that ends in any way after any step, and is resumed, has the numbers of one without a break.
 
 Other models, optimizers, schedules and data are tested with the same check where their other tests are.
+
+Modules:
+    core/fastloop/checkpoint/frozen.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """A run that was killed and resumed ends like an uninterrupted one: weights, metrics and data order, to the bit.
 
 Most runs are killed in a forked child, by SIGKILL from inside at a chosen moment; the others are this process's.
+
+Modules:
+    core/fastloop/checkpoint/resume.py
 """
 
 from __future__ import annotations

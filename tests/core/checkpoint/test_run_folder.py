@@ -1,4 +1,8 @@
-"""The run folder: an earlier run is moved aside, and nothing else ever is."""
+"""The run folder: an earlier run is moved aside, and nothing else ever is.
+
+Modules:
+    core/fastloop/checkpoint/run_folder.py
+"""
 
 from __future__ import annotations
 

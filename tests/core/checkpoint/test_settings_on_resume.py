@@ -3,6 +3,9 @@
 ``TRAIN`` and ``OPTIONS`` change each key of ``train`` and each option of fastloop's own plugins, one at a time. To add
 an option, add it here. Each case resumes a complete run, so it builds the run and loads the checkpoint, but trains
 nothing.
+
+Modules:
+    core/fastloop/checkpoint/settings_record.py
 """
 
 from __future__ import annotations

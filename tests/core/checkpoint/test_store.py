@@ -1,4 +1,9 @@
-"""Checkpoints: a loaded state equals the saved one, and a damaged checkpoint is reported and not used."""
+"""Checkpoints: a loaded state equals the saved one, and a damaged checkpoint is reported and not used.
+
+Modules:
+    core/fastloop/checkpoint/store.py
+    core/fastloop/runtime/step_folders.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """``summary.json`` names the weights that ``model/`` has: their step, kind and metrics.
 
 ``test_hook_details`` has the tests of its other values.
+
+Modules:
+    core/fastloop/checkpoint/run_summary.py
+    core/fastloop/cli/summary.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """Batch norm over a part of a step's samples changes what is trained: a warning names the cause.
 
-Several processes: ``test_ddp_fsdp``."""
+Several processes: ``test_ddp_fsdp``.
+
+Modules:
+    core/fastloop/checks/batch_norm.py
+"""
 
 from __future__ import annotations
 

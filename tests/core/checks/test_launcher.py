@@ -1,4 +1,8 @@
-"""Settings of ``accelerate launch`` that contradict the recipe are refused before data and weights are loaded."""
+"""Settings of ``accelerate launch`` that contradict the recipe are refused before data and weights are loaded.
+
+Modules:
+    core/fastloop/checks/launcher.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Optimizers and schedulers with which a run could not continue are refused before it begins."""
+"""Optimizers and schedulers with which a run could not continue are refused before it begins.
+
+Modules:
+    core/fastloop/checks/optimizer_parts.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A run resumes with the settings and the data of its checkpoint, or is refused before weights are loaded."""
+"""A run resumes with the settings and the data of its checkpoint, or is refused before weights are loaded.
+
+Modules:
+    core/fastloop/checks/resumed_run.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""The command line: the output and the exit code of each command. test_bad_input.py tests messages for bad input."""
+"""The command line: the output and the exit code of each command. test_bad_input.py tests messages for bad input.
+
+Modules:
+    core/fastloop/cli/doctor.py
+    core/fastloop/cli/ending.py
+    core/fastloop/cli/plugins.py
+    core/fastloop/cli/recipes.py
+    core/fastloop/cli/tables.py
+    core/fastloop/cli/train.py
+"""
 
 from __future__ import annotations
 

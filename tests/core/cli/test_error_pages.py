@@ -1,4 +1,8 @@
-"""The page of an error is reachable from its message: a terminal shows it, and logs do not."""
+"""The page of an error is reachable from its message: a terminal shows it, and logs do not.
+
+Modules:
+    core/fastloop/cli/messages.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Several processes from the command line: however they are started they are one run, and when one ends, all end."""
+"""Several processes from the command line: however they are started they are one run, and when one ends, all end.
+
+Modules:
+    core/fastloop/cli/launch.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 which samples each of them sees. A start that cannot be one run is refused with a sentence.
 
 A row of ``STARTS`` or ``REFUSED`` is a start.
+
+Modules:
+    core/fastloop/distributed/ranks.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The command line with what other packages and files bring: lists, plan, train, traces, and commands of their own."""
+"""The command line with what other packages and files bring: lists, plan, train, traces, and commands of their own.
+
+Modules:
+    core/fastloop/cli/commands.py
+    core/fastloop/cli/hook_timing.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`fastloop train --fast-dev-run` and `--overfit N`."""
+"""`fastloop train --fast-dev-run` and `--overfit N`.
+
+Modules:
+    core/fastloop/cli/quick_checks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The JSON Schema of recipes says of a file what `fastloop plan` says of it."""
+"""The JSON Schema of recipes says of a file what `fastloop plan` says of it.
+
+Modules:
+    core/fastloop/cli/recipe_schema.py
+    core/fastloop/cli/schema.py
+"""
 
 from __future__ import annotations
 

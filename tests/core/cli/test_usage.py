@@ -1,4 +1,8 @@
-"""Errors in a command line have a code, a place and a remedy, as text and as JSON, and exit with 2."""
+"""Errors in a command line have a code, a place and a remedy, as text and as JSON, and exit with 2.
+
+Modules:
+    core/fastloop/cli/usage.py
+"""
 
 from __future__ import annotations
 

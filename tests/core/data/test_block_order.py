@@ -1,4 +1,8 @@
-"""``data.shuffle_block``: samples come in random order by blocks, with the promises of the order of a whole epoch."""
+"""``data.shuffle_block``: samples come in random order by blocks, with the promises of the order of a whole epoch.
+
+Modules:
+    core/fastloop/data/block_order.py
+"""
 
 from __future__ import annotations
 

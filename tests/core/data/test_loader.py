@@ -1,4 +1,10 @@
-"""Batches of a loader: map-style datasets, streams, steps that a plugin splits, samples that are read ahead."""
+"""Batches of a loader: map-style datasets, streams, steps that a plugin splits, samples that are read ahead.
+
+Modules:
+    core/fastloop/data/datasets.py
+    core/fastloop/data/iterables.py
+    core/fastloop/data/loader.py
+"""
 
 from __future__ import annotations
 

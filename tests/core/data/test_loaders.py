@@ -1,4 +1,8 @@
-"""The loaders of a run: how a step is divided into micro-batches."""
+"""The loaders of a run: how a step is divided into micro-batches.
+
+Modules:
+    core/fastloop/data/loaders.py
+"""
 
 from __future__ import annotations
 

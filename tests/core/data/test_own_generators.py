@@ -1,6 +1,9 @@
 """Generators that datasets and collators keep for themselves.
 
 Each worker and process has a copy, none repeats another's, and a resumed run continues with their numbers.
+
+Modules:
+    core/fastloop/runtime/random_states.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Sample ids: every sample exactly once an epoch, in one order, for any number of processes."""
+"""Sample ids: every sample exactly once an epoch, in one order, for any number of processes.
+
+Modules:
+    core/fastloop/data/sampler.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The end of a script whose run had several processes: gloo's threads must not abort it."""
+"""The end of a script whose run had several processes: gloo's threads must not abort it.
+
+Modules:
+    core/fastloop/distributed/at_exit.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Every process trains and evaluates with the persistent buffers that checkpoints and exported models hold."""
+"""Every process trains and evaluates with the persistent buffers that checkpoints and exported models hold.
+
+Modules:
+    core/fastloop/distributed/buffers.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Processes compare what must be equal or disjoint, and every process raises the same error."""
+"""Processes compare what must be equal or disjoint, and every process raises the same error.
+
+Modules:
+    core/fastloop/data/digests.py
+    core/fastloop/data/equal_steps.py
+    core/fastloop/distributed/compared_facts.py
+"""
 
 from __future__ import annotations
 

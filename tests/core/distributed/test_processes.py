@@ -1,4 +1,10 @@
-"""Several processes: a run without a strategy, or with different orders of samples, ends with an error."""
+"""Several processes: a run without a strategy, or with different orders of samples, ends with an error.
+
+Modules:
+    core/fastloop/checks/sample_orders.py
+    core/fastloop/distributed/accelerator.py
+    core/fastloop/distributed/processes.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Processes that torchrun starts again: they use its store again, and must not read what earlier ones wrote there."""
+"""Processes that torchrun starts again: they use its store again, and must not read what earlier ones wrote there.
+
+Modules:
+    core/fastloop/distributed/rendezvous.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """A step that a plugin or fp16's loss scaling skips: the learning rate schedule and averages of the weights wait.
 
 The forward pass runs in fp16 on the CPU, and gradients overflow for real: the first loss scale is far too large.
+
+Modules:
+    core/fastloop/distributed/skipped_steps.py
 """
 
 from __future__ import annotations

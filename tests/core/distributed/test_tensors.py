@@ -1,4 +1,8 @@
-"""The bytes and the norm of tensors."""
+"""The bytes and the norm of tensors.
+
+Modules:
+    core/fastloop/distributed/tensors.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Every exported model has a README, whose code loads it with its head."""
+"""Every exported model has a README, whose code loads it with its head.
+
+Modules:
+    core/fastloop/export/card.py
+    core/fastloop/export/model.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``train.optimizer``: names, references and arguments, against a plain loop of torch."""
+"""``train.optimizer``: names, references and arguments, against a plain loop of torch.
+
+Modules:
+    core/fastloop/optimizers/named.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Several optimizers in one run: the dicts that build_optimizer and build_scheduler may return."""
+"""Several optimizers in one run: the dicts that build_optimizer and build_scheduler may return.
+
+Modules:
+    core/fastloop/optimizers/combining.py
+    core/fastloop/optimizers/several.py
+    core/fastloop/optimizers/several_schedulers.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Options that plugins declare as attributes of their class."""
+"""Options that plugins declare as attributes of their class.
+
+Modules:
+    core/fastloop/plugins/declared_options.py
+    core/fastloop/plugins/plugin.py
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,24 @@
-"""The hooks of a run: chains, and errors that name the plugin that raised them."""
+"""The hooks of a run: chains, and errors that name the plugin that raised them.
+
+Modules:
+    core/fastloop/core_modules.py
+    core/fastloop/plugins/call.py
+    core/fastloop/plugins/manager.py
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, hookimpl
+from fastloop.core_modules import MODULES
 from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet
 from fastloop.testing import assert_problem, expect_problem
@@ -201,3 +211,12 @@ def test_unsaveable_state_error_names_the_plugin(tiny_run):
 
     with expect_problem("invalid-state save_state state.plugins.odd.what", PluginError):
         tiny_run([Odd()], epochs=1)
+
+
+def test_a_run_registers_each_module_of_the_core_with_a_hook():
+    folder = Path(fastloop.__file__).parent
+    names = set()
+    for file in folder.rglob("*.py"):
+        if re.search(r"^@hookimpl\b", file.read_text(encoding="utf-8"), re.MULTILINE):
+            names.add(".".join(("fastloop", *file.relative_to(folder).with_suffix("").parts)))
+    assert {module.__name__ for module in MODULES} == names

@@ -1,4 +1,8 @@
-"""The packages of the project: the table is that of packages/, and a missing plugin says what to install."""
+"""The packages of the project: the table is that of packages/, and a missing plugin says what to install.
+
+Modules:
+    core/fastloop/plugins/packages.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,11 @@
 """Plugins: found by metadata, checked together, and ordered once.
 
 The installed plugins here are real distributions: folders with metadata on the import path.
+
+Modules:
+    core/fastloop/plugins/installed.py
+    core/fastloop/plugins/order.py
+    core/fastloop/plugins/resolve.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A file that a recipe names may import the modules beside it."""
+"""A file that a recipe names may import the modules beside it.
+
+Modules:
+    core/fastloop/recipe/importing.py
+"""
 
 from __future__ import annotations
 

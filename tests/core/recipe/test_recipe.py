@@ -1,4 +1,14 @@
-"""Recipes: how files, overrides and plugins are merged, and the errors if they cannot be."""
+"""Recipes: how files, overrides and plugins are merged, and the errors if they cannot be.
+
+Modules:
+    core/fastloop/recipe/interpolation.py
+    core/fastloop/recipe/loading.py
+    core/fastloop/recipe/other_names.py
+    core/fastloop/recipe/overrides.py
+    core/fastloop/recipe/paths.py
+    core/fastloop/recipe/plugin_references.py
+    core/fastloop/recipe/recipe.py
+"""
 
 from __future__ import annotations
 

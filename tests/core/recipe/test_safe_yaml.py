@@ -1,4 +1,8 @@
-"""YAML as recipes read it: a key or number that is read in another way than it is spelled is refused."""
+"""YAML as recipes read it: a key or number that is read in another way than it is spelled is refused.
+
+Modules:
+    core/fastloop/recipe/safe_yaml.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Libraries that few runs use are imported when something uses them, and are then the real ones everywhere."""
+"""Libraries that few runs use are imported when something uses them, and are then the real ones everywhere.
+
+Modules:
+    core/fastloop/runtime/delayed_imports.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One copy takes the small tensors of a training batch to the device, and changes none of their bits."""
+"""One copy takes the small tensors of a training batch to the device, and changes none of their bits.
+
+Modules:
+    core/fastloop/runtime/device_copies.py
+"""
 
 from __future__ import annotations
 

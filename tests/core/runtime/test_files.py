@@ -1,4 +1,8 @@
-"""Files that fastloop writes have the mode that the user's umask gives."""
+"""Files that fastloop writes have the mode that the user's umask gives.
+
+Modules:
+    core/fastloop/runtime/files.py
+"""
 
 from __future__ import annotations
 

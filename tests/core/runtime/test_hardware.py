@@ -1,4 +1,8 @@
-"""The capabilities of this machine."""
+"""The capabilities of this machine.
+
+Modules:
+    core/fastloop/runtime/hardware.py
+"""
 
 from __future__ import annotations
 

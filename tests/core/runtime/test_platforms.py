@@ -1,4 +1,9 @@
-"""fastloop without what Windows and macOS lack: a process in which it is hidden before fastloop is imported."""
+"""fastloop without what Windows and macOS lack: a process in which it is hidden before fastloop is imported.
+
+Modules:
+    core/fastloop/runtime/memory.py
+    core/fastloop/runtime/platform_support.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Commands with a time limit: ``tests/helpers/limited.py``."""
+"""Commands with a time limit: ``tests/helpers/limited.py``.
+
+Modules:
+    core/fastloop/testing/time_limits.py
+"""
 
 from __future__ import annotations
 

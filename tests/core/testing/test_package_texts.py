@@ -1,4 +1,8 @@
-"""Texts of a package that still describe the example of `fastloop new`."""
+"""Texts of a package that still describe the example of `fastloop new`.
+
+Modules:
+    core/fastloop/testing/package_texts.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``expect_problem`` and ``assert_problem``: codes, names and numbers are compared."""
+"""``expect_problem`` and ``assert_problem``: codes, names and numbers are compared.
+
+Modules:
+    core/fastloop/testing/problems.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""The test helpers for plugin authors: fixtures, processes, and a suite that finds errors in plugins."""
+"""The test helpers for plugin authors: fixtures, processes, and a suite that finds errors in plugins.
+
+Modules:
+    core/fastloop/testing/first_uses.py
+    core/fastloop/testing/runs.py
+    core/fastloop/testing/settings.py
+    core/fastloop/testing/starting.py
+    core/fastloop/testing/tasks.py
+    core/fastloop/testing/tiny.py
+"""
 
 from __future__ import annotations
 

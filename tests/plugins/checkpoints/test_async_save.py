@@ -1,4 +1,8 @@
-"""The copies of ``async-save``: once a tensor, into memory that later saves reuse, without waiting for the device."""
+"""The copies of ``async-save``: once a tensor, into memory that later saves reuse, without waiting for the device.
+
+Modules:
+    plugins/fastloop_plugins/checkpoints/async_save.py
+"""
 
 from __future__ import annotations
 

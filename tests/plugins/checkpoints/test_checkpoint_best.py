@@ -1,4 +1,8 @@
-"""The plugin ``checkpoint-best``."""
+"""The plugin ``checkpoint-best``.
+
+Modules:
+    plugins/fastloop_plugins/checkpoints/checkpoint_best.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The plugin ``remote-output``, on local file systems of fsspec: on disk, in memory, and one that fails and kills."""
+"""The plugin ``remote-output``, on local file systems of fsspec: on disk, in memory, and one that fails and kills.
+
+Modules:
+    plugins/fastloop_plugins/checkpoints/_remote_folder.py
+    plugins/fastloop_plugins/checkpoints/_uploader.py
+    plugins/fastloop_plugins/checkpoints/remote_output.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The plugin ``dataloader-workers``: real worker processes, the same numbers."""
+"""The plugin ``dataloader-workers``: real worker processes, the same numbers.
+
+Modules:
+    core/fastloop/runtime/forks.py
+    plugins/fastloop_plugins/data/dataloader_workers.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""device-prefetch: batches are copied ahead."""
+"""device-prefetch: batches are copied ahead.
+
+Modules:
+    plugins/fastloop_plugins/data/device_prefetch.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""length-bucketing: the same samples, in batches of like length."""
+"""length-bucketing: the same samples, in batches of like length.
+
+Modules:
+    plugins/fastloop_plugins/data/length_bucketing.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""packing: the same numbers from one row of sequences, and nothing computed that is padding."""
+"""packing: the same numbers from one row of sequences, and nothing computed that is padding.
+
+Modules:
+    plugins/fastloop_plugins/data/_packing.py
+    plugins/fastloop_plugins/data/_packing_trial.py
+    plugins/fastloop_plugins/data/packing.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""packing with one varlen kernel a layer: arguments, gradients, shapes and graphs, with CPU kernels."""
+"""packing with one varlen kernel a layer: arguments, gradients, shapes and graphs, with CPU kernels.
+
+Modules:
+    plugins/fastloop_plugins/data/_padding_multiples.py
+    plugins/fastloop_plugins/data/_varlen.py
+"""
 
 from __future__ import annotations
 

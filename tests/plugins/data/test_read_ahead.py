@@ -1,6 +1,9 @@
 """The thread of device-prefetch: it reads the next batches, changes no number, and ends with its run.
 
 On a CPU, a plugin here starts it.
+
+Modules:
+    plugins/fastloop_plugins/data/_read_ahead.py
 """
 
 from __future__ import annotations

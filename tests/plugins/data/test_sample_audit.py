@@ -2,6 +2,10 @@
 
 The faults are real ones: an order drawn with replacement, processes that do not share out, a dataset whose length is
 not true.
+
+Modules:
+    plugins/fastloop_plugins/data/_audit_files.py
+    plugins/fastloop_plugins/data/sample_audit.py
 """
 
 from __future__ import annotations

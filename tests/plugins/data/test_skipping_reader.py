@@ -1,4 +1,8 @@
-"""Samples that cannot be read are left out of their micro-batch, in threads and workers alike."""
+"""Samples that cannot be read are left out of their micro-batch, in threads and workers alike.
+
+Modules:
+    plugins/fastloop_plugins/data/_skipping_reader.py
+"""
 
 from __future__ import annotations
 

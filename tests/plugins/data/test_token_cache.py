@@ -1,4 +1,11 @@
-"""token-cache: token ids come from a cache on disk."""
+"""token-cache: token ids come from a cache on disk.
+
+Modules:
+    plugins/fastloop_plugins/_cache.py
+    plugins/fastloop_plugins/_partial_entry.py
+    plugins/fastloop_plugins/data/token_cache.py
+    plugins/fastloop_plugins/text/tokens.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The private names of torch that ``_watched_loader`` and ``fastloop.data.iterables`` use are there."""
+"""The private names of torch that ``_watched_loader`` and ``fastloop.data.iterables`` use are there.
+
+Modules:
+    plugins/fastloop_plugins/data/_watched_loader.py
+"""
 
 from __future__ import annotations
 

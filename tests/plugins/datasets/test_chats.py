@@ -1,4 +1,8 @@
-"""The generated conversations: they alternate, differ, and repeat with their seed."""
+"""The generated conversations: they alternate, differ, and repeat with their seed.
+
+Modules:
+    plugins/fastloop_plugins/datasets/chats.py
+"""
 
 from __future__ import annotations
 

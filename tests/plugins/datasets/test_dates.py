@@ -1,4 +1,8 @@
-"""The generated dates: each occurs once, and its text names the same day as its target."""
+"""The generated dates: each occurs once, and its text names the same day as its target.
+
+Modules:
+    plugins/fastloop_plugins/datasets/dates.py
+"""
 
 from __future__ import annotations
 

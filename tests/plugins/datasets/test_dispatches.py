@@ -1,4 +1,8 @@
-"""The generated news lines: tags fit their words, names are ambiguous, and splits repeat with their seed."""
+"""The generated news lines: tags fit their words, names are ambiguous, and splits repeat with their seed.
+
+Modules:
+    plugins/fastloop_plugins/datasets/dispatches.py
+"""
 
 from __future__ import annotations
 

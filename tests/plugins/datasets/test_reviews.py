@@ -1,4 +1,8 @@
-"""The synthetic reviews: same seed same rows, disjoint balanced splits, true labels, out of reach for word counts."""
+"""The synthetic reviews: same seed same rows, disjoint balanced splits, true labels, out of reach for word counts.
+
+Modules:
+    plugins/fastloop_plugins/datasets/reviews.py
+"""
 
 import hashlib
 import os

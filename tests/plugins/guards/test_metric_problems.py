@@ -1,4 +1,8 @@
-"""The message for a metric that fails in an evaluation names the metric, the split, and what was found."""
+"""The message for a metric that fails in an evaluation names the metric, the split, and what was found.
+
+Modules:
+    plugins/fastloop_plugins/guards/_metric_problems.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``nan-guard`` with ``max_loss``. tests/reliability/test_numbers.py tests stop, skip, rollback and spikes."""
+"""``nan-guard`` with ``max_loss``. tests/reliability/test_numbers.py tests stop, skip, rollback and spikes.
+
+Modules:
+    plugins/fastloop_plugins/guards/nan_guard.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""optimizer-check: the optimizer steps the parameters that the model trains, or the error names the plugin to blame."""
+"""optimizer-check: the optimizer steps the parameters that the model trains, or the error names the plugin to blame.
+
+Modules:
+    plugins/fastloop_plugins/guards/_parameters.py
+    plugins/fastloop_plugins/guards/optimizer_check.py
+"""
 
 from __future__ import annotations
 

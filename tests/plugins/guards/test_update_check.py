@@ -1,4 +1,8 @@
-"""optimizer-check examines the first optimizer steps: a parameter with a gradient changes, or one warning names it."""
+"""optimizer-check examines the first optimizer steps: a parameter with a gradient changes, or one warning names it.
+
+Modules:
+    plugins/fastloop_plugins/guards/_updates.py
+"""
 
 from __future__ import annotations
 

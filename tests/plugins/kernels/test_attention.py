@@ -1,4 +1,8 @@
-"""attention: the implementation is chosen, said, and gives the same numbers."""
+"""attention: the implementation is chosen, said, and gives the same numbers.
+
+Modules:
+    plugins/fastloop_plugins/kernels/attention.py
+"""
 
 from __future__ import annotations
 

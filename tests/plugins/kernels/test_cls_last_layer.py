@@ -1,4 +1,8 @@
-"""cls-last-layer: the same losses and gradients with less computed."""
+"""cls-last-layer: the same losses and gradients with less computed.
+
+Modules:
+    plugins/fastloop_plugins/kernels/cls_last_layer.py
+"""
 
 from __future__ import annotations
 

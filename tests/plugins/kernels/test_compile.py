@@ -1,6 +1,12 @@
 """The plugin ``compile``.
 
-Most tests use cheap backends of torch, because they test the plugin's own work around a backend."""
+Most tests use cheap backends of torch, because they test the plugin's own work around a backend.
+
+Modules:
+    core/fastloop/runtime/compiled_modules.py
+    plugins/fastloop_plugins/kernels/_compiling.py
+    plugins/fastloop_plugins/kernels/compile.py
+"""
 
 from __future__ import annotations
 

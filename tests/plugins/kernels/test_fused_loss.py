@@ -1,4 +1,10 @@
-"""fused-loss: the same losses and gradients as cross entropy of all logits, which never exist at once."""
+"""fused-loss: the same losses and gradients as cross entropy of all logits, which never exist at once.
+
+Modules:
+    plugins/fastloop_plugins/kernels/fused_loss.py
+    plugins/fastloop_plugins/text/chunked_loss.py
+    plugins/fastloop_plugins/text/head_trial.py
+"""
 
 from __future__ import annotations
 

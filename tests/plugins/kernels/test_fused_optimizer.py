@@ -1,4 +1,8 @@
-"""fused-optimizer: the same steps in one pass."""
+"""fused-optimizer: the same steps in one pass.
+
+Modules:
+    plugins/fastloop_plugins/kernels/fused_optimizer.py
+"""
 
 from __future__ import annotations
 

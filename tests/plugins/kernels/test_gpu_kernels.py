@@ -1,4 +1,9 @@
-"""liger and torchao-fp8: refused where they cannot be; the rest needs their hardware and their packages."""
+"""liger and torchao-fp8: refused where they cannot be; the rest needs their hardware and their packages.
+
+Modules:
+    plugins/fastloop_plugins/kernels/liger.py
+    plugins/fastloop_plugins/precision/torchao_fp8.py
+"""
 
 from __future__ import annotations
 

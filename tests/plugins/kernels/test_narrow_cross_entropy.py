@@ -1,4 +1,8 @@
-"""Cross entropy of logits in 16 bits: the losses and gradients of a float32 copy, which never exists as a whole."""
+"""Cross entropy of logits in 16 bits: the losses and gradients of a float32 copy, which never exists as a whole.
+
+Modules:
+    plugins/fastloop_plugins/text/narrow_cross_entropy.py
+"""
 
 from __future__ import annotations
 

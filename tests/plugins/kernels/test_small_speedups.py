@@ -1,4 +1,9 @@
-"""channels-last, the products of fp32 matrices, and the load of other programs."""
+"""channels-last, the products of fp32 matrices, and the load of other programs.
+
+Modules:
+    plugins/fastloop_plugins/_foreign_load.py
+    plugins/fastloop_plugins/kernels/channels_last.py
+"""
 
 from __future__ import annotations
 

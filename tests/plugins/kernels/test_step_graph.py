@@ -1,6 +1,10 @@
 """The plugin ``step-graph``: a replayed step computes the numbers of one without a graph, to the bit.
 
 On a CPU, ``OperationRecorder`` stands for CUDA graphs: it repeats a step's operations on the same tensors.
+
+Modules:
+    plugins/fastloop_plugins/kernels/_recorded_step.py
+    plugins/fastloop_plugins/kernels/step_graph.py
 """
 
 from __future__ import annotations

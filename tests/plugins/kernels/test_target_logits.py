@@ -1,4 +1,8 @@
-"""target-logits: the same losses and gradients as the head of all tokens, from fewer rows of the head."""
+"""target-logits: the same losses and gradients as the head of all tokens, from fewer rows of the head.
+
+Modules:
+    plugins/fastloop_plugins/kernels/target_logits.py
+"""
 
 from __future__ import annotations
 

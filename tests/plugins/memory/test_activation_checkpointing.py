@@ -1,4 +1,9 @@
-"""activation-checkpointing: the same numbers to the bit, dropout included, from far fewer bytes kept for backward."""
+"""activation-checkpointing: the same numbers to the bit, dropout included, from far fewer bytes kept for backward.
+
+Modules:
+    plugins/fastloop_plugins/memory/activation_checkpointing.py
+    plugins/fastloop_plugins/models/blocks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""allocator: the same numbers, and far fewer pages faulted in."""
+"""allocator: the same numbers, and far fewer pages faulted in.
+
+Modules:
+    plugins/fastloop_plugins/memory/allocator.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Ids of padding that differ between a model and its tokenizer, and the length that an exported tokenizer has."""
+"""Ids of padding that differ between a model and its tokenizer, and the length that an exported tokenizer has.
+
+Modules:
+    plugins/fastloop_plugins/models/vocabulary.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``model.weights``: a warm start, and what it logs about tensors that do not match."""
+"""``model.weights``: a warm start, and what it logs about tensors that do not match.
+
+Modules:
+    plugins/fastloop_plugins/_names.py
+    plugins/fastloop_plugins/models/warm_start.py
+"""
 
 from __future__ import annotations
 

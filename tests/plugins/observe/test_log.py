@@ -1,4 +1,8 @@
-"""The plugin ``log``: metrics.jsonl and log.txt."""
+"""The plugin ``log``: metrics.jsonl and log.txt.
+
+Modules:
+    plugins/fastloop_plugins/observe/log.py
+"""
 
 from __future__ import annotations
 

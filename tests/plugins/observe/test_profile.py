@@ -1,4 +1,11 @@
-"""profile: traces with the loop's regions and plugins' hooks by name; and the regions themselves."""
+"""profile: traces with the loop's regions and plugins' hooks by name; and the regions themselves.
+
+Modules:
+    core/fastloop/plugins/hook_replacement.py
+    core/fastloop/runtime/regions.py
+    plugins/fastloop_plugins/observe/_hook_regions.py
+    plugins/fastloop_plugins/observe/profile.py
+"""
 
 from __future__ import annotations
 

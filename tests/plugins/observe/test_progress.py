@@ -1,4 +1,8 @@
-"""The plugin ``progress``: a live line on a terminal, plain lines elsewhere."""
+"""The plugin ``progress``: a live line on a terminal, plain lines elsewhere.
+
+Modules:
+    plugins/fastloop_plugins/observe/progress.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The default plugin ``speed-check``."""
+"""The default plugin ``speed-check``.
+
+Modules:
+    plugins/fastloop_plugins/observe/_machine_speed.py
+    plugins/fastloop_plugins/observe/speed_check.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The plugin ``tensorboard``: what TensorBoard itself reads back."""
+"""The plugin ``tensorboard``: what TensorBoard itself reads back.
+
+Modules:
+    plugins/fastloop_plugins/observe/tensorboard.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The plugin ``trackers``: what MLflow and W&B themselves read back, without a network."""
+"""The plugin ``trackers``: what MLflow and W&B themselves read back, without a network.
+
+Modules:
+    plugins/fastloop_plugins/observe/_tracker_names.py
+    plugins/fastloop_plugins/observe/trackers.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The plugin ``amp``."""
+"""The plugin ``amp``.
+
+Modules:
+    plugins/fastloop_plugins/precision/amp.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Columns of rows in a temporary file: the same values as a list, in flat memory."""
+"""Columns of rows in a temporary file: the same values as a list, in flat memory.
+
+Modules:
+    plugins/fastloop_plugins/rows/column.py
+"""
 
 from __future__ import annotations
 

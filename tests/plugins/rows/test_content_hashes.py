@@ -1,4 +1,8 @@
-"""Hashes of data files: read once, and again when a file was written, replaced or touched."""
+"""Hashes of data files: read once, and again when a file was written, replaced or touched.
+
+Modules:
+    plugins/fastloop_plugins/rows/content_hashes.py
+"""
 
 from __future__ import annotations
 

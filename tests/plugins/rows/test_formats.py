@@ -1,4 +1,14 @@
-"""Each format has one reader: a table in memory, rows one by one, and row groups from any position are the same."""
+"""Each format has one reader: a table in memory, rows one by one, and row groups from any position are the same.
+
+Modules:
+    plugins/fastloop_plugins/rows/arrow.py
+    plugins/fastloop_plugins/rows/file.py
+    plugins/fastloop_plugins/rows/formats.py
+    plugins/fastloop_plugins/rows/json.py
+    plugins/fastloop_plugins/rows/lines.py
+    plugins/fastloop_plugins/rows/suffixes.py
+    plugins/fastloop_plugins/rows/text.py
+"""
 
 from __future__ import annotations
 

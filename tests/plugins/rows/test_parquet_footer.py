@@ -1,4 +1,8 @@
-"""The footer of a Parquet file is checked before pyarrow reads it: empty columns take 200 times their bytes."""
+"""The footer of a Parquet file is checked before pyarrow reads it: empty columns take 200 times their bytes.
+
+Modules:
+    plugins/fastloop_plugins/rows/parquet.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Texts and images name their source in the same way: one option, which may be a function."""
+"""Texts and images name their source in the same way: one option, which may be a function.
+
+Modules:
+    plugins/fastloop_plugins/rows/source.py
+"""
 
 from __future__ import annotations
 

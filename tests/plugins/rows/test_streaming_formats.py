@@ -1,4 +1,9 @@
-"""The formats that ``data.streaming`` reads: the rows of the data in memory, on any readers, and an exact resume."""
+"""The formats that ``data.streaming`` reads: the rows of the data in memory, on any readers, and an exact resume.
+
+Modules:
+    plugins/fastloop_plugins/rows/index.py
+    plugins/fastloop_plugins/rows/kept_results.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Sequences divided over processes train like whole ones."""
+"""Sequences divided over processes train like whole ones.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_context_attention.py
+    plugins/fastloop_plugins/strategies/context_parallel.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""ddp and fsdp on real processes: 1, 2 and 4 processes compute the same run, and any of them can resume it."""
+"""ddp and fsdp on real processes: 1, 2 and 4 processes compute the same run, and any of them can resume it.
+
+Modules:
+    plugins/fastloop_plugins/strategies/ddp.py
+    plugins/fastloop_plugins/strategies/fsdp.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""deepspeed: ZeRO on two real processes computes what one process computes, and its checkpoints are like any run's."""
+"""deepspeed: ZeRO on two real processes computes what one process computes, and its checkpoints are like any run's.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_deepspeed_state.py
+    plugins/fastloop_plugins/strategies/deepspeed.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""deepspeed: errors in its options or the JSON are reported before anything is loaded."""
+"""deepspeed: errors in its options or the JSON are reported before anything is loaded.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_deepspeed_config.py
+"""
 
 from __future__ import annotations
 

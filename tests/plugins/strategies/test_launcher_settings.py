@@ -1,4 +1,9 @@
-"""Settings of ``accelerate launch`` for a strategy are taken over into the recipe, or refused by name."""
+"""Settings of ``accelerate launch`` for a strategy are taken over into the recipe, or refused by name.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_fsdp_launcher.py
+    plugins/fastloop_plugins/strategies/_launcher.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``fsdp`` with divided layers, on a mesh of two by two processes, trains like one process and resumes elsewhere."""
+"""``fsdp`` with divided layers, on a mesh of two by two processes, trains like one process and resumes elsewhere.
+
+Modules:
+    core/fastloop/distributed/groups.py
+    plugins/fastloop_plugins/strategies/_fsdp_meshes.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A module that a forward pass leaves out is called in its place, without effect on the numbers."""
+"""A module that a forward pass leaves out is called in its place, without effect on the numbers.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_module_order.py
+"""
 
 from __future__ import annotations
 

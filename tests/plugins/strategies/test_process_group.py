@@ -1,5 +1,10 @@
 """The exchanges of strategies on two real processes: how many a step needs, over which group, and how long a process
-waits."""
+waits.
+
+Modules:
+    core/fastloop/step_totals.py
+    plugins/fastloop_plugins/strategies/_timeout.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""fsdp and tensor-parallel refuse indivisible parameters, before training. A fake process group stands for two."""
+"""fsdp and tensor-parallel refuse indivisible parameters, before training. A fake process group stands for two.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_sharded_parameters.py
+"""
 
 from __future__ import annotations
 

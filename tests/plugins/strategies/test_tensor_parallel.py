@@ -1,4 +1,10 @@
-"""Layers divided over two processes train like whole ones, and resume in other layouts."""
+"""Layers divided over two processes train like whole ones, and resume in other layouts.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_tensor_group.py
+    plugins/fastloop_plugins/strategies/_tensor_plan.py
+    plugins/fastloop_plugins/strategies/tensor_parallel.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Transformers under every strategy: unequal lengths per process, adapters, and a folder that from_pretrained reads."""
+"""Transformers under every strategy: unequal lengths per process, adapters, and a folder that from_pretrained reads.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_meta_init.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Processes that use different layers in a step, or leave one out, get the weights of one process and plain torch."""
+"""Processes that use different layers in a step, or leave one out, get the weights of one process and plain torch.
+
+Modules:
+    plugins/fastloop_plugins/strategies/_deepspeed_gradients.py
+    plugins/fastloop_plugins/strategies/_fsdp_reduction.py
+    plugins/fastloop_plugins/strategies/_gradients.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Causal language models: the loss is a mean over target tokens, however the batch is split or padded."""
+"""Causal language models: the loss is a mean over target tokens, however the batch is split or padded.
+
+Modules:
+    plugins/fastloop_plugins/datasets/stdlib_source.py
+    plugins/fastloop_plugins/tasks/causal_lm.py
+    plugins/fastloop_plugins/text/tokenizers.py
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 """Special tokens of language models: rows have those of the tokenizer, and the exported model, loaded by transformers,
-answers and stops where `fastloop predict` does."""
+answers and stops where `fastloop predict` does.
+
+Modules:
+    plugins/fastloop_plugins/text/chat/endings.py
+    plugins/fastloop_plugins/text/chat/model.py
+    plugins/fastloop_plugins/text/special_tokens.py
+"""
 
 from __future__ import annotations
 

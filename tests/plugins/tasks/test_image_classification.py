@@ -1,4 +1,15 @@
-"""The task ``image-classification``: image folders, random changes by seed, epoch and image, and exported models."""
+"""The task ``image-classification``: image folders, random changes by seed, epoch and image, and exported models.
+
+Modules:
+    plugins/fastloop_plugins/datasets/digit_images.py
+    plugins/fastloop_plugins/tasks/image/batches.py
+    plugins/fastloop_plugins/tasks/image/data.py
+    plugins/fastloop_plugins/tasks/image/libraries.py
+    plugins/fastloop_plugins/tasks/image/model.py
+    plugins/fastloop_plugins/tasks/image/reading.py
+    plugins/fastloop_plugins/tasks/image/stored_datasets.py
+    plugins/fastloop_plugins/tasks/image_classification.py
+"""
 
 from __future__ import annotations
 

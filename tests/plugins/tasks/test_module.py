@@ -1,4 +1,9 @@
-"""The task ``module``: code of your own beside the recipe."""
+"""The task ``module``: code of your own beside the recipe.
+
+Modules:
+    core/fastloop/recipe/references.py
+    plugins/fastloop_plugins/tasks/module.py
+"""
 
 from __future__ import annotations
 

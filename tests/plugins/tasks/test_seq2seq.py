@@ -1,4 +1,9 @@
-"""Encoder-decoders: the loss is a mean over target tokens, and predictions are those of transformers' ``generate``."""
+"""Encoder-decoders: the loss is a mean over target tokens, and predictions are those of transformers' ``generate``.
+
+Modules:
+    plugins/fastloop_plugins/tasks/_seq2seq_parts.py
+    plugins/fastloop_plugins/tasks/seq2seq.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Text classification: it learns, counts its samples and tokens, and exports a model that transformers loads."""
+"""Text classification: it learns, counts its samples and tokens, and exports a model that transformers loads.
+
+Modules:
+    plugins/fastloop_plugins/models/hub.py
+    plugins/fastloop_plugins/tasks/text_classification.py
+    plugins/fastloop_plugins/text/batches.py
+    plugins/fastloop_plugins/text/model.py
+    plugins/fastloop_plugins/text/model_options.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Token classification: targets of words, loss, long sentences, and tags and metrics of other libraries."""
+"""Token classification: targets of words, loss, long sentences, and tags and metrics of other libraries.
+
+Modules:
+    plugins/fastloop_plugins/tasks/tags/batches.py
+    plugins/fastloop_plugins/tasks/token_classification.py
+"""
 
 from __future__ import annotations
 

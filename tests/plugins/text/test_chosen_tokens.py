@@ -1,4 +1,9 @@
-"""log_probabilities: those of chosen tokens, from chunks, from the places alone, and from all logits, are the same."""
+"""log_probabilities: those of chosen tokens, from chunks, from the places alone, and from all logits, are the same.
+
+Modules:
+    plugins/fastloop_plugins/text/chosen_tokens.py
+    plugins/fastloop_plugins/text/next_token_loss.py
+"""
 
 from __future__ import annotations
 

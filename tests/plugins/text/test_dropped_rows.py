@@ -1,4 +1,9 @@
-"""``data.deduplicate`` and ``data.drop``: rows that are left out, in memory and in streams, and counted in the log."""
+"""``data.deduplicate`` and ``data.drop``: rows that are left out, in memory and in streams, and counted in the log.
+
+Modules:
+    plugins/fastloop_plugins/rows/drop.py
+    plugins/fastloop_plugins/text/dropped_rows.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rows that several processes encode: the same result in the same order, whatever happens to a process."""
+"""Rows that several processes encode: the same result in the same order, whatever happens to a process.
+
+Modules:
+    plugins/fastloop_plugins/text/encoding_processes.py
+"""
 
 from __future__ import annotations
 

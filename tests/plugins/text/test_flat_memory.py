@@ -1,4 +1,8 @@
-"""Text data takes no memory for each row: its numbers are in mapped files, and its values too."""
+"""Text data takes no memory for each row: its numbers are in mapped files, and its values too.
+
+Modules:
+    plugins/fastloop_plugins/rows/split_rows.py
+"""
 
 from __future__ import annotations
 

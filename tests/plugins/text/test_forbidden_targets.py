@@ -1,4 +1,8 @@
-"""Targets that settings of ``generate`` forbid: transformers does not return them, even with the highest scores."""
+"""Targets that settings of ``generate`` forbid: transformers does not return them, even with the highest scores.
+
+Modules:
+    plugins/fastloop_plugins/text/forbidden_targets.py
+"""
 
 from __future__ import annotations
 

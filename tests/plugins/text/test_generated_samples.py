@@ -1,4 +1,8 @@
-"""The option ``samples``: fixed validation prompts with the texts that the model generates while it trains."""
+"""The option ``samples``: fixed validation prompts with the texts that the model generates while it trains.
+
+Modules:
+    plugins/fastloop_plugins/text/generated_samples.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Settings of ``generate``: prediction, metrics and exports use the same ones, of the model and of the recipe."""
+"""Settings of ``generate``: prediction, metrics and exports use the same ones, of the model and of the recipe.
+
+Modules:
+    plugins/fastloop_plugins/text/generation.py
+"""
 
 from __future__ import annotations
 

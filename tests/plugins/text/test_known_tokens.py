@@ -1,4 +1,8 @@
-"""Token ids of rows that another split has: they are copied, and only new rows are tokenized."""
+"""Token ids of rows that another split has: they are copied, and only new rows are tokenized.
+
+Modules:
+    plugins/fastloop_plugins/text/known_tokens.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A run of few steps tokenizes only the rows that it reads, and computes the numbers of a run that tokenizes all."""
+"""A run of few steps tokenizes only the rows that it reads, and computes the numbers of a run that tokenizes all.
+
+Modules:
+    plugins/fastloop_plugins/text/needed_rows.py
+    plugins/fastloop_plugins/text/split_encoder.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``model.tokens``, ``special_tokens`` and ``resize_embeddings``; and tokenizers that have more tokens than a model."""
+"""``model.tokens``, ``special_tokens`` and ``resize_embeddings``; and tokenizers that have more tokens than a model.
+
+Modules:
+    plugins/fastloop_plugins/text/new_tokens.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """Padding is where the model ignores it.
 
-Else, a warning gives its effect, and features that depend on equal results are refused."""
+Else, a warning gives its effect, and features that depend on equal results are refused.
+
+Modules:
+    plugins/fastloop_plugins/text/padding_check.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rows of a file to predict are read as those of a split. test_broken_files.py has files that cannot be read."""
+"""Rows of a file to predict are read as those of a split. test_broken_files.py has files that cannot be read.
+
+Modules:
+    plugins/fastloop_plugins/text/chunks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""ReferenceModel: the model before training, while another one is trained."""
+"""ReferenceModel: the model before training, while another one is trained.
+
+Modules:
+    plugins/fastloop_plugins/text/reference_model.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``data.sources``: rows of several sources with columns of other names in one run, mixed by weight."""
+"""``data.sources``: rows of several sources with columns of other names in one run, mixed by weight.
+
+Modules:
+    plugins/fastloop_plugins/text/sources.py
+"""
 
 from __future__ import annotations
 

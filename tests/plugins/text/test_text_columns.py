@@ -1,4 +1,8 @@
-"""Several columns of texts: pairs with token types, and more columns joined with the separator token."""
+"""Several columns of texts: pairs with token types, and more columns joined with the separator token.
+
+Modules:
+    plugins/fastloop_plugins/text/columns.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Data of the text tasks: accepted and rejected files. Every message names the file and the key."""
+"""Data of the text tasks: accepted and rejected files. Every message names the file and the key.
+
+Modules:
+    plugins/fastloop_plugins/rows/table.py
+    plugins/fastloop_plugins/text/data.py
+    plugins/fastloop_plugins/text/parts.py
+    plugins/fastloop_plugins/text/source_files.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Attention masks whose padding is known on the host: the same masks and outputs, and nothing read to find out."""
+"""Attention masks whose padding is known on the host: the same masks and outputs, and nothing read to find out.
+
+Modules:
+    plugins/fastloop_plugins/text/masks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Text classification with numbers as labels, and with any number of classes a row."""
+"""Text classification with numbers as labels, and with any number of classes a row.
+
+Modules:
+    plugins/fastloop_plugins/tasks/shared/problems.py
+    plugins/fastloop_plugins/text/option_checks.py
+    plugins/fastloop_plugins/text/targets.py
+"""
 
 from __future__ import annotations
 

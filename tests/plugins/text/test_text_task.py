@@ -1,4 +1,10 @@
-"""Tests of ``TextTask``: the example package and a task with rows of its own use all that it offers."""
+"""Tests of ``TextTask``: the example package and a task with rows of its own use all that it offers.
+
+Modules:
+    plugins/fastloop_plugins/text/column_data.py
+    plugins/fastloop_plugins/text/second_model.py
+    plugins/fastloop_plugins/text/task.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Metrics of generated texts compare them with the texts of the data, for any tokenizer."""
+"""Metrics of generated texts compare them with the texts of the data, for any tokenizer.
+
+Modules:
+    plugins/fastloop_plugins/text/written_targets.py
+"""
 
 from __future__ import annotations
 

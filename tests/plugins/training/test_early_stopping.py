@@ -1,4 +1,9 @@
-"""The plugin ``early-stopping``."""
+"""The plugin ``early-stopping``.
+
+Modules:
+    plugins/fastloop_plugins/training/_monitor.py
+    plugins/fastloop_plugins/training/early_stopping.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The plugin ``ema``."""
+"""The plugin ``ema``.
+
+Modules:
+    plugins/fastloop_plugins/training/_batch_statistics.py
+    plugins/fastloop_plugins/training/ema.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The plugin ``freeze``: against a plain loop of torch, with lora, and refused where it would freeze nothing or all."""
+"""The plugin ``freeze``: against a plain loop of torch, with lora, and refused where it would freeze nothing or all.
+
+Modules:
+    plugins/fastloop_plugins/training/_patterns.py
+    plugins/fastloop_plugins/training/freeze.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The plugin ``lora``, on a tiny BERT."""
+"""The plugin ``lora``, on a tiny BERT.
+
+Modules:
+    plugins/fastloop_plugins/training/_lora_model.py
+    plugins/fastloop_plugins/training/lora.py
+"""
 
 from __future__ import annotations
 

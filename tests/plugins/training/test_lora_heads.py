@@ -1,4 +1,9 @@
-"""Weights that a pretrained model lacks: ``lora`` trains them in full, and a run reports those that stay frozen."""
+"""Weights that a pretrained model lacks: ``lora`` trains them in full, and a run reports those that stay frozen.
+
+Modules:
+    plugins/fastloop_plugins/guards/_new_weights.py
+    plugins/fastloop_plugins/training/_lora_modules.py
+"""
 
 from __future__ import annotations
 

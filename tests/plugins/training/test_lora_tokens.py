@@ -1,4 +1,8 @@
-"""New tokens beside the plugin ``lora``: their rows are trained, merged and exported."""
+"""New tokens beside the plugin ``lora``: their rows are trained, merged and exported.
+
+Modules:
+    plugins/fastloop_plugins/training/_lora_tokens.py
+"""
 
 from __future__ import annotations
 

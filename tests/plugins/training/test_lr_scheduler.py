@@ -1,4 +1,8 @@
-"""The plugin ``lr-scheduler``: the learning rate at every step, against the formula."""
+"""The plugin ``lr-scheduler``: the learning rate at every step, against the formula.
+
+Modules:
+    plugins/fastloop_plugins/training/lr_scheduler.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``train.optimizer: Muon``: Muon for 2-D weights and AdamW for the rest, against a plain loop of torch."""
+"""``train.optimizer: Muon``: Muon for 2-D weights and AdamW for the rest, against a plain loop of torch.
+
+Modules:
+    plugins/fastloop_plugins/training/_batched_muon.py
+    plugins/fastloop_plugins/training/muon.py
+"""
 
 from __future__ import annotations
 

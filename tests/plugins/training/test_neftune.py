@@ -1,4 +1,8 @@
-"""The plugin ``neftune``."""
+"""The plugin ``neftune``.
+
+Modules:
+    plugins/fastloop_plugins/training/neftune.py
+"""
 
 from __future__ import annotations
 

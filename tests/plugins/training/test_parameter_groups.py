@@ -1,4 +1,8 @@
-"""``train.parameter_groups``, ``layer_lr_decay`` and ``decay_biases_and_norms``, against groups in a raw torch loop."""
+"""``train.parameter_groups``, ``layer_lr_decay`` and ``decay_biases_and_norms``, against groups in a raw torch loop.
+
+Modules:
+    plugins/fastloop_plugins/training/parameter_groups.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``lora: {quantize: nf4}``: 4-bit weights in memory, in checkpoints and under ddp, and an export without them."""
+"""``lora: {quantize: nf4}``: 4-bit weights in memory, in checkpoints and under ddp, and an export without them.
+
+Modules:
+    plugins/fastloop_plugins/training/_four_bit.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The plugin ``lr-scheduler`` with schedules of torch, of transformers and of a file, against a plain loop."""
+"""The plugin ``lr-scheduler`` with schedules of torch, of transformers and of a file, against a plain loop.
+
+Modules:
+    core/fastloop/checkpoint/learning_rates.py
+    plugins/fastloop_plugins/training/_schedules.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Folders of images: hidden folders, images that repeat, and images whose values fill 12 of 16 bits."""
+"""Folders of images: hidden folders, images that repeat, and images whose values fill 12 of 16 bits.
+
+Modules:
+    plugins/fastloop_plugins/tasks/image/repeats.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The inputs of image models: they equal those of the image processor or transform of the model's own library."""
+"""The inputs of image models: they equal those of the image processor or transform of the model's own library.
+
+Modules:
+    plugins/fastloop_plugins/tasks/image/processors.py
+    plugins/fastloop_plugins/tasks/image/transforms.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A loss or metric that would broadcast predictions (N, 1) and targets (N,) is refused; others equal plain torch."""
+"""A loss or metric that would broadcast predictions (N, 1) and targets (N,) is refused; others equal plain torch.
+
+Modules:
+    plugins/fastloop_plugins/tasks/shared/broadcasts.py
+"""
 
 from __future__ import annotations
 

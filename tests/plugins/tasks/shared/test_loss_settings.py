@@ -1,4 +1,8 @@
-"""Losses that are no mean, and batches that have no pair of inputs and targets, are refused with a remedy."""
+"""Losses that are no mean, and batches that have no pair of inputs and targets, are refused with a remedy.
+
+Modules:
+    plugins/fastloop_plugins/tasks/shared/forward.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Losses and metrics by name, in ``module`` and ``text-classification``, against torch, torchmetrics and sklearn."""
+"""Losses and metrics by name, in ``module`` and ``text-classification``, against torch, torchmetrics and sklearn.
+
+Modules:
+    plugins/fastloop_plugins/tasks/shared/losses.py
+    plugins/fastloop_plugins/tasks/shared/metrics.py
+    plugins/fastloop_plugins/tasks/shared/two_classes.py
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """A loss that is not the mean over the samples of a batch is reported in the first step, if a step has micro-batches or
-an evaluation several batches."""
+an evaluation several batches.
+
+Modules:
+    plugins/fastloop_plugins/tasks/shared/micro_batches.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Losses that are a mean over targets which are not ignored: micro-batches and processes give one batch's gradients."""
+"""Losses that are a mean over targets which are not ignored: micro-batches and processes give one batch's gradients.
+
+Modules:
+    plugins/fastloop_plugins/_targets.py
+    plugins/fastloop_plugins/tasks/shared/collate.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A loss of torch beside a model of transformers with logits for each token: the numbers of the model's own loss."""
+"""A loss of torch beside a model of transformers with logits for each token: the numbers of the model's own loss.
+
+Modules:
+    plugins/fastloop_plugins/tasks/shared/user_losses.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The data of token classification: CoNLL files, lists of words and tags, and the messages for those that are wrong."""
+"""The data of token classification: CoNLL files, lists of words and tags, and the messages for those that are wrong.
+
+Modules:
+    plugins/fastloop_plugins/rows/conll.py
+    plugins/fastloop_plugins/tasks/tags/data.py
+"""
 
 from __future__ import annotations
 

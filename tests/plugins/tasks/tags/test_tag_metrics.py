@@ -1,4 +1,8 @@
-"""Metrics of entities, for tags in any order, for any division into updates, and over processes."""
+"""Metrics of entities, for tags in any order, for any division into updates, and over processes.
+
+Modules:
+    plugins/fastloop_plugins/tasks/tags/metrics.py
+"""
 
 from __future__ import annotations
 

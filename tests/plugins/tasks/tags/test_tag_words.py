@@ -1,4 +1,8 @@
-"""Words of tagged sentences get the tokens of the sentence as a text, with every kind of tokenizer."""
+"""Words of tagged sentences get the tokens of the sentence as a text, with every kind of tokenizer.
+
+Modules:
+    plugins/fastloop_plugins/tasks/tags/words.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Chat data: the tokens that have a loss, rows that are cut or dropped, and the loss of a batch by every path."""
+"""Chat data: the tokens that have a loss, rows that are cut or dropped, and the loss of a batch by every path.
+
+Modules:
+    plugins/fastloop_plugins/rows/unreadable.py
+    plugins/fastloop_plugins/text/chat/template.py
+    plugins/fastloop_plugins/text/chat/tokens.py
+"""
 
 from __future__ import annotations
 

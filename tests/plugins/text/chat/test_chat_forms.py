@@ -1,4 +1,8 @@
-"""Forms of chat data: messages, ShareGPT and Alpaca rows. Memory, streams and predict read the same."""
+"""Forms of chat data: messages, ShareGPT and Alpaca rows. Memory, streams and predict read the same.
+
+Modules:
+    plugins/fastloop_plugins/text/chat/data.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Prompts of `fastloop predict`: those that are cut keep the system message, and cut and empty ones are counted."""
+"""Prompts of `fastloop predict`: those that are cut keep the system message, and cut and empty ones are counted.
+
+Modules:
+    plugins/fastloop_plugins/text/chat/prompts.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """Roles of messages: those that mean another one, the first one of a row, and the answers that have a loss.
 
-A row that would be trained without its answers is refused or counted, in memory, in streams and by predict."""
+A row that would be trained without its answers is refused or counted, in memory, in streams and by predict.
+
+Modules:
+    plugins/fastloop_plugins/rows/roles.py
+"""
 
 from __future__ import annotations
 

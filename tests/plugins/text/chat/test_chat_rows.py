@@ -1,4 +1,8 @@
-"""Keys of the messages of a conversation, and rows that are refused."""
+"""Keys of the messages of a conversation, and rows that are refused.
+
+Modules:
+    plugins/fastloop_plugins/text/chat/rows.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tools and their calls in chat data: tokens that have a loss, arguments, files and whole runs."""
+"""Tools and their calls in chat data: tokens that have a loss, arguments, files and whole runs.
+
+Modules:
+    plugins/fastloop_plugins/text/chat/message_forms.py
+"""
 
 from __future__ import annotations
 

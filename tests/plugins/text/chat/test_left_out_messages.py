@@ -1,4 +1,9 @@
-"""Messages, calls and contents that a chat template does not write."""
+"""Messages, calls and contents that a chat template does not write.
+
+Modules:
+    plugins/fastloop_plugins/text/chat/left_out_contents.py
+    plugins/fastloop_plugins/text/chat/traces.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`fastloop plan` refuses a ``data.max_length`` that `fastloop train` refuses, by the same message."""
+"""`fastloop plan` refuses a ``data.max_length`` that `fastloop train` refuses, by the same message.
+
+Modules:
+    plugins/fastloop_plugins/text/positions.py
+"""
 
 from __future__ import annotations
 

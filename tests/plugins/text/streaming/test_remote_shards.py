@@ -1,4 +1,8 @@
-"""``data.streaming`` of files on a server: data larger than the disk, and requests that fail."""
+"""``data.streaming`` of files on a server: data larger than the disk, and requests that fail.
+
+Modules:
+    plugins/fastloop_plugins/rows/remote.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""``data.streaming`` with ``data.name``: datasets of a hub, which a local server stands for, and local folders."""
+"""``data.streaming`` with ``data.name``: datasets of a hub, which a local server stands for, and local folders.
+
+Modules:
+    plugins/fastloop_plugins/text/streaming/shards.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""``data.streaming``: every row once an epoch on any number of readers, resume without a second read, and refusals."""
+"""``data.streaming``: every row once an epoch on any number of readers, resume without a second read, and refusals.
+
+Modules:
+    plugins/fastloop_plugins/rows/order.py
+    plugins/fastloop_plugins/text/streaming/dataset.py
+    plugins/fastloop_plugins/text/streaming/opening.py
+    plugins/fastloop_plugins/text/streaming/options.py
+    plugins/fastloop_plugins/text/streaming/rows.py
+    plugins/fastloop_plugins/text/streaming/split.py
+    plugins/fastloop_plugins/text/streaming/windows.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Blocks of tokens across streamed texts: equal to those in memory for any row groups, resumed exactly."""
+"""Blocks of tokens across streamed texts: equal to those in memory for any row groups, resumed exactly.
+
+Modules:
+    plugins/fastloop_plugins/text/streaming/blocks.py
+"""
 
 from __future__ import annotations
 

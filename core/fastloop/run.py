@@ -229,8 +229,11 @@ class Run:
             DataError: A sample could not be read.
         """
         states = preserve_random_states(own=self.loaders.own_generators)
-        with closing(self.loaders.copy_train()) as loader, states:
-            yield from chain.from_iterable(self._steps(loader, epoch, 0))
+        try:
+            with closing(self.loaders.copy_train()) as loader, states:
+                yield from chain.from_iterable(self._steps(loader, epoch, 0))
+        finally:
+            self.loaders.train.forget_epoch()
 
     def _steps(self, loader: Loader, epoch: int, start: int) -> Iterable[list[Batch]]:
         """The micro-batches of each step of a training epoch, on the device: as many on each process.

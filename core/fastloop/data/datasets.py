@@ -15,7 +15,13 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.errors import UsageError
-from fastloop.runtime.random_states import RandomGenerator, find_generators, seed_all, seed_generators
+from fastloop.runtime.random_states import (
+    RandomGenerator,
+    find_generators,
+    preserve_random_states,
+    seed_all,
+    seed_generators,
+)
 from fastloop.state import Batch
 
 
@@ -61,8 +67,11 @@ class DatasetProtocol(Protocol):
       Python, which fastloop seeds in each worker and epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle
-        by it."""
+        """Called with the epoch's index, from 0, in each process and worker.
+
+        Iterable: before ``__iter__``, to shuffle by it. Map-style: in training, before the first sample of an epoch is
+        read, such as to change the samples by it. A resumed run calls it, too, but it then changes no random states.
+        """
 
     def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[Sequence[tuple[int, Any]]]:
         """Iterable with a length: for each range of positions in the order of ``epoch``, ``(sample id, sample)`` of
@@ -114,18 +123,21 @@ class MapReader(Dataset[Any]):
         collator: Collates the samples afterwards, in the same process.
         has_copies: Whether other processes read the dataset, too. Its own generators are then seeded without workers,
             as well.
+        epoch: The epoch of the dataset's last ``set_epoch``; None: there was none, or another reader has called it.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.collator: Any = None
         self.has_copies = False
+        self.epoch: int | None = None
         self._generators: list[RandomGenerator] | None = None  # of this process's copy
         read_together = getattr(dataset, "__getitems__", None)
         read_one_by_one = partial(map, partial(getitem, dataset))  # can be pickled, for workers that are spawned
         self.read: Callable[[list[int]], Iterable[Any]] = read_together or read_one_by_one
 
     def __getitems__(self, micro_batch: MicroBatchIds) -> list[Any]:
+        self._set_epoch(micro_batch)
         in_worker = get_worker_info() is not None
         if in_worker:
             seed_all(micro_batch.seed)
@@ -146,6 +158,18 @@ class MapReader(Dataset[Any]):
             samples = MicroBatchSamples([filler])  # the process that trains on the samples has their ids
         samples.is_last_micro_batch = micro_batch.is_last_micro_batch
         return samples
+
+    def _set_epoch(self, micro_batch: MicroBatchIds) -> None:
+        """Call the dataset's ``set_epoch`` before the first micro-batch of an epoch. In the middle of an epoch, as in a
+        resumed run, the random states stay those of that place, also if ``set_epoch`` seeds them."""
+        if micro_batch.epoch is None or micro_batch.epoch == self.epoch:
+            return
+        self.epoch = micro_batch.epoch
+        if not hasattr(self.dataset, "set_epoch"):
+            return
+        generators = find_generators(self.dataset, self.collator)
+        with preserve_random_states(enabled=not micro_batch.is_of_first_step, own=generators):
+            self.dataset.set_epoch(self.epoch)
 
     def read_each(self, micro_batch: list[int]) -> MicroBatchSamples:
         """Called after an error of reading, which it raises. A subclass may return other samples instead, with

@@ -245,6 +245,12 @@ class Loader:
                     Problem(f"sample {index} cannot be read and is left out: {reason}.", code="sample-unreadable")
                 )
 
+    def forget_epoch(self) -> None:
+        """Let the next micro-batch call the ``set_epoch`` of a map-style dataset: another loader has called it."""
+        if self.sampler is not None:
+            reader: Any = self.loader.dataset
+            reader.epoch = None
+
     def close(self) -> None:
         """End the worker processes, or the thread that reads ahead."""
         if hasattr(self.loader, "close"):

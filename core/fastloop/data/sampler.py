@@ -23,11 +23,15 @@ class MicroBatchIds(list[int]):
 
     Attributes:
         seed: Seed of a worker's random numbers while it reads the samples.
+        epoch: The training epoch that it is in; None: an evaluation reads it.
+        is_of_first_step: Whether it is in the first step of the epoch.
         is_filler: Whether the process has no share of this micro-step; see ``FillerCandidates``.
         is_last_micro_batch: Whether it is its step's last on this process.
     """
 
     seed: int = 0
+    epoch: int | None = None
+    is_of_first_step: bool = False
     is_filler: bool = False
     is_last_micro_batch: bool = False
 
@@ -39,7 +43,8 @@ class StepSampler(Sampler[MicroBatchIds]):
         size: Samples of an epoch: of the dataset or of ``user_order``.
         batch_size: Samples of an optimizer step, over all processes.
         micro_batch_size: Samples of a micro-batch on one process.
-        shuffle: Whether to permute the ids and to pass a generator to ``arrange``. Otherwise the ids are sorted.
+        shuffle: Whether to permute the ids and to pass a generator to ``arrange``, in training. Otherwise the ids are
+            sorted.
         arrange: Reorders ids; see ``Settings``, without its first argument.
         split_step: Divides a step's ids into micro-batches; see ``Settings``, without its first argument.
         pieces: Number of micro-batches to cut each micro-batch of ``split_step`` into.
@@ -154,6 +159,9 @@ class StepSampler(Sampler[MicroBatchIds]):
                 ids = MicroBatchIds(parts[first] if is_filler else parts[own])
                 ids.is_filler = is_filler
                 ids.is_last_micro_batch = first + self.world_size >= len(parts)
+                if self.shuffle:
+                    ids.epoch = self.epoch
+                ids.is_of_first_step = start == 0
                 # in a step that starts at sample 80, with parts of 3, 3 and 2 samples, the third starts at sample 86
                 position = start
                 for part in parts[:own]:

@@ -379,14 +379,34 @@ class Shuffled(IterableDataset[Any]):
             yield torch.full((1,), float(index)), torch.zeros(1)
 
 
+class OfEpochs(Dataset[Any]):
+    """Samples whose target is the epoch and a random number below 1. The epoch seeds their generator."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.generator.bit_generator.state = np.random.PCG64(epoch).state
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((1,), float(index)), torch.tensor([self.epoch + self.generator.random()])
+
+
 def data_of(case: str) -> tuple[Any, Any]:
     """The dataset and the collator of a case."""
     if case == "collator":
         return TensorDataset(torch.arange(float(SAMPLES))[:, None]), NoisyCollator()
+    if case == "set_epoch":
+        return OfEpochs(), None
     return (Shuffled() if case == "iterable" else Noisy(case)), None
 
 
-@pytest.mark.parametrize("case", [*MADE, "collator", "iterable"])
+@pytest.mark.parametrize("case", [*MADE, "collator", "iterable", "set_epoch"])
 def test_a_resumed_run_continues_in_the_middle_of_an_epoch(case: str) -> None:
     whole = train(*data_of(case), output="whole")
     stopped = train(*data_of(case), output="cut", stop=8)
@@ -513,6 +533,25 @@ def test_set_epoch_may_seed_the_generator_of_a_dataset() -> None:
     read = inputs_of(train(SeedsItself()))
     assert read[:SAMPLES] == np.random.default_rng(10).permutation(SAMPLES).tolist()
     assert read[SAMPLES:] == np.random.default_rng(11).permutation(SAMPLES).tolist()
+
+
+class ReadsEpoch(Plugin):
+    """Reads the first epoch again after a step of the second one."""
+
+    name = "reads-epoch"
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        if run.state.step == 8:
+            batches = list(run.training_batches(0))
+            assert [int(target) for batch in batches for target in batch.inputs[1]] == [0] * SAMPLES
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_map_style_dataset_gets_each_epoch(workers: int) -> None:
+    steps = train(OfEpochs(), workers=workers, plugins=[ReadsEpoch()])
+    targets = [int(target) for _, targets in steps for target in targets]
+    assert targets == [0] * SAMPLES + [1] * SAMPLES
 
 
 # -- datasets that shard themselves ------------------------------------------------------------------------------------

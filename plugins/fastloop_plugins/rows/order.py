@@ -83,7 +83,7 @@ class Order:
         self.block = max(1, batch_size * WORKERS // self.lanes)
         self.window = max(1, (buffer or batch_size) // (self.lanes * len(groups)))
         self.rounds = self.size // (self.lanes * self.block)
-        self.counts = None if weights is None else _counts(weights)
+        self.counts = None if weights is None else count_samples(weights)
         # the methods of the same names with caches: of the current window of each lane, of two passes, of each lane
         self.permutation = lru_cache(self.lanes * len(groups) + 1)(self._permutation)
         self.group_order = lru_cache(2 * len(groups))(self._group_order)
@@ -167,7 +167,7 @@ class Order:
         return order, np.cumsum(self.groups[source][order])
 
 
-def _counts(weights: Sequence[float]) -> NDArray[np.int64]:
+def count_samples(weights: Sequence[float]) -> NDArray[np.int64]:
     """Samples of each source in a cycle, by largest remainders.
 
     The weights [1, 2] have the shares [333.3, 666.7] of 1000 samples. Rounded down, [333, 666], one sample is missing:

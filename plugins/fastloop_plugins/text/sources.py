@@ -176,6 +176,13 @@ def mix_sources(rows: Rows, data: TextData) -> Rows:
         end += weight / sum(weights) * len(rows)
         # a source of 4 rows with a share of 11 rows: 2 whole passes, and 3 extra rows that are drawn
         share = round(end) - before
+        if not share:
+            raise RecipeError(
+                f"its share is {weight / sum(weights):.2%}, which is none of the {len(rows)} rows of an epoch.",
+                code="wrong-weights",
+                place=f"{source.where}.weight",
+                remedy="Give it a larger weight. Without weights, each row comes once.",
+            )
         whole_passes, extra = divmod(share, len(ids))
         before = round(end)
         chosen += [ids] * whole_passes

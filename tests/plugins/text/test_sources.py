@@ -88,6 +88,7 @@ def test_other_splits_and_texts_in_columns_have_the_names_of_the_section():
     assert list(splits["validation"].texts) == [("x", "y")]
 
 
+SMALL = {"sources": [{"files": "a.jsonl", "weight": 1.0}, {"files": "a.jsonl", "weight": 4e-4}]}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "text": ({"text": "reviw"}, {}, "unknown-column b.csv: 'reviw' data.sources[1].text 'review'"),
     "label": ({"label": "lable"}, {}, "unknown-column b.csv: 'lable' data.sources[1].label"),
@@ -96,6 +97,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "columns": ({"text": ["a", "b"]}, {}, "wrong-type data.sources[1].text: ['a', 'b'] data.text: ['text']"),
     "weights": ({"weight": 2.0}, {}, "missing-value data.sources[0].weight:"),
     "zero": ({"weight": 0.0}, {}, "invalid-value data.sources[1].weight: 0.0"),
+    "small share": ({}, SMALL, "wrong-weights data.sources[1].weight: 0.04% 120"),
+    "small share of a stream": ({}, SMALL | {"streaming": True}, "wrong-weights data.sources[1].weight: 0.04% 1000"),
     "no label": ({}, {"label": None}, "unknown-option data.sources[1].label: data.label"),
     "both": ({}, {"files": {"train": "a.jsonl"}}, "exclusive-options data: files.train sources"),
     "module": ({}, {"module": "a.py:make"}, "exclusive-options data: files module"),

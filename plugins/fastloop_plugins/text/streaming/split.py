@@ -23,7 +23,7 @@ from fastloop.problem import counted
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.formats import is_untyped
 from fastloop_plugins.rows.index import Reader, read_index
-from fastloop_plugins.rows.order import Order
+from fastloop_plugins.rows.order import CYCLE, Order, count_samples
 from fastloop_plugins.rows.table import Table
 from fastloop_plugins.text.label_warnings import ROWS_OF_A_RARE_CLASS
 from fastloop_plugins.text.streaming.dataset import StreamedDataset
@@ -72,7 +72,7 @@ class StreamedSplit:
         weights: The share of each source; None: each row comes once.
 
     Raises:
-        RecipeError: A file comes twice.
+        RecipeError: A file comes twice, or a source has no sample in a cycle.
     """
 
     def __init__(self, data: TextData, entries: list[list[str]]) -> None:
@@ -86,6 +86,7 @@ class StreamedSplit:
         self.head: Table
         weights = data.options.mix or [source.weight for source in data.sources if source.weight is not None]
         self.weights: Sequence[float] | None = weights or None
+        self._check_shares()
         paths = self.paths
         if self.weights is None:
             self.entries = [paths]
@@ -97,6 +98,22 @@ class StreamedSplit:
                     place=f"{data.where}.files.train",
                     remedy="Name it once, or give each source a share with data.mix.",
                 )
+
+    def _check_shares(self) -> None:
+        """Raise an error for a source whose weight is so small that its rows would never be read."""
+        if self.weights is None:
+            return
+        for number, samples in enumerate(count_samples(self.weights)):
+            if samples:
+                continue
+            key = f"sources[{number}].weight" if self.data.sources else f"mix[{number}]"
+            share = self.weights[number] / sum(self.weights)
+            raise RecipeError(
+                f"its share is {share:.2%}, which is none of the {CYCLE} samples that a stream divides by the weights.",
+                code="wrong-weights",
+                place=f"{self.data.where}.{key}",
+                remedy="Give it a larger weight. Without weights, each row comes once.",
+            )
 
     @property
     def paths(self) -> list[str]:
@@ -194,11 +211,10 @@ class StreamedSplit:
         """The rows and the share of each source of a mix, for the log."""
         if self.weights is None:
             return ""
-        total = sum(self.weights)
         key = "data.sources" if self.data.sources else "data.files.train"
         lines: list[str] = []
-        for number, (counts, weight) in enumerate(zip(self.groups, self.weights, strict=True)):
-            lines.append(f"{key}[{number}] {int(counts.sum())}, {weight / total:.1%} of the samples")
+        for number, (rows, samples) in enumerate(zip(self.groups, count_samples(self.weights), strict=True)):
+            lines.append(f"{key}[{number}] {int(rows.sum())}, {samples / CYCLE:.1%} of the samples")
         return f" ({'; '.join(lines)})"
 
     def _set_groups(self, index: Index) -> None:

@@ -266,6 +266,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "classes": ({"label_type": "classes"}, "no-streaming data.label_type=classes: data.streaming"),
     "label_map": ({"label_map": {"-": None}}, "no-streaming data.label_map: data.streaming null"),
     "mix": ({"mix": [1.0, 2.0]}, "wrong-weights data.mix: [1.0, 2.0] 1 data.files.train"),
+    "small share": (
+        {"files": {"train": ["rows.jsonl", "rows.jsonl"]}, "mix": [1.0, 4e-4]},
+        "wrong-weights data.mix[1]: 0.04% 1000",
+    ),
     "no files": ({"files": None, "module": "a.py:b"}, "missing-value data.streaming:"),
     "offline": ({"files": None, "name": "somewhere"}, "unreachable-url data.name: 'somewhere'"),
     "json": (

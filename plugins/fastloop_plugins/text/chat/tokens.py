@@ -45,6 +45,8 @@ AT_ONCE = 2**20
 """Token ids to look at in a pass: the places of all tokens with a loss would take more memory than the ids."""
 LONGEST_PROMPT = 64
 """Tokens of a prompt from a block of texts: some lines to read."""
+STANDS_IN = "stands_in"
+"""Key of a sample that stands in for one without a target: its loss has no weight."""
 PROBED = 256
 """Rows to tokenize in full, to estimate how many are longer than a sample."""
 
@@ -324,7 +326,7 @@ def block_sequences(ids: NDArray[np.int32], size: int) -> Sequences:
 
 def next_token_batch(samples: list[dict[str, Any]], pad_token_id: int, mask: bool) -> Ragged:
     """A batch before padding. ``targets`` are the tokens shifted by one: shifting here avoids a copy of the logits.
-    ``loss_weight`` is the number of targets.
+    ``loss_weight`` is the number of targets; 0 if no row has one, see ``LanguageRows``.
 
     Args:
         mask: Add ``attention_mask``, 1 for real tokens. Causal attention needs none, but the loss of a router does.
@@ -334,7 +336,9 @@ def next_token_batch(samples: list[dict[str, Any]], pad_token_id: int, mask: boo
     columns = {"input_ids": (rows, pad_token_id), "targets": (targets, IGNORED)}
     if mask:
         columns["attention_mask"] = ([np.ones_like(row) for row in rows], 0)
-    weight = sum(int((row != IGNORED).sum()) for row in targets)
+    weight = 0
+    if STANDS_IN not in samples[0]:
+        weight = sum(int((row != IGNORED).sum()) for row in targets)
     return Ragged(columns=columns, loss_weight=weight, tokens=sum(map(len, rows)))
 
 
@@ -344,8 +348,8 @@ def next_token_batch(samples: list[dict[str, Any]], pad_token_id: int, mask: boo
 class LanguageRows(StreamedRows):
     """Samples of streamed rows: one a row, cut at ``data.max_length``.
 
-    A row without a token to predict has no effect. If a micro-batch has only such rows, ``spare`` replaces the first:
-    the mean over no token is not defined.
+    A row without a token to predict has no effect. If a micro-batch has only such rows, ``spare`` stands in for the
+    first, with a ``loss_weight`` of 0: the mean over no token is not defined.
     """
 
     def __init__(self, data: LanguageTextData, tokenizer: PreTrainedTokenizerBase, spare: Mapping[str, Any]) -> None:
@@ -353,7 +357,8 @@ class LanguageRows(StreamedRows):
         renderer = ChatRenderer(tokenizer, data.options.train_on, counts_contents=True)
         encode = partial(encode_rows, renderer=renderer)
         super().__init__(data, tokenizer, encode, row_sequences, arguments)
-        self.spare = {name: value.copy() for name, value in spare.items()}
+        self.spare: dict[str, Any] = {name: value.copy() for name, value in spare.items()}
+        self.spare[STANDS_IN] = True
 
     def __call__(self, rows: list[Row], names: list[RowName]) -> list[dict[str, Any]]:
         samples = super().__call__(rows, names)

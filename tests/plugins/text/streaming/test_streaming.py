@@ -228,13 +228,17 @@ def test_language_model_rows_are_samples_and_long_ones_are_cut(caplog):
 def test_rows_without_a_token_to_predict_have_no_effect():
     table = [{"text": "" if number < 96 else f"some words {number}"} for number in range(128)]
     run = generate(write_parquet("a.parquet", table, group=16), shuffle_buffer=1, lanes=1)
-    weights = [sum(batch.loss_weight for batch in step) for step in loader(run, batch_size=4).steps()]
-    assert len(weights) == 32
-    assert all(
-        torch.isfinite(run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs).loss)
-        for batch in loader(run).batches()
-    )
-    assert min(weights) > 0
+
+    def weights(world_size: int) -> list[int]:
+        """The targets of each step of 4 rows, of all processes."""
+        steps = [loader(run, rank, world_size, batch_size=4).steps() for rank in range(world_size)]
+        return [sum(batch.loss_weight for (batch,) in step) for step in zip(*steps, strict=True)]
+
+    assert len(weights(1)) == 32
+    assert min(weights(1)) == 0
+    assert weights(4) == weights(1), "the same for micro-batches of one row"
+    for batch in loader(run).batches():
+        assert torch.isfinite(run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs).loss)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ ARMS = ("default advice", "random", "random, ahead", "random, in blocks", "in or
 
 def write_entry(folder: Path, rows: int) -> None:
     """Write rows of 100 to 300 random ids as an entry of the cache."""
-    from fastloop_plugins._cache import kept
+    from fastloop_plugins._cache import read_or_write
 
     draw = np.random.default_rng(0)
 
@@ -66,7 +66,7 @@ def write_entry(folder: Path, rows: int) -> None:
         for length in draw.integers(TOKENS // 2, TOKENS * 3 // 2, rows).tolist():
             yield np.arange(length, dtype=np.int32)  # type: ignore[misc]
 
-    kept(folder, "rows", lambda start: islice(ids(), start, None))
+    read_or_write(folder, "rows", lambda start: islice(ids(), start, None))
 
 
 def drop_from_memory(path: Path) -> None:

@@ -159,7 +159,7 @@ def digest(facts: Iterable[str | bytes]) -> str:
     return hashed.hexdigest()
 
 
-def kept(
+def read_or_write(
     folder: Path,
     key: str,
     rows: Callable[[int], Iterable[Sequence[int]]],
@@ -195,8 +195,8 @@ def kept(
 
 
 def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
-    """Rows of ids that ``kept`` wrote, mapped from disk; None if they are missing or incomplete. ``facts`` gets those
-    beside them."""
+    """Rows of ids that ``read_or_write`` wrote, mapped from disk; None if they are missing or incomplete. ``facts``
+    gets those beside them."""
     flat = read_arrays(entry, facts)
     folder = TOKENS.get()
     if folder is not None and flat is not None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from text_helpers import TINY, make_run
 
-from fastloop_plugins._cache import kept, read
+from fastloop_plugins._cache import read, read_or_write
 from fastloop_plugins._mapped import RandomReads, join_parts, mapping_of, stored
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text.sequences import Sequences
@@ -66,7 +66,7 @@ def test_a_shuffled_split_has_the_advice_of_random_reads_and_one_read_in_order_h
 @pytest.mark.parametrize("wanted", [[5, 40, 41], range(8, 56)], ids=["a batch", "a block of 192 KiB"])
 def test_reading_ahead_reads_the_pages_of_the_samples_and_no_others(tmp_path, wanted):
     count = 64
-    kept(tmp_path, "entry", lambda start: [range(PAGE)] * (count - start))
+    read_or_write(tmp_path, "entry", lambda start: [range(PAGE)] * (count - start))
     flat = read(tmp_path / "entry")
     assert flat is not None
     dataset = Sequences(*flat)

@@ -459,7 +459,7 @@ def test_a_pickle_in_the_cache_of_tokens(form, payload, tmp_path, caplog):
     """a hostile file in the cache of tokens: made again, not run"""
     from fastloop_plugins import _cache
 
-    _cache.kept(tmp_path, "key", lambda start: [[1, 2], [3]][start:])
+    _cache.read_or_write(tmp_path, "key", lambda start: [[1, 2], [3]][start:])
     lengths = tmp_path / "key" / "lengths.npy"
     if form == "object array":
         np.save(lengths, np.array([Evil(tmp_path / "pwned")], dtype=object), allow_pickle=True)
@@ -469,7 +469,7 @@ def test_a_pickle_in_the_cache_of_tokens(form, payload, tmp_path, caplog):
     else:
         lengths.write_bytes(payload["pickle"] if form == "pickle" else b"")
     with caplog.at_level(logging.WARNING, logger="fastloop"):
-        ids, found = _cache.kept(tmp_path, "key", lambda start: [[1, 2], [3]][start:])
+        ids, found = _cache.read_or_write(tmp_path, "key", lambda start: [[1, 2], [3]][start:])
     assert_problem(caplog, "damaged-cache tokens:")
     assert ids.tolist() == [1, 2, 3]
     assert found.tolist() == [2, 1]

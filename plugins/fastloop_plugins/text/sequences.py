@@ -161,7 +161,7 @@ def cache_token_ids(about: Iterable[str | bytes], rows: Iterable[Sequence[int]])
     folder = _cache.use_token_folder()
     if folder is None:
         return flat(rows)
-    return _cache.kept(folder, _cache.digest(["rows", *about]), lambda start: islice(rows, start, None))
+    return _cache.read_or_write(folder, _cache.digest(["rows", *about]), lambda start: islice(rows, start, None))
 
 
 def join_ids(parts: Iterable[tuple[Sequence[int], bool]]) -> list[int]:

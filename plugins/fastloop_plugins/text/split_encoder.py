@@ -83,7 +83,7 @@ class SplitEncoder:
             return self._encoded
         if self.folder is None:
             return flat(self.encode_from(0))
-        return _cache.kept(
+        return _cache.read_or_write(
             self.folder, self.key(), self.encode_from, self.facts, self.write_hashes, is_narrow=self.is_narrow
         )
 

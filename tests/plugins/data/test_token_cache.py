@@ -31,7 +31,7 @@ from text_helpers import TINY, TINY_GPT, make_run
 from fastloop import PluginError
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins import _partial_entry
-from fastloop_plugins._cache import digest, kept, read
+from fastloop_plugins._cache import digest, read, read_or_write
 from fastloop_plugins._mapped import mapping_of
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text import split_encoder
@@ -219,23 +219,23 @@ def test_nothing_is_left_of_an_entry_that_fails_and_other_users_cannot_read_one(
         raise ValueError("a row that cannot be encoded")
 
     with pytest.raises(ValueError, match="cannot be encoded"):
-        kept(Path("cache"), "a", rows)
+        read_or_write(Path("cache"), "a", rows)
     assert list(Path("cache").iterdir()) == []
-    ids, lengths = kept(Path("cache"), "a", lambda start: [[1, 2], [], [3]][start:])
+    ids, lengths = read_or_write(Path("cache"), "a", lambda start: [[1, 2], [], [3]][start:])
     assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
     assert stat.S_IMODE(Path("cache/a").stat().st_mode) == 0o700
     assert sorted(path.name for path in Path("cache/a").iterdir()) == ["facts.json", "ids.bin", "lengths.npy"]
-    assert kept(Path("cache"), "empty", lambda _: [[]])[0].tolist() == []
-    assert kept(Path("cache"), "nothing", lambda _: [])[1].tolist() == []
+    assert read_or_write(Path("cache"), "empty", lambda _: [[]])[0].tolist() == []
+    assert read_or_write(Path("cache"), "nothing", lambda _: [])[1].tolist() == []
 
 
 def test_two_that_write_the_same_at_once_both_have_it():
     def rows(start: int) -> Iterator[list[int]]:
         yield [1, 2]
-        kept(Path("cache"), "a", lambda start: [[1, 2], [3]][start:])  # another process is quicker
+        read_or_write(Path("cache"), "a", lambda start: [[1, 2], [3]][start:])  # another process is quicker
         yield [3]
 
-    assert kept(Path("cache"), "a", rows)[0].tolist() == [1, 2, 3]
+    assert read_or_write(Path("cache"), "a", rows)[0].tolist() == [1, 2, 3]
     assert [path.name for path in Path("cache").iterdir()] == ["a"]
 
 
@@ -244,7 +244,7 @@ def test_two_that_write_the_same_at_once_both_have_it():
 )
 def test_ids_take_two_bytes_if_all_of_them_fit_and_are_read_as_int32(largest, smallest, size):
     rows = [[1, largest, 0], [], [smallest, 7]]
-    ids, lengths = kept(Path("cache"), "a", lambda start: rows[start:], is_narrow=True)
+    ids, lengths = read_or_write(Path("cache"), "a", lambda start: rows[start:], is_narrow=True)
     assert Path("cache/a/ids.bin").stat().st_size == 5 * size
     assert lengths.tolist() == [3, 0, 2]
     again = read(Path("cache/a"))
@@ -259,11 +259,11 @@ def test_ids_take_two_bytes_if_all_of_them_fit_and_are_read_as_int32(largest, sm
 
 @pytest.mark.parametrize("name", ['"int8"', "{", "7"])
 def test_ids_of_an_unknown_type_are_written_again(name, caplog):
-    kept(Path("cache"), "a", lambda start: [[1, 2]][start:], is_narrow=True)
+    read_or_write(Path("cache"), "a", lambda start: [[1, 2]][start:], is_narrow=True)
     Path("cache/a/type.json").write_text(name)
     assert read(Path("cache/a")) is None
     assert_problem(caplog, "damaged-cache tokens: cache/a")
-    assert kept(Path("cache"), "a", lambda start: [[1, 2]][start:], is_narrow=True)[0].tolist() == [1, 2]
+    assert read_or_write(Path("cache"), "a", lambda start: [[1, 2]][start:], is_narrow=True)[0].tolist() == [1, 2]
 
 
 def test_a_process_that_is_interrupted_while_ids_become_narrow_loses_none(monkeypatch):
@@ -275,9 +275,13 @@ def test_a_process_that_is_interrupted_while_ids_become_narrow_loses_none(monkey
     sync = _partial_entry.sync
     monkeypatch.setattr(_partial_entry, "sync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        kept(Path("cache"), "a", lambda start: [[1, 2], [3]][start:], is_narrow=True)
+        read_or_write(Path("cache"), "a", lambda start: [[1, 2], [3]][start:], is_narrow=True)
     monkeypatch.setattr(_partial_entry, "sync", sync)
-    assert kept(Path("cache"), "a", lambda start: [[1, 2], [3]][start:], is_narrow=True)[0].tolist() == [1, 2, 3]
+    assert read_or_write(Path("cache"), "a", lambda start: [[1, 2], [3]][start:], is_narrow=True)[0].tolist() == [
+        1,
+        2,
+        3,
+    ]
     assert [path.name for path in Path("cache").iterdir()] == ["a"]
 
 
@@ -296,7 +300,7 @@ def write_slowly(facts: dict[str, int]) -> None:
             time.sleep(0.0005)
             yield row
 
-    kept(Path("cache"), "a", rows, facts)
+    read_or_write(Path("cache"), "a", rows, facts)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes")
@@ -320,7 +324,7 @@ def test_after_sigkill_the_next_process_writes_only_the_rest_and_the_entry_is_th
     state = Path("cache/.a.partial/state.json")
     done = json.loads(state.read_text())["rows"] if state.exists() else 0
     facts: dict[str, int] = {}
-    ids, lengths = kept(Path("cache"), "a", rest, facts)
+    ids, lengths = read_or_write(Path("cache"), "a", rest, facts)
     assert asked == [done]
     assert done % 50 == 0
     assert lengths.tolist() == [len(row) for row in NUMBERS]
@@ -338,7 +342,7 @@ def test_rows_of_an_ended_process_that_are_not_whole_are_written_again(harm, mon
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kept(Path("cache"), "a", interrupted)
+        read_or_write(Path("cache"), "a", interrupted)
     folder = Path("cache/.a.partial")
     ids = (folder / "ids.bin").read_bytes()
     if harm == "ids cut":
@@ -353,7 +357,7 @@ def test_rows_of_an_ended_process_that_are_not_whole_are_written_again(harm, mon
         starts.append(start)
         return [[1, 2], [3], [4], [5, 6]][start:]
 
-    found, lengths = kept(Path("cache"), "a", rows)
+    found, lengths = read_or_write(Path("cache"), "a", rows)
     assert (found.tolist(), lengths.tolist()) == ([1, 2, 3, 4, 5, 6], [2, 1, 1, 2])
     assert starts == [2 if harm == "more ids" else 0]
 
@@ -369,10 +373,10 @@ def test_a_second_process_does_not_go_on_with_the_rows_of_one_that_writes(monkey
 
     def rows(start: int) -> Iterator[list[int]]:
         yield [1, 2]
-        kept(Path("cache"), "a", other)
+        read_or_write(Path("cache"), "a", other)
         yield [3]
 
-    assert kept(Path("cache"), "a", rows)[0].tolist() == [1, 2, 3]
+    assert read_or_write(Path("cache"), "a", rows)[0].tolist() == [1, 2, 3]
     assert starts == [0]
 
 
@@ -386,7 +390,7 @@ def test_rows_are_locked_until_they_are_an_entry(monkeypatch):
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", lock_and_rename)
-    kept(Path("cache"), "a", lambda start: [[1, 2], [3]])
+    read_or_write(Path("cache"), "a", lambda start: [[1, 2], [3]])
     assert locks == [None]
     assert sorted(path.name for path in Path("cache/a").iterdir()) == ["facts.json", "ids.bin", "lengths.npy"]
 

@@ -78,7 +78,7 @@ def trained(tmp_path_factory):
     for name in ("dpo", "reward-model"):
         (folder / name / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     predict = ("predict", "run", "rows.jsonl", "--out")
-    outputs = run_commands(
+    run_commands(
         [
             (dpo, "train", "recipe.yaml"),
             (dpo, *predict, "rewards.jsonl"),
@@ -91,8 +91,18 @@ def trained(tmp_path_factory):
     )
     (folder / "dpo" / "run" / "model" / "reference.logps").unlink()
     run_commands([(dpo, "evaluate", "run", "--json", "loaded.json")])
-    assert ["computed the log-probabilities" in text for text in (outputs[0], outputs[-1])] == [True, False]
+    lines = [reference_line(folder / name) for name in ("dpo", "again")]
+    assert (
+        lines[0] == f"computed the log-probabilities of 110 completions: {folder / 'cache'} has none of an earlier run"
+    )
+    assert lines[1].startswith(f"read from {folder / 'cache' / 'reference-'}")
     return folder
+
+
+def reference_line(folder):
+    """The line of a run's log about its reference, without its name."""
+    (line,) = [line for line in (folder / "run" / "log.txt").read_text().splitlines() if "reference: " in line]
+    return line.partition("reference: ")[2]
 
 
 def read(path):
@@ -193,6 +203,8 @@ def test_adapters_with_other_initial_values_have_another_reference_in_the_cache(
     folders = [write_recipe(trained / f"seed-{seed}", "dpo", seed=seed, **given) for seed in (1, 2)]
     run_commands([(folder, "train", "recipe.yaml") for folder in folders])
     assert [points(folder)[0]["loss"] for folder in folders] == pytest.approx([math.log(2)] * 2)
+    differing = [reference_line(folder).partition(" differ in ")[2] for folder in folders]
+    assert differing == ["model weights, options of lora", "model weights"]
     (folders[0] / "rows.jsonl").write_text((trained / "dpo" / "rows.jsonl").read_text())
     (output,) = run_commands([(folders[0], "predict", "run", "rows.jsonl", "--out", "rewards.jsonl")], code=2)
     assert "adapters with random values (init_lora_weights: false), which are not saved" in " ".join(output.split())

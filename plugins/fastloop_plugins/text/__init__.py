@@ -22,6 +22,7 @@ tokens, known_tokens                # token ids of the splits; their cache, and 
 encoding                            # token ids of texts, cut at ``data.max_length``
 split_encoder, encoding_processes, needed_rows   # encodes a split: in processes, or only the rows that a run reads
 sequences                           # datasets of token ids
+value_cache                         # numbers that a task computes from its model, kept for later runs
 batches, padding_check              # batches before and after padding; whether padding changes a model's results
 streaming                           # training texts that memory cannot hold
 chunks                              # texts to predict, some rows at a time
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.special_tokens import end_tokens
     from fastloop_plugins.text.task import TextTask
     from fastloop_plugins.text.tokens import Split
+    from fastloop_plugins.text.value_cache import ValueCache
 
 PLACES = {
     "Chat": "fastloop_plugins.text.chat.rows",
@@ -70,6 +72,7 @@ PLACES = {
     "Sequences": "fastloop_plugins.text.sequences",
     "Split": "fastloop_plugins.text.tokens",
     "TextTask": "fastloop_plugins.text.task",
+    "ValueCache": "fastloop_plugins.text.value_cache",
     "WithPlaces": "fastloop_plugins.text.chosen_tokens",
     "add_loss": "fastloop_plugins.text.next_token_loss",
     "cache_token_ids": "fastloop_plugins.text.sequences",
@@ -101,6 +104,7 @@ __all__ = [
     "Sequences",
     "Split",
     "TextTask",
+    "ValueCache",
     "WithPlaces",
     "add_loss",
     "cache_token_ids",

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from fastloop import hookimpl, option
-from fastloop_plugins.text import Ragged, add_loss, chunk_log_probabilities, log_probabilities, pool
+from fastloop_plugins.text import Ragged, ValueCache, add_loss, chunk_log_probabilities, log_probabilities, pool
 
 from fastloop_preference.task import PreferenceTask
 
 if TYPE_CHECKING:
-    from contextvars import Context
     from pathlib import Path
 
     from fastloop import Batch, Run
@@ -39,13 +37,18 @@ class PolicyTask(PreferenceTask):
 
     beta: float = option("Multiplies rewards: a larger one keeps the model nearer to its reference.", default=0.1, gt=0)
 
-    cache: Context  # where `token-cache` keeps what is computed later
-    known: str = ""  # on the main process: a hash of the model before training
+    cache: ValueCache  # keeps the reference for later runs
+    facts: Mapping[str, str] = {}  # on the main process: what determines the reference, beside the data
 
     def join(self, signed: Sequence[Any], count: int) -> Ragged:
         """Adds ``targets``, the next token of each, -100 where the loss does not need it; ``completion``, 1 if that is
         one of a completion; ``sizes``, (completions, 2) int64, all tokens and those of the completion; ``keys``,
-        (completions,) int64, their hashes."""
+        (completions,) int64, their hashes.
+
+        Args:
+            signed: The ids of each prompt with a completion, in one array: ``~id`` for a token of the prompt. A prompt
+                of the ids 5 and 6 with a completion of 7 and 8 is [-6, -7, 7, 8], whose targets are [-100, 7, 8].
+        """
         from hashlib import blake2b
 
         import numpy as np
@@ -82,7 +85,7 @@ class PolicyTask(PreferenceTask):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        self.cache = copy_context()  # where `token-cache` keeps what is computed later
+        self.cache = ValueCache("reference")
         return super().build_datasets(run)
 
     @hookimpl
@@ -97,8 +100,12 @@ class PolicyTask(PreferenceTask):
 
         super().before_prepare(run, model)
         if self.has_reference and run.is_main and run.recipe.inference is None and has_weights(model):
-            facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
-            self.known = " ".join(map(str, (fingerprint(model), *facts)))
+            self.facts = {
+                "model weights": fingerprint(model),
+                "model configuration": model.config.to_json_string(),
+                "precision": str(run.settings.mixed_precision),
+                "options of lora": str(run.recipe.plugins.get("lora")),
+            }
         chunk_log_probabilities(run, model)
 
     @hookimpl
@@ -113,8 +120,7 @@ class PolicyTask(PreferenceTask):
                 inference.model / reference_log_probs.FILE, run.device
             )
         elif self.has_reference:
-            known = getattr(self, "known", "")
-            self.reference = reference_log_probs.compute_reference(run, model, self.keyed, known, self.cache)
+            self.reference = reference_log_probs.compute_reference(run, model, self.keyed, self.facts, self.cache)
 
     def keyed(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         """Hashes and log-probabilities of the completions of a batch, (rows, completions, 2), as ``pack`` has them."""

@@ -1,18 +1,21 @@
-"""The model before training: the log-probabilities of its completions, computed once and kept by content."""
+"""Log-probabilities of completions under the model before training, computed once and found by a hash of their tokens.
+
+Reward of a completion: ``beta`` times its log-probability minus the one here. ``ValueCache`` keeps the values for later
+runs, and the exported model has them in a file beside it, to evaluate and predict rows of the run.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from contextvars import Context
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from fastloop import Problem, UsageError
-from fastloop_plugins.text import SecondModel, add_loss, cache_token_ids, compute_all, split
+from fastloop_plugins.text import SecondModel, ValueCache, add_loss, compute_all, split
+from fastloop_plugins.toolkit import counted
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -25,13 +28,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 FILE = "reference.logps"
 """The values of the training run's rows, beside the exported model. Loaders of weights would read *.safetensors."""
+VERSION = "3"
+"""Version of the code that computes the values. Another one does not read those of this one from the cache."""
 
 
 class ReferenceLogProbs:
     """Log-probabilities, float32, by the int64 hash of a completion and its prompt.
 
     Args:
-        packed: Both for each completion, as ``pack`` returns them.
+        packed: Both for each completion, as ``pack`` returns them: (completions, 2) int64.
     """
 
     def __init__(self, packed: Tensor) -> None:
@@ -58,7 +63,15 @@ class ReferenceLogProbs:
 
 
 def pack(keys: Tensor, values: Tensor) -> Tensor:
-    """Hashes and log-probabilities of completions, (completions,) each, as (completions, 2) int64."""
+    """One row for each completion, (completions, 2) int64: its hash, and the bits of its log-probability as a number.
+    Processes gather both as one tensor.
+
+    The hash 7 and the log-probability -1.0, whose bits are 0xBF800000, give the row [7, -1082130432].
+
+    Args:
+        keys: The hashes, (completions,) int64.
+        values: The log-probabilities, (completions,) float32.
+    """
     return torch.stack([keys, values.view(torch.int32).long()], 1)
 
 
@@ -87,38 +100,34 @@ def idle_adapters(weights: Mapping[str, Tensor]) -> set[str]:
     return idle
 
 
-class NoEntry(Exception):
-    """The cache reads the rows of an entry, because it does not have them."""
-
-
-class NoRows:
-    """Rows of an entry that the cache is expected to have."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        raise NoEntry
-
-
 def compute_reference(
-    run: Run, model: nn.Module, compute: Callable[..., Tensor], known: str, cache: Context
+    run: Run, model: nn.Module, compute: Callable[..., Tensor], facts: Mapping[str, str], cache: ValueCache
 ) -> ReferenceLogProbs:
-    """The values of all splits, from the folder that ``cache_token_ids`` finds in the context ``cache``, or by
-    ``compute(model, inputs)``: those of ``pack``, (rows, ...). Every process calls it. ``known`` describes weights and
-    precision."""
-    about = ["preference reference 2", known, *(data.fingerprint() for data in run.datasets.values())]
+    """The log-probabilities of the completions of all splits, read from a cache or computed. Every process calls it.
+
+    Args:
+        model: The prepared model before training.
+        compute: ``(model, inputs)`` -> the rows of ``pack`` of a batch, (its rows, completions of each, 2).
+        facts: Those of ``ValueCache.read``, without the data. Only the main process needs them.
+    """
     packed: Tensor | None = None
+    all_facts = {**facts, "version of the code": VERSION}
     if run.is_main:
-        with suppress(NoEntry):
-            ids, _ = cache.run(cache_token_ids, about, NoRows())
-            packed = torch.tensor(ids).view(torch.int64)
+        for split_name, data in run.datasets.items():
+            all_facts[f"{split_name} split"] = data.fingerprint()
+        packed = cache.read(all_facts)
     packed = run.processes.all_gather_object(packed)[0]
     if packed is None:
-        collators = run.loaders.collators
-        parts = [compute_all(run, model, data, collators[name], compute) for name, data in run.datasets.items()]
-        packed = torch.cat([part.flatten() for part in parts]).cpu()
+        parts = []
+        for split_name, data in run.datasets.items():
+            rows = compute_all(run, model, data, run.loaders.collators[split_name], compute)
+            parts.append(rows.reshape(-1, 2).cpu())  # (rows, completions of each, 2) -> (completions, 2)
+        packed = torch.cat(parts)
         if run.is_main:
-            cache.run(cache_token_ids, about, iter([packed.view(torch.int32).tolist()]))
-        logger.info("reference: computed the log-probabilities of %d completions", len(packed) // 2)
-    return ReferenceLogProbs(packed.view(-1, 2).to(run.device))
+            computed = counted(len(packed), "completion")
+            logger.info("reference: computed the log-probabilities of %s: %s", computed, cache.explain_miss(all_facts))
+            cache.write(all_facts, packed)
+    return ReferenceLogProbs(packed.to(run.device))
 
 
 def load_model(run: Run, task: PolicyTask) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from fastloop import default_hooks, loop
-from fastloop.checks import batch_norm, hook_results, launcher, optimizer_parts, resumed_run, sample_orders
+from fastloop.checks import batch_norm, hook_results, launcher, model_state, optimizer_parts, resumed_run, sample_orders
 from fastloop.data import sampler_order
 from fastloop.export import model as exported_model
 from fastloop.optimizers import combining, named
@@ -18,6 +18,7 @@ MODULES: tuple[ModuleType, ...] = (
     hook_results,  # checks the results of plugins' hooks
     launcher,  # check_recipe
     named,  # build_optimizer: the one that train.optimizer names
+    model_state,  # check_run
     optimizer_parts,  # check_run
     resumed_run,  # check_run
     sample_orders,  # check_run, before_epoch

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from safetensors.torch import load_model as load_tensors
 
 from fastloop import Plugin, hookimpl
 from fastloop.errors import RecipeError
@@ -17,7 +16,7 @@ from fastloop_plugins.models.adapters import is_adapter, merge_adapter
 from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from fastloop import Run
 
@@ -76,19 +75,24 @@ def load_model(model: nn.Module, folder: Path, where: str) -> None:
 
 
 def _load_file(model: nn.Module, file: Path) -> None:
-    """Load a file that has one of the names of each tied weight, or all of them.
+    """Load a file that has one of the names of each tied weight, or all of them. Tensors of the model may be parts of
+    one storage.
 
     Raises:
         RuntimeError: A weight is missing, is not the model's, or has two values for two names.
     """
-    missing = load_tensors(model, file, strict=False)[0]
+    saved = load_file(file)
+    model.load_state_dict(saved, strict=False)
     own = model.state_dict()
-    differs = {
-        name
-        for name, saved in load_file(file).items()
-        if name not in own or not own[name].allclose(saved.to(own[name]), 0, 0, True)
-    }
-    if missing or differs:
-        raise RuntimeError(
-            f"missing, not the model's, or tied to one of another value: {', '.join(sorted({*missing, *differs}))}"
-        )
+    loaded = {_place(own[name]) for name in saved if name in own}
+    wrong = {name for name, tensor in own.items() if name not in saved and _place(tensor) not in loaded}
+    for name, tensor in saved.items():
+        if name not in own or not own[name].allclose(tensor.to(own[name]), 0, 0, True):
+            wrong.add(name)
+    if wrong:
+        raise RuntimeError(f"missing, not the model's, or tied to one of another value: {', '.join(sorted(wrong))}")
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Where the values of a tensor are: address, shape and strides, which tied weights have in common."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

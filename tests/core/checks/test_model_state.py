@@ -1,4 +1,8 @@
-"""A model whose state no checkpoint can hold is refused before training."""
+"""A model whose state no checkpoint can hold is refused before training.
+
+Modules:
+    core/fastloop/checks/model_state.py
+"""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ class Deep(nn.Module):
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One process that forms a group: fsdp runs the same hooks as with several."""
     settings = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    settings["LOCAL_WORLD_SIZE"] = "1"  # so that it is restored: accelerate sets it
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -6,13 +6,14 @@ It also writes the recipe, and the status of the run at its end.
       - tensorboard
     train: {log_every: 10}
 
-View them with ``tensorboard --logdir runs``.
+View them with ``tensorboard --logdir runs``. A resumed run continues the curves, with one point a step.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Package, Plugin, hookimpl
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from fastloop import Run
+
+
+@dataclass
+class StepValues:
+    """The newest step with values, and its values by name."""
+
+    step: int = 0
+    scalars: dict[str, float] = field(default_factory=dict)
 
 
 class TensorBoard(Plugin):
@@ -34,6 +43,8 @@ class TensorBoard(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.writer: SummaryWriter | None = None
+        self.newest = StepValues()
+        self.is_loaded = False  # whether ``newest`` is that of a checkpoint
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -42,10 +53,15 @@ class TensorBoard(Plugin):
         import yaml
         from torch.utils.tensorboard import SummaryWriter
 
-        # hide points after the last checkpoint of a killed run: the run repeats them
-        self.writer = SummaryWriter(
-            run.folder / "tensorboard", purge_step=run.state.step + 1 if run.state.step else None
-        )
+        # Hide the points after the checkpoint: the run repeats them. An evaluation of the step of the checkpoint may
+        # follow it, too. So all points of this step are hidden, and those before the checkpoint are written again.
+        first_hidden = None
+        if run.state.step:
+            first_hidden = run.state.step if self.is_loaded else run.state.step + 1
+        self.writer = SummaryWriter(run.folder / "tensorboard", purge_step=first_hidden)
+        if self.newest.step == first_hidden:
+            for name, value in self.newest.scalars.items():
+                self.writer.add_scalar(name, value, self.newest.step)
         self.writer.add_text(
             "recipe", f"```yaml\n{yaml.safe_dump(secrets.hidden(run.recipe.to_dict()), sort_keys=False)}```", 0
         )
@@ -53,6 +69,9 @@ class TensorBoard(Plugin):
     @hookimpl
     def log_scalars(self, scalars: Mapping[str, float], step: int) -> None:
         if self.writer is not None:
+            if self.newest.step != step:
+                self.newest = StepValues(step)
+            self.newest.scalars.update(scalars)
             for name, value in scalars.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
@@ -62,6 +81,19 @@ class TensorBoard(Plugin):
         if self.writer is not None:
             self.writer.add_text(name, markdown_table(rows), step)
             self.writer.flush()
+
+    @hookimpl
+    def save_state(self) -> dict[str, Any]:
+        return asdict(self.newest)
+
+    @hookimpl
+    def load_state(self, state: dict[str, Any]) -> None:
+        from fastloop.checkpoint.form import check_form
+
+        check_form(state, {"step": 0, "scalars": {}})
+        check_form([*state["scalars"].values()], [0.0], "scalars")
+        self.newest = StepValues(state["step"], dict(state["scalars"]))
+        self.is_loaded = True
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:

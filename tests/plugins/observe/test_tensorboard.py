@@ -37,11 +37,26 @@ def test_curves_hold_the_losses_rates_and_metrics_of_the_run(tiny_run):
     assert [step for step, _ in curves["validation/loss"]] == [9, 18]
 
 
-def test_a_resumed_run_goes_on_in_the_same_curves(tiny_run):
-    tiny_run(["tensorboard"], log_every=3, epochs=1, output="run")
-    resumed = tiny_run(["tensorboard"], log_every=3, epochs=2, output="run", resume=True)
-    curves = scalars(resumed.trainer.run.folder)
+class FailsInTheSecondEpoch(Plugin):
+    name = "fails-in-the-second-epoch"
+
+    @hookimpl
+    def before_epoch(self, run) -> None:
+        if run.state.epoch == 1:
+            raise ValueError("out of luck")
+
+
+@pytest.mark.parametrize("save_every", ["epoch", 9, 4])
+def test_a_resumed_run_goes_on_in_the_same_curves_with_one_point_a_step(tiny_run, save_every):
+    """The checkpoint of step 9 is written before the evaluation of the epoch if ``save_every`` counts steps, so the
+    resumed run repeats this evaluation."""
+    settings = {"log_every": 3, "output": "run", "save_every": save_every}
+    with pytest.raises(PluginCrash):
+        tiny_run(["tensorboard", FailsInTheSecondEpoch()], epochs=2, **settings)
+    tiny_run(["tensorboard"], epochs=2, resume=True, **settings)
+    curves = scalars(Path("run"))
     assert [step for step, _ in curves["train/loss"]] == [3, 6, 9, 12, 15, 18]
+    assert [step for step, _ in curves["validation/loss"]] == [9, 18]
 
 
 def test_the_status_of_the_run_is_its_last_text(tiny_run):

@@ -15,6 +15,7 @@ from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
+from fastloop.testing import TEXTS, write_texts
 
 TINY = {
     "model_type": "distilbert",
@@ -93,3 +94,24 @@ def train_to_numbers(config: dict[str, Any], *objects: Plugin) -> list[float]:
         summary["validation"]["loss"],
         *(float(w.detach().norm()) for name, w in weights if not name.endswith(keys)),
     ]
+
+
+def text_run(*plugins: Any, output: str = "texts-run", **options: Any) -> Any:
+    """A built run of a tiny BERT without dropout, on unbalanced labels."""
+    write_texts(Path.cwd())
+    file = Path("texts/train.jsonl")
+    lines = file.read_text().splitlines()
+    kept = [line for index, line in enumerate(lines) if json.loads(line)["label"] == 0 or index % 3 == 0]
+    file.write_text("".join(f"{line}\n" for line in kept))
+    config = {**TEXTS["model"]["config"], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    micro = {"micro_batch_size": options.pop("micro_batch_size")} if "micro_batch_size" in options else {}
+    recipe = make_recipe(
+        {
+            **TEXTS,
+            "model": {**TEXTS["model"], "config": config},
+            "train": {"device": "cpu", "epochs": 1, "lr": 0.01, "batch_size": 8, "optimizer": "SGD", **micro},
+            "plugins": [{"text-classification": options}, *plugins],
+            "output": output,
+        }
+    )
+    return build(resolve(recipe))

@@ -38,10 +38,16 @@ def metric_modes(run: Run) -> dict[str, MetricMode | None]:
 
 
 def mode_of(metric: Metric) -> MetricMode | None:
-    """The mode that a metric of torchmetrics declares. That of a wrapper is the mode of all metrics that it wraps."""
+    """The mode that a metric of torchmetrics declares. That of a wrapper is the mode of all metrics that it wraps.
+
+    None for a class of a user whose ``compute`` is its own and whose ``higher_is_better`` is inherited: with
+    ``1 - super().compute()``, it would have the mode of the other direction.
+    """
     from torchmetrics import Metric
     from torchmetrics.wrappers.abstract import WrapperMetric
 
+    if _inherits_mode_alone(metric):
+        return None
     higher_is_better = getattr(metric, "higher_is_better", None)
     if higher_is_better is not None:
         return "max" if higher_is_better else "min"
@@ -50,6 +56,18 @@ def mode_of(metric: Metric) -> MetricMode | None:
     wrapped = [mode_of(child) for child in metric.children() if isinstance(child, Metric)]
     agree = len(set(wrapped)) == 1
     return wrapped[0] if agree else None
+
+
+def _inherits_mode_alone(metric: Metric) -> bool:
+    """Whether a class of a user computes a value of its own, and no class from it on declares ``higher_is_better``."""
+    if "higher_is_better" in vars(metric):
+        return False
+    for cls in type(metric).__mro__:
+        if "higher_is_better" in vars(cls):
+            return False
+        if "compute" in vars(cls):
+            return cls.__module__.partition(".")[0] != "torchmetrics"
+    return False
 
 
 def unknown_mode(key: str, name: str, choices: str = "mode: min or mode: max") -> UsageError:
@@ -65,7 +83,8 @@ def unknown_mode(key: str, name: str, choices: str = "mode: min or mode: max") -
         "value is better.",
         code="unknown-direction",
         place=key,
-        remedy=f"Set {choices}.",
+        remedy=f"Set {choices}. Or set higher_is_better in the class of the metric, also if it derives from another "
+        "metric: its own compute may turn the value round.",
     )
 
 

@@ -40,6 +40,21 @@ def test_the_mode_of_every_class_of_torchmetrics_is_its_attribute():
     assert modes["BinaryAccuracy"] == modes["MeanIoU"] == modes["SpearmanCorrCoef"] == "max"
 
 
+class Errors(BinaryAccuracy):
+    """A metric of a user, with the other direction than that of its base class."""
+
+    def compute(self) -> torch.Tensor:
+        return 1 - super().compute()
+
+
+class DeclaredErrors(Errors):
+    higher_is_better = False
+
+
+class Hits(BinaryAccuracy):
+    """A metric of a user, with the value of its base class."""
+
+
 @pytest.mark.parametrize(
     ("metric", "mode"),
     [
@@ -51,10 +66,17 @@ def test_the_mode_of_every_class_of_torchmetrics_is_its_attribute():
         (MultitaskWrapper({"a": BinaryAccuracy()}), None),
         (1 - BinaryAccuracy(), None),
         (LambdaInputTransformer(PearsonCorrCoef(), torch.sigmoid), None),
+        (Errors(), None),
+        (LambdaInputTransformer(Errors(), torch.sigmoid), None),
+        (DeclaredErrors(), "min"),
+        (Hits(), "max"),
     ],
-    ids=["lambda", "nested", "classwise", "running", "minmax", "several tasks", "arithmetic", "undeclared"],
-)
-def test_a_wrapper_has_the_mode_of_its_metric_and_arithmetic_has_none(metric, mode):
+    ids=[
+        "lambda", "nested", "classwise", "running", "minmax", "several tasks", "arithmetic", "undeclared", "own value",
+        "own value inside", "declared", "inherited value",
+    ],
+)  # fmt: skip
+def test_the_mode_of_a_metric_is_that_of_its_value(metric, mode):
     assert mode_of(metric) == mode
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from fastloop import FastloopError
 from fastloop.testing import Conformance, run_commands, train
-from fastloop_plugins.text import Chat, RowError, template_text
+from fastloop_plugins.text import Chat, RowError, Split, template_text
 from preference_runs import MODEL, ROWS, message, points, recipe, rows, tokenizer, train_all, write_recipe
 from test_trl import model
 
 from fastloop_preference.dpo import DPO
-from fastloop_preference.rows import MARK
+from fastloop_preference.rows import MARK, Completions
 
 AUTO = ("auto", {"amp": False})
 CASES = {
@@ -47,6 +47,19 @@ def test_micro_batches_packing_and_processes_do_not_change_the_loss(tmp_path, pr
             for one, other in zip(values, expected, strict=True):
                 assert "rewards/margins" in other
                 assert one == pytest.approx(other, rel=1e-3, abs=2e-5), (case, way, split)
+
+
+def test_pairs_that_are_equal_after_the_cut_are_counted():
+    """A prompt of 2 tokens, and completions of 3 tokens each, which differ in the last token or in the first."""
+    late = [2, 3, 3, 7, 8, 4, 5, 6, 4, 5, 9]
+    early = [2, 3, 3, 7, 8, 4, 5, 6, 9, 5, 6]
+    split = Split(np.array([*early, *late], np.int32), np.array([11, 11]))
+    findings = {}
+    for most in (4, 5):
+        pairs = Completions(split, ["chosen", "rejected"], most, "begun")
+        findings[most] = {text: rows.tolist() for text, rows in pairs.findings.items() if "twice" in text}
+    assert [*findings[4].values()] == [[], [1]]
+    assert [*findings[5].values()] == [[], []]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -184,13 +184,21 @@ class Completions(Sequences):
         else:
             is_kept = (whole <= most).all(1)
         same = np.zeros(len(parts), dtype=bool)
+        same_after_cut = np.zeros(len(parts), dtype=bool)
         if len(names) == 2:
             for row, (first, second, end) in enumerate(borders[:, -3:]):
-                same[row] = np.array_equal(split.ids[first:second], split.ids[second:end])
+                chosen = split.ids[first:second]
+                rejected = split.ids[second:end]
+                same[row] = np.array_equal(chosen, rejected)
+                room = max(most - parts[row, 0], 0)
+                same_after_cut[row] = np.array_equal(chosen[:room], rejected[:room])
         self.findings = {
             f"are cut at {most} tokens (data.max_length)": np.flatnonzero((whole > most).any(1) & is_kept),
             f"are left out: more than {most} tokens (data.max_length)": np.flatnonzero(~is_kept),
             "have the same completion twice": np.flatnonzero(same),
+            f"have the same completion twice after the cut at {most} tokens (data.max_length)": np.flatnonzero(
+                same_after_cut & ~same & is_kept
+            ),
         }
         self.borders = borders[is_kept]
         self.sizes = np.minimum(whole, most)[is_kept]

@@ -8,6 +8,7 @@ From rows to samples::
     message_forms             # other forms of a message, as a template takes it
     traces                    # finds parts of a conversation that a template leaves out
     left_out_contents         # counts contents that it leaves out beside tool calls
+    spelled_tokens            # counts messages that spell a special token of the template
     time_limit                # ends a template that takes too long
     tokens                    # token ids -> samples, in memory and streamed: cut, and without rows that have no loss
     model                     # the ``model`` section of ``causal-lm``

@@ -29,6 +29,7 @@ from fastloop_plugins.text.chat.rows import (
     chat_columns,
     dump_chats,
     has_null,
+    is_empty_answer,
     other_keys,
     other_roles,
     read_chat,
@@ -37,6 +38,7 @@ from fastloop_plugins.text.chat.rows import (
     unread_columns,
     unread_keys,
 )  # fmt: skip
+from fastloop_plugins.text.chat.spelled_tokens import SpelledTokens
 from fastloop_plugins.text.chat.template import (
     MARKER,
     NO_PROMPT,
@@ -47,7 +49,7 @@ from fastloop_plugins.text.chat.template import (
     names_in,
     starts_with_answer,
 )
-from fastloop_plugins.text.columns import column_names, refuse_empty
+from fastloop_plugins.text.columns import check_texts, column_names, refuse_empty
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.options import DataOptions
 from fastloop_plugins.text.tokens import ENCODING
@@ -326,7 +328,7 @@ class LanguageTextData(TextData):
             return super()._rows(role, parts)
         rows = RowsBuilder()
         renderer = self.renderer() if self.chat_columns else None
-        findings = ChatFindings(renderer)
+        findings = ChatFindings(renderer, self.options.train_on)
         for part in parts:
             number = 0
             for block in self.parse_blocks(part):
@@ -337,6 +339,10 @@ class LanguageTextData(TextData):
                         findings.add(Chat.loads(text), part.row(number))
         if not rows.count:
             raise refuse_empty(role, parts)
+        completion = self.options.completion
+        if completion in rows.blank and self.reports(role):
+            keys = {completion: "completion"}
+            self.messages += check_texts({completion: rows.blank[completion]}, rows.count, parts, keys)
         if self.chat_columns:
             self._report(role, findings, rows.count)
             if role == "train" and self.inference is None:
@@ -363,7 +369,7 @@ class LanguageTextData(TextData):
 
     def _report(self, split: str, findings: ChatFindings, total: int) -> None:
         """Add warnings about keys that have no effect, about roles without a loss, about contents that the template
-        leaves out, and about nulls in tools."""
+        leaves out, about empty answers, and about nulls in tools."""
         names = frozenset[str]().union(*map(names_in, self.templates()))
         if self.stream is not None and split == "train":
             split = f"{split}, its first {total} rows"
@@ -373,7 +379,9 @@ class LanguageTextData(TextData):
         without_loss = None if self.options.train_on == "all" else unknown_roles(split, roles, names)
         remedy = GIVE_TEMPLATE if self.inference is None else ""
         left_out = findings.left_out.problem(split, remedy)
-        for warning in (unread_keys(split, keys, names), without_loss, left_out):
+        empty = findings.empty_answers(split, total)
+        spelled = findings.spelled.problem(split, total)
+        for warning in (unread_keys(split, keys, names), without_loss, left_out, empty, spelled):
             if warning is not None:
                 self.messages.append(warning)
         if nulls and (
@@ -411,6 +419,7 @@ class ChatFindings:
 
     Args:
         renderer: See ``LeftOutContents``.
+        train_on: As in the ``data`` section.
 
     Attributes:
         keys: Key -> its number, see ``other_keys``.
@@ -418,14 +427,21 @@ class ChatFindings:
         nulls: Conversations with a null in their tools or calls.
         called: The first conversation with a tool call; None: there is none.
         left_out: The rows with a content that the template leaves out.
+        empty: Conversations with an empty answer that has a loss.
+        first_empty: The name of the first of their rows in messages.
+        spelled: The rows that spell a token of the template.
     """
 
-    def __init__(self, renderer: ChatRenderer | None) -> None:
+    def __init__(self, renderer: ChatRenderer | None, train_on: str) -> None:
+        self.train_on = train_on
         self.keys = Counter[str]()
         self.roles = Counter[str]()
         self.nulls = 0
         self.called: Chat | None = None
         self.left_out = LeftOutContents(renderer)
+        self.empty = 0
+        self.first_empty = ""
+        self.spelled = SpelledTokens(renderer)
 
     def add(self, chat: Chat, row: str) -> None:
         """Count those of a conversation.
@@ -434,11 +450,35 @@ class ChatFindings:
             row: The name of its row in messages.
         """
         self.left_out.add([chat], row)
+        self.spelled.add(chat, row)
         self.keys.update(other_keys(chat))
         self.roles.update(other_roles(chat))
         self.nulls += has_null(chat)
         if self.called is None and any("tool_calls" in message for message in chat.messages):
             self.called = chat
+        answers = chat.messages
+        if self.train_on == "last":
+            last = last_answer(chat)
+            answers = [] if last is None else [chat.messages[last]]
+        if any(map(is_empty_answer, answers)):
+            self.empty += 1
+            self.first_empty = self.first_empty or row
+
+    def empty_answers(self, split: str, total: int) -> Problem | None:
+        """The warning about empty answers; None: there are none.
+
+        Args:
+            total: Rows of the split.
+        """
+        if not self.empty:
+            return None
+        return Problem(
+            f"{counted_of(self.empty, total, 'rows')} {agree(self.empty, 'has', 'have')} an empty answer, which the "
+            f"model learns to give. The first is {self.first_empty}.",
+            code="empty-texts",
+            place=f"data: {split}",
+            remedy="Remove such rows, or give the message a weight of 0.",
+        )
 
 
 FORM = "instructions, inputs and answers, such as [instruction, input, output]"

@@ -121,6 +121,14 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
+def is_empty_answer(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer with a loss, but without a text, tool calls or reasoning."""
+    if message["role"] != "assistant" or message.get("weight", 1) == 0:
+        return False
+    has_more = any(message.get(key) for key in ("tool_calls", *REASONING))
+    return not has_more and not text_of(message).strip()
+
+
 def other_keys(chat: Chat) -> Iterator[str]:
     """Yield each key of each message that has an effect only if the template reads it, and ``tools`` if the row has
     tools."""

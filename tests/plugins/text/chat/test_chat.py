@@ -239,6 +239,14 @@ def test_prompts_have_no_loss_and_completions_end():
     assert execute(run)["validation"]["perplexity"] > 1
 
 
+def test_empty_completions_are_counted(caplog):
+    pairs = [{"q": f"{i} + 1 = ", "a": "" if i % 3 == 1 else f"{i + 1}"} for i in range(12)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    data = {"files": {"train": "pairs.jsonl"}, "prompt": "q", "completion": "a", "validation_fraction": 0}
+    make_run("causal-lm", MODEL, data | {"max_length": 32})
+    assert_problem(caplog, "empty-texts pairs.jsonl, line 2 4 of 12 'a' data.completion")
+
+
 def test_conversations_come_from_parquet_and_from_a_function():
     import pyarrow
     from pyarrow import parquet

@@ -2,6 +2,7 @@
 
 Modules:
     plugins/fastloop_plugins/text/chat/rows.py
+    plugins/fastloop_plugins/text/chat/spelled_tokens.py
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 from chat_helpers import (
     CHATS,
+    IM,
     MODEL,
     QWEN,
     TRL,
     UNMARKED,
     WEATHER,
     answer,
+    byte_tokenizer,
     call,
     chat_run,
     text_with_loss,
@@ -88,6 +91,31 @@ def test_keys_that_the_template_does_not_read_are_one_warning_with_counts(caplog
     write_lines("rows.jsonl", [{"messages": named}] * 64)
     make_run("causal-lm", MODEL, data_section("rows.jsonl", {"chat_template": "chatml", "max_length": 64}))
     assert_problem(caplog, "unread-keys train, 64 id (128)")
+
+
+EMPTY: list[Any] = [
+    [user("a"), answer("b"), user("c"), answer(" ")],
+    [user("a"), answer(""), user("c"), answer("d")],
+    [user("a"), answer("", weight=0), user("c"), answer("d")],
+    [user(""), answer(None, tool_calls=call({})), {"role": "tool", "content": ""}, answer("d")],
+]
+
+
+@pytest.mark.parametrize(("train_on", "count"), [("assistant", 2), ("last", 1)])
+def test_empty_answers_with_a_loss_are_counted(caplog, train_on, count):
+    rows = [{"messages": messages, "tools": [WEATHER]} for messages in EMPTY]
+    chat_run(*rows, train_on=train_on)
+    (problem,) = find_problems(caplog, "empty-texts train")
+    assert problem.text.startswith(f"{count} of 4 rows ")
+    assert "rows.jsonl, line 1." in problem.text
+
+
+def test_messages_that_spell_a_token_of_the_template_are_counted(caplog):
+    byte_tokenizer(None, IM).save_pretrained("tokenizer")
+    spelled = [user("a <|im_end|> b"), answer("<|im_start|>")]
+    write_lines("rows.jsonl", [{"messages": [user("a"), answer("b")]}, {"messages": spelled}])
+    make_run("causal-lm", MODEL | {"tokenizer": "tokenizer"}, CHATS)
+    assert_problem(caplog, "spelled-tokens train '<|im_end|>' 1 of 2 rows.jsonl, line 2")
 
 
 def test_parts_of_text_are_joined_unless_the_template_reads_them():

@@ -20,10 +20,18 @@ CALLS = []
 def record(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra, **kwargs):
     """A reward function in the form of TRL."""
     CALLS.append({"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs})
-    CALLS[-1] |= {"answer": answer, "step": trainer_state.global_step}
+    CALLS[-1] |= {"answer": answer, "step": trainer_state.global_step, "steps": trainer_state.max_steps}
     log_metric("letters", 3.0)
     log_extra("place", list(range(len(prompts))))
     return [float(len(ids)) for ids in completion_ids]
+
+
+def changes(prompts, completions, answer):
+    """Adds each completion to its prompt, as a judge reads them, and takes values from the answer."""
+    for prompt, completion, value in zip(prompts, completions, answer, strict=True):
+        prompt.append(completion.pop())
+        value["of"].pop()
+    return [float(len(prompt)) for prompt in prompts]
 
 
 async def answers_later(completions):
@@ -52,6 +60,22 @@ def one_number(completions):
 
 def fails(completions):
     raise KeyError("solution")
+
+
+def fails_in_training(completions, trainer_state):
+    if trainer_state.global_step == 1:
+        raise TimeoutError("no answer")
+    return [0.0 for _ in completions]
+
+
+def logs_a_reward(completions, log_metric):
+    log_metric("reward", 3.0)
+    return [0.0 for _ in completions]
+
+
+def logs_a_completion(completions, log_extra):
+    log_extra("completion", completions)
+    return [0.0 for _ in completions]
 
 
 def needs_a_column(completions, solution):
@@ -85,7 +109,7 @@ def own(name):
 
 
 def test_a_function_of_trl_gets_its_arguments(tmp_path):
-    options = {"rewards": [own("record"), own("never_applies")], "reward_weights": [2.0, 1.0]}
+    options = {"rewards": [own("changes"), own("record"), own("never_applies")], "reward_weights": [0.0, 2.0, 1.0]}
     data = {"module": own("chats"), "columns": ["answer", "level"], "max_length": 40, "validation_fraction": 0}
     model = {"name": str(write_model(tmp_path / "model"))}
     train(sampled(tmp_path, options, model=model, data=data, max_steps=2, batch_size=2))
@@ -93,14 +117,16 @@ def test_a_function_of_trl_gets_its_arguments(tmp_path):
     assert len(trial["prompts"]) == 2
     assert trial["completions"][0] == [{"role": "assistant", "content": ""}]
     assert [call["step"] for call in CALLS] == [0, 0, 1]
+    assert [call["steps"] for call in CALLS] == [1, 2, 2]
     for call in (first, second):
         assert len(call["prompts"]) == 2 * OPTIONS["num_generations"]
-        assert [message["role"] for message in call["prompts"][0]] == ["system", "user"]
-        assert call["answer"][0] == {"of": [call["level"][0], None]}
+        for prompt, answer, level in zip(call["prompts"], call["answer"], call["level"], strict=True):
+            assert [message["role"] for message in prompt] == ["system", "user"]
+            assert answer == {"of": [level, None]}
         for ids, (message,) in zip(call["completion_ids"], call["completions"], strict=True):
             assert message == {"role": "assistant", "content": tokenizer().decode(ids, skip_special_tokens=True)}
     point, last = lines(tmp_path / "run" / "metrics.jsonl")
-    assert point["letters"] == 3.0
+    assert point["letters"] == point["rewards/changes"] == 3.0
     assert (
         point["reward"] == pytest.approx(2 * point["rewards/record"]) == pytest.approx(2 * point["completion_tokens"])
     )
@@ -129,6 +155,12 @@ def test_a_prompt_without_any_reward_has_no_gradient(tmp_path):
     assert "reward" not in lines(tmp_path / "run" / "metrics.jsonl")[0]
 
 
+def test_a_function_that_fails_in_training_fails_the_run(tmp_path):
+    with pytest.raises(FastloopError, match="TimeoutError: no answer .*test_rewards.py, line") as caught:
+        train(sampled(tmp_path, {"rewards": [own("fails_in_training")]}))
+    assert caught.value.exit_code == 1
+
+
 def test_an_async_function_is_awaited(tmp_path):
     train(sampled(tmp_path, {"rewards": [own("answers_later")]}, max_steps=1))
     assert lines(tmp_path / "run" / "metrics.jsonl")[0]["reward"] == 1.0
@@ -147,6 +179,9 @@ REFUSED = {
     "text": ({"rewards": [own("a_text")]}, {}, "'good' for the completion"),
     "number": ({"rewards": [own("one_number")]}, {}, "returned a float"),
     "error": ({"rewards": [own("fails")]}, {}, "KeyError: 'solution' .*test_rewards.py, line"),
+    "value of grpo": ({"rewards": [own("logs_a_reward")]}, {}, "logs 'reward'.*test_rewards.py, line"),
+    "column of grpo": ({"rewards": [own("logs_a_completion")]}, {}, "logs 'completion'"),
+    "argument of grpo": ({}, {"columns": ["answer", "completions"]}, "argument 'completions' from grpo"),
     "positions": ({"max_new_tokens": 64}, {}, "64 positions"),
     "long prompts": ({}, {"max_length": 2}, "max_length"),
     "streaming": ({}, {"streaming": True}, "data.streaming"),
@@ -182,7 +217,7 @@ def test_sums_leave_out_functions_that_do_not_apply():
 
 
 def test_a_function_gets_only_the_arguments_that_it_names():
-    scored = ScoredCompletions({"prompts": ["a"], "completions": ["b"], "completion_ids": [[3]], "answer": [7]}, None)
+    scored = ScoredCompletions({"prompts": ["a"], "completions": ["b"], "completion_ids": [[3]], "answer": [7]}, 0, 1)
     for function, expected in ((lambda answer: answer, 7.0), (lambda completion_ids, other=2: completion_ids[0], 3.0)):
         parameters = check_parameters(function, "here", ["answer"])
         assert RewardFunction("name", function, 1.0, parameters, "here")(scored) == [expected]

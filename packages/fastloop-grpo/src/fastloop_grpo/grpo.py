@@ -31,12 +31,12 @@ from fastloop_plugins.text import (
     split,
     template_text,
 )
-from fastloop_plugins.toolkit import DropoutRates, counted, importing_bitsandbytes, switch_dropout_off
+from fastloop_plugins.toolkit import DropoutRates, counted, switch_dropout_off
 
 from fastloop_grpo import prompts
 from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model, seed_of
 from fastloop_grpo.data_section import GRPOData, grpo_options
-from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, load_rewards, sum_rewards
+from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, load_rewards, sum_rewards, try_functions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -208,10 +208,10 @@ class GRPO(TextTask):
         prompt, *others = self.splits[0].values(0)
         text = prompts.last_text(prompt)
         ids = self.splits[0][0]["input_ids"].tolist()
-        completions = [Completion(list(self.ends[:1]), ended=True), Completion(ids, ended=False)]
-        scored = self.score([0], completions, ["", text], step=0)
-        for function in self.functions:
-            function(scored)
+        end = end_tokens(self.text_model.tokenizer)[:1]
+        completions = [Completion(end, ended=True), Completion(ids, ended=False)]
+        scored = self.score([0], completions, ["", text], step=0, last_step=1)
+        try_functions(self.functions, scored)
 
     def row_values(self, row: int) -> list[Any]:
         """The prompt with this number among all splits, and the values of its further columns."""
@@ -350,7 +350,7 @@ class GRPO(TextTask):
         vocabulary = max(len(tokenizer), config.vocab_size)  # a model may have more rows than its tokenizer tokens
         check_completions(completions, len(asked) * count, vocabulary)
         texts = tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)
-        scored = self.score(rows, completions, texts, run.state.step)
+        scored = self.score(rows, completions, texts, run.state.step, run.total_steps or run.state.step)
         rewards = {}
         for function in self.functions:
             rewards[function.name] = function(scored) if completions else []
@@ -358,12 +358,13 @@ class GRPO(TextTask):
         return Rollout(asked, completions, sums.view(len(asked), count), rewards, scored)
 
     def score(
-        self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int
+        self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int, last_step: int
     ) -> ScoredCompletions:
-        """The arguments of reward functions, for the completions of prompts with these numbers."""
-        with importing_bitsandbytes():  # transformers' Trainer imports it
-            from transformers import TrainerState
+        """The arguments of reward functions, for the completions of prompts with these numbers.
 
+        Args:
+            last_step: The number of steps of the run.
+        """
         count = len(completions) // max(len(rows), 1)
         values: list[list[Any]] = []
         for row in rows:
@@ -379,7 +380,7 @@ class GRPO(TextTask):
         }
         for place, name in enumerate(self.data.names_of("columns"), start=1):
             arguments[name] = [value[place] for value in values]
-        return ScoredCompletions(arguments, TrainerState(global_step=step))
+        return ScoredCompletions(arguments, step, last_step)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

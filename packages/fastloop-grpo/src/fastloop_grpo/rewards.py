@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
-from fastloop_plugins.toolkit import counted, did_you_mean, import_object, typed_clause
+from fastloop import FastloopError, RecipeError
+from fastloop_plugins.toolkit import counted, did_you_mean, import_object, importing_bitsandbytes, typed_clause
 
 if TYPE_CHECKING:
     from fastloop import Recipe
 
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of reward functions beside the columns of ``data.columns``: those of TRL."""
+OWN_VALUES = ("reward", "reward_spread", "groups_without_signal", "completion_tokens", "truncated")
+"""Values of a step that grpo logs beside ``rewards/NAME``."""
+OWN_COLUMNS = ("step", "prompt", "completion", "tokens", "ended", "reward", "advantage")
+"""Columns of ``rows/completions.jsonl`` beside ``rewards/NAME``."""
 
 
 @dataclass
@@ -27,12 +32,15 @@ class ScoredCompletions:
 
     Attributes:
         values: Argument -> a value for each completion, such as ``prompts`` and the further columns.
+        step: The steps that the run has done.
+        last_step: The number of steps of the run.
         metrics: Name -> the values that ``log_metric`` was called with.
         extra: Name -> a value for each completion, by ``log_extra``.
     """
 
     values: Mapping[str, Sequence[Any]]
-    trainer_state: Any
+    step: int
+    last_step: int
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -42,15 +50,37 @@ class ScoredCompletions:
         return len(self.values["completions"])
 
     def log_metric(self, name: str, value: float) -> None:
+        check_name("log_metric", name, OWN_VALUES)
         self.metrics.setdefault(name, []).append(float(value))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        check_name("log_extra", column, OWN_COLUMNS)
         self.extra[column] = list(values)
 
-    def arguments(self) -> dict[str, Any]:
-        """All arguments that a reward function may take."""
-        own = {"trainer_state": self.trainer_state, "log_extra": self.log_extra, "log_metric": self.log_metric}
-        return {**self.values, **own}
+    def arguments(self, names: Collection[str] | None) -> dict[str, Any]:
+        """The arguments of a reward function. Each completion has copies of its values, so that a function may change
+        them: another completion of the prompt and another function read those of the file.
+
+        Args:
+            names: The arguments that it takes; None: all.
+        """
+        arguments: dict[str, Any] = {
+            "trainer_state": trainer_state(self.step, self.last_step),
+            "log_extra": self.log_extra,
+            "log_metric": self.log_metric,
+        }
+        for name, values in self.values.items():
+            if names is None or name in names:
+                arguments[name] = [copy.deepcopy(value) for value in values]
+        if names is None:
+            return arguments
+        return {name: value for name, value in arguments.items() if name in names}
+
+
+def check_name(function: str, name: str, own: Collection[str]) -> None:
+    """Raise an error if a reward function logs under a name of grpo, whose values it would replace."""
+    if name in own or name.startswith("rewards/"):
+        raise ValueError(f"{function}: grpo itself logs {name!r}: choose another name")
 
 
 @dataclass(frozen=True)
@@ -74,19 +104,17 @@ class RewardFunction:
         """The rewards of completions; NaN where the function returned None: it does not apply.
 
         Raises:
-            RecipeError: The function raised, or it returned something else than a number or None for each completion.
+            FastloopError: The function raised, or it returned something else than a number or None for each completion.
         """
-        arguments = scored.arguments()
-        if self.parameters is not None:
-            arguments = {name: value for name, value in arguments.items() if name in self.parameters}
         try:
-            result = self.function(**arguments)
+            result = self.function(**scored.arguments(self.parameters))
             if inspect.isawaitable(result):
                 result = asyncio.run(wait_for(result))
         except Exception as error:
-            line = traceback.extract_tb(error.__traceback__)[-1]
+            frames = traceback.extract_tb(error.__traceback__)
+            line = [frame for frame in frames if frame.filename != __file__ or frame is frames[0]][-1]
             problem = f"raised {typed_clause(error)} ({line.filename}, line {line.lineno})"
-            raise RecipeError(f"{self.place} {problem}.", code="call-failed") from error
+            raise FastloopError(f"{self.place} {problem}.", code="call-failed") from error
         return self.read(result, scored)
 
     def read(self, result: Any, scored: ScoredCompletions) -> list[float]:
@@ -95,11 +123,11 @@ class RewardFunction:
             result = result.tolist()
         if not isinstance(result, Sequence) or isinstance(result, str):
             kind = type(result).__name__
-            raise RecipeError(
+            raise FastloopError(
                 f"{self.place} returned a {kind}, expected a list of {scored.count} numbers.", code="wrong-result"
             )
         if len(result) != scored.count:
-            raise RecipeError(
+            raise FastloopError(
                 f"{self.place} returned {counted(len(result), 'value')} for {counted(scored.count, 'completion')}.",
                 code="wrong-result",
             )
@@ -110,12 +138,33 @@ class RewardFunction:
             elif isinstance(value, Real) and math.isfinite(value):
                 rewards.append(float(value))
             else:
-                raise RecipeError(
+                raise FastloopError(
                     f"{self.place} returned {value!r} for the completion {completion!r:.200}, expected a finite "
                     "number, or None if it does not apply.",
                     code="wrong-result",
                 )
         return rewards
+
+
+def try_functions(functions: Sequence[RewardFunction], scored: ScoredCompletions) -> None:
+    """Call reward functions before training.
+
+    Raises:
+        RecipeError: One of them fails.
+    """
+    for function in functions:
+        try:
+            function(scored)
+        except FastloopError as error:
+            raise RecipeError(error.problem.text, code=error.problem.code) from error.__cause__
+
+
+def trainer_state(step: int, last_step: int) -> Any:
+    """The ``TrainerState`` of transformers after a step of a run of ``last_step`` steps."""
+    with importing_bitsandbytes():  # transformers' Trainer imports it
+        from transformers import TrainerState
+
+    return TrainerState(global_step=step, max_steps=last_step)
 
 
 async def wait_for(result: Any) -> Any:
@@ -134,9 +183,18 @@ def load_rewards(
         columns: The names of ``data.columns``.
 
     Raises:
-        RecipeError: A function cannot be imported, is none, or needs an argument that there is not.
+        RecipeError: A function cannot be imported, is none, or needs an argument that there is not, or a column has the
+            name of an argument.
     """
     where = f"{recipe.where}: plugins.grpo"
+    for name in columns:
+        if name in OWN_ARGUMENTS:
+            raise RecipeError(
+                f"reward functions get an argument {name!r} from grpo, which the column of this name would replace.",
+                code="name-taken",
+                place=f"{recipe.where}: data.columns",
+                remedy="Rename the column in the file.",
+            )
     if not references:
         raise RecipeError(
             "the list is empty.",

@@ -1,13 +1,15 @@
 """Engines: plugins that complete the prompts instead of the model."""
 
 import copy
+import json
 
+import grpo_cases
 import pytest
 import torch
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop.testing import train
 from fastloop_plugins.text import Completion
-from grpo_cases import lines
+from grpo_cases import END, lines, write_model
 from grpo_runs import sampled
 
 
@@ -69,6 +71,35 @@ def test_tokens_of_the_same_model_have_a_weight_of_one(tmp_path):
     assert first[1] == 4
     assert (first[2].max_new_tokens, first[2].temperature) == (3, 0.8)
     assert first[3] != second[3]
+
+
+class EndTokens(Plugin):
+    """Records the end tokens of each drawing."""
+
+    name = "end-tokens"
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    @hookimpl(wrapper=True)
+    def generate_completions(self, options):
+        self.found.add(options.end_tokens)
+        return (yield)
+
+
+def test_completions_end_at_the_tokens_at_which_the_exported_model_stops(tmp_path):
+    """As those of Qwen, whose models also stop at their padding token."""
+    ends = [0, END]
+    folder = write_model(tmp_path / "model")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": ends}))
+    options = {"rewards": [f"{grpo_cases.__file__}:by_length"]}
+    engine = EndTokens()
+    train(sampled(tmp_path, options, model={"name": str(folder)}, max_steps=1), engine)
+    assert engine.found == {tuple(ends)}
+    exported = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert exported["eos_token_id"] == ends
 
 
 def test_tokens_of_a_shifted_model_are_weighted_by_the_capped_ratio(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, hookspec
 from fastloop_plugins.text import Completion, generate
@@ -27,6 +27,13 @@ class Sampling:
     max_new_tokens: int
     temperature: float
     end_tokens: tuple[int, ...]
+
+    @staticmethod
+    def ends_of(model: Any) -> tuple[int, ...]:
+        """The ids after which ``generate`` of a model of transformers stops, as it does after the export: the end
+        tokens of its tokenizer, and further ones of its own, such as Qwen's ``<|endoftext|>``."""
+        ends = model.generation_config.eos_token_id
+        return (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 class CompletionHooks:

@@ -184,7 +184,6 @@ class GRPO(TextTask):
             dataset.first = first
             first += len(dataset)
         self.check_positions(datasets)
-        self.ends = tuple(end_tokens(self.text_model.tokenizer))
         if self.functions:
             self.try_rewards()
         return datasets
@@ -278,6 +277,7 @@ class GRPO(TextTask):
     def build_model(self, run: Run) -> Any:
         model = super().build_model(run)
         add_loss(model)
+        self.ends = Sampling.ends_of(model)
         return model
 
     @hookimpl
@@ -489,7 +489,6 @@ class GRPO(TextTask):
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """The most probable completion of each prompt."""
         tokenizer = self.text_model.tokenizer
-        self.ends = self.ends or tuple(end_tokens(tokenizer))
         asked = [ids.tolist() for ids in split(batch["input_ids"], batch)]
         sampling = Sampling(self.max_new_tokens, 0.0, self.ends)
         size = self.generation_batch_size

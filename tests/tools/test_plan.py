@@ -2,11 +2,13 @@
 
 Modules:
     plugins/fastloop_tools/plan/command.py
+    plugins/fastloop_tools/plan/plan_json.py
     plugins/fastloop_tools/plan/show.py
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -110,6 +112,42 @@ def test_plan_shows_wrappers_of_the_loss_and_the_default_that_a_plugin_replaces(
         code, _, error = cli(*arguments, f"{inner},{other}")
         assert code == 2
         assert f"'inner' and '{name}' fill the slot 'progress'. Keep one" in " ".join(error.split())
+
+
+def test_json_has_the_parts_of_the_text(cli, tmp_path):
+    (tmp_path / "own.py").write_text(INSTEAD)
+    plugins = f"ema,amp,{tmp_path / 'own.py'}:Outer"
+    command = ["plan", "quickstart", "train.batch_size=16", "train.micro_batch_size=4", "train.max_steps=7"]
+    command += ["train.device=cpu", "output=out", "plugins.ema.decay=0.5", "--with", plugins, "--nproc", "2"]
+    code, _, err = cli(*command, "--json", "plan.json")
+    assert code == 0, err
+    written = json.loads(Path("plan.json").read_text())
+    assert {"recipe", "processes", "parameters", "batch", "variants", "smallest_change"} < written.keys()
+    plan = written["plan"]
+    _, text, _ = cli(*command, "-v")
+    listed = []
+    for number, plugin in enumerate(plan["plugins"], start=1):
+        listed.append(plugin["name"])
+        assert f"{number:>2}. {plugin['name']}  (" in text
+        for key in ("numerics", "reason", "description"):
+            assert plugin[key] in text
+    assert listed == re.findall(r"^ ?\d+\. ([\w-]+)  \(.*\)$", text, re.MULTILINE)
+    by_name = {plugin["name"]: plugin for plugin in plan["plugins"]}
+    assert by_name["ema"]["options"] == {"decay": 0.5}
+    assert by_name["amp"]["settings"]["mixed_precision"] == "bf16"
+    assert by_name["outer"]["reference"].endswith("own.py:Outer")
+    assert plan["code"] == [str(tmp_path / "own.py")]
+    assert f"runs the code of {plan['code'][0]}" in text
+    assert plan["batch"] == {
+        "samples": 16, "micro_batch_size": 4, "micro_steps": 2, "processes": 2, "shares": 2, "splitter": ""
+    }  # fmt: skip
+    assert "16 samples a step = 4 x 2 micro-steps x 2 processes" in text
+    assert plan["device"]["type"] == "cpu"
+    assert plan["loss"] == ["amp", "outer", "text-classification"]
+    assert f"loss     {' around '.join(plan['loss'])}" in text
+    assert plan["length"]["max_steps"] == 7
+    assert plan["output"] == "out"
+    assert f"recipe   {plan['recipe']}" in text
 
 
 def test_plan_fits_a_terminal_of_80_columns_and_shows_moves(cli, monkeypatch):

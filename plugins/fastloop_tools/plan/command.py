@@ -23,7 +23,7 @@ def plan(
     ] = False,
     json_file: Annotated[
         str,
-        output_file("--json", "Estimate memory, and write it to this file.", stdout=True),
+        output_file("--json", "Estimate memory, and write it to this file, with the plan.", stdout=True),
     ] = "",
     samples: Annotated[
         int | None,

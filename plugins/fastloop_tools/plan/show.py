@@ -1,4 +1,7 @@
-"""Show a resolved recipe: its files with code, its plugins with reasons, the device, the batch and the length."""
+"""Show a resolved recipe: its files with code, its plugins with reasons, the device, the batch and the length.
+
+``plan_to_dict`` has the same parts for programs.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,38 @@ class Plan:
     world_size: int
 
 
+@dataclass(frozen=True)
+class StepBatch:
+    """How the samples of a step are shared.
+
+    Attributes:
+        samples: Samples of a step, over all processes.
+        micro_batch_size: Samples of a micro-batch of one process.
+        micro_steps: Micro-batches of a step on one process.
+        processes: Number of processes.
+        shares: Number of groups of processes that read different samples.
+        splitter: The plugin that splits a step over the processes in another way; empty: none does.
+    """
+
+    samples: int
+    micro_batch_size: int
+    micro_steps: int
+    processes: int
+    shares: int
+    splitter: str
+
+    def __str__(self) -> str:
+        """For people: ``32 samples a step = 8 x 2 micro-steps x 2 processes``."""
+        micro_steps = f"{self.micro_batch_size} x {counted(self.micro_steps, 'micro-step')}"
+        if self.splitter:
+            shares = f"over {counted(self.processes, 'process')}, split by {self.splitter}"
+        elif self.shares == self.processes:
+            shares = f"= {micro_steps} x {counted(self.shares, 'process')}"
+        else:
+            shares = f"= {micro_steps} on every process"
+        return f"{self.samples} samples a step {shares}"
+
+
 def show_plan(arguments: RecipeArguments, nproc: int | None, verbose: bool) -> None:
     """Resolve a recipe, and print what would run.
 
@@ -56,7 +91,8 @@ def show_plan(arguments: RecipeArguments, nproc: int | None, verbose: bool) -> N
     for file in code_files(recipe):
         typer.echo(f"runs the code of {file}")
     plan = make_plan(recipe, nproc)
-    batch = describe_batch(plan)  # refuses a batch that does not divide, before anything else is printed
+    check_output(plan)
+    batch = read_batch(plan)  # refuses a batch that does not divide, before anything else is printed
     if verbose:
         for number, plugin in enumerate(plan.plugins, start=1):
             show_plugin(number, plugin, plan)
@@ -71,29 +107,42 @@ def show_plan(arguments: RecipeArguments, nproc: int | None, verbose: bool) -> N
         typer.echo(f"\n`{command}` shows each plugin's effect and options.")
 
 
-def make_plan(recipe: Recipe, nproc: int | None) -> Plan:
+def make_plan(recipe: Recipe, nproc: int | None, any_machine: bool = False) -> Plan:
     """Resolve and check a recipe, and collect the settings of its plugins.
+
+    Args:
+        nproc: See ``show_plan``.
+        any_machine: Whether the plugins may lack a requirement on this machine.
 
     Raises:
         UsageError: The recipe is wrong.
     """
     with ranks.planned(nproc):
         world_size = ranks.world_size()
-        resolved = resolve(recipe)
+        resolved = resolve(recipe, any_machine=any_machine)
         plugins = resolved.plugins
-        # only here: they import torch, and errors of the recipe come before
-        from fastloop.checkpoint.run_folder import check_contents
+        # only here: it imports torch, and errors of the recipe come before
         from fastloop.lifecycle import check_task
 
         plugins.hooks.check_recipe(recipe=resolved.recipe, plugins=plugins)
         check_task(resolved.recipe, plugins)
-        check_contents(Path(resolved.recipe.output), recipe.where)
         settings = plugins.configure(resolved.recipe)
     return Plan(resolved.recipe, plugins, settings, world_size)
 
 
-def describe_batch(plan: Plan) -> str:
-    """How the samples of a step are shared: ``32 samples a step = 8 x 2 micro-steps x 2 processes``.
+def check_output(plan: Plan) -> None:
+    """Check that a new run may use the output folder of a recipe.
+
+    Raises:
+        RecipeError: It holds other files than those of a run.
+    """
+    from fastloop.checkpoint.run_folder import check_contents  # imports torch
+
+    check_contents(Path(plan.recipe.output), plan.recipe.where)
+
+
+def read_batch(plan: Plan) -> StepBatch:
+    """How the samples of a step are shared.
 
     Raises:
         UsageError: The batch or the processes do not divide.
@@ -103,19 +152,17 @@ def describe_batch(plan: Plan) -> str:
 
     recipe = plan.recipe
     settings = plan.settings
-    world_size = plan.world_size
-    check_groups(recipe, settings, world_size)
-    sharing = count_sharing(world_size, settings.processes_per_batch)
-    micro_batches = divide_step(recipe, sharing)
-    micro_steps = f"{micro_batches.size} x {counted(micro_batches.steps, 'micro-step')}"
-    splitter = settings.writers.get("split_step")
-    if splitter:
-        shares = f"over {counted(world_size, 'process')}, split by {splitter}"
-    elif sharing == world_size:
-        shares = f"= {micro_steps} x {counted(sharing, 'process')}"
-    else:
-        shares = f"= {micro_steps} on every process"
-    return f"{recipe.train.batch_size} samples a step {shares}"
+    check_groups(recipe, settings, plan.world_size)
+    shares = count_sharing(plan.world_size, settings.processes_per_batch)
+    micro_batches = divide_step(recipe, shares)
+    return StepBatch(
+        samples=recipe.train.batch_size,
+        micro_batch_size=micro_batches.size,
+        micro_steps=micro_batches.steps,
+        processes=plan.world_size,
+        shares=shares,
+        splitter=settings.writers.get("split_step", ""),
+    )
 
 
 def show_table(plugins: PluginSet) -> None:
@@ -138,8 +185,11 @@ def show_plugin(number: int, plugin: Plugin, plan: Plan) -> None:
     if reference:
         details[-1] += f" as {reference}"
     typer.echo(f"{number:>2}. {plugin.name}  ({', '.join(details)})")
-    lines = [plugin.description, ", ".join(changed_options(plugin))]
-    settings = changed_settings(plugin, plan.settings)
+    options = [f"{name}={value}" for name, value in changed_options(plugin).items()]
+    lines = [plugin.description, ", ".join(options)]
+    settings = []
+    for name, value in changed_settings(plugin, plan.settings).items():
+        settings.append(name if callable(value) else f"{name}={value}")
     if settings:
         lines.append("sets " + ", ".join(settings))
     for line in lines:
@@ -152,40 +202,41 @@ def numerics_of(plugin: Plugin) -> str:
     return plugin.numerics if "numerics" in vars(plugin) else shown_numerics(type(plugin))
 
 
-def changed_options(plugin: Plugin) -> list[str]:
-    """``NAME=VALUE`` of the options that differ from their defaults, with secrets hidden."""
+def changed_options(plugin: Plugin) -> dict[str, Any]:
+    """The options that differ from their defaults, with secrets hidden."""
     defaults = {info.name: info.default for info in describe(options_of(type(plugin)))}
-    changed = []
+    changed = {}
     for name, value in plugin.option_values().items():
         if value is not None and str(value) != defaults[name]:
-            changed.append(f"{name}={secrets.hidden(value, secrets.is_secret(name))}")
+            changed[name] = secrets.hidden(value, secrets.is_secret(name))
     return changed
 
 
-def changed_settings(plugin: Plugin, settings: Settings) -> list[str]:
-    """``NAME=VALUE`` of the settings that a plugin has set; the name alone for a function."""
+def changed_settings(plugin: Plugin, settings: Settings) -> dict[str, Any]:
+    """The settings that a plugin has set, such as ``mixed_precision`` and ``optimizer['fused']``."""
     values: dict[str, Any] = dict(vars(settings))
     for field, mapping in vars(settings).items():
         if isinstance(mapping, Mapping):
             values |= {f"{field}[{key!r}]": value for key, value in mapping.items()}
-    changed = []
-    for name, writer in settings.writers.items():
-        if writer == plugin.name:
-            changed.append(name if callable(values[name]) else f"{name}={values[name]}")
-    return changed
+    return {name: values[name] for name, writer in settings.writers.items() if writer == plugin.name}
 
 
-def show_facts(plan: Plan, batch: str) -> None:
+def loss_order(plan: Plan) -> list[str]:
+    """The plugins that compute the loss, the outermost wrapper first and the task last."""
+    wrappers = [impl.plugin_name for impl in plan.plugins.manager.hook.compute_loss.get_hookimpls() if impl.wrapper]
+    return [*reversed(wrappers), str(plan.plugins.in_slot("task"))]
+
+
+def show_facts(plan: Plan, batch: StepBatch) -> None:
     """Print the recipe's file, the device, the batch, the loss, the length and the output folder."""
     recipe = plan.recipe
     machine = hardware.this_machine(recipe.train.device)
     typer.echo(f"recipe   {recipe.where}")
     typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")
     typer.echo(f"batch    {batch}")
-    wrappers = [impl.plugin_name for impl in plan.plugins.manager.hook.compute_loss.get_hookimpls() if impl.wrapper]
-    if len(wrappers) > 1:
-        outermost_first = [*reversed(wrappers), str(plan.plugins.in_slot("task"))]
-        typer.echo(f"loss     {' around '.join(outermost_first)}")
+    order = loss_order(plan)
+    if len(order) > 2:
+        typer.echo(f"loss     {' around '.join(order)}")
     lengths = []
     if recipe.train.epochs is not None:
         lengths.append(counted(recipe.train.epochs, "epoch"))

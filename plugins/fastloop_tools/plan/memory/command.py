@@ -17,7 +17,7 @@ def show_memory(
     bandwidth: str,
     json_file: str,
 ) -> None:
-    """Estimate memory and traffic, print them, and write them to ``json_file``.
+    """Estimate memory and traffic, print them, and write them to ``json_file``, with the plan.
 
     Args:
         nproc: Processes of one machine.
@@ -25,7 +25,7 @@ def show_memory(
         device_memory: Memory of a device, such as ``80GiB``; empty: unknown.
         device_flops: FLOP/s of a device; None: estimate no times.
         bandwidth: Rate at which a process sends, such as ``50GB/s``; empty: estimate no times.
-        json_file: The file to write the estimates to; empty: none, ``-``: stdout.
+        json_file: The file to write the estimates and the plan to; empty: none, ``-``: stdout.
 
     Raises:
         UsageError: An option or the recipe is wrong, or a launcher started this process.
@@ -55,10 +55,12 @@ def show_memory(
 
         rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
-    recipe = expand(arguments.load())
+    with ranks.planned(nproc * nnodes):  # `auto` selects for as many processes
+        recipe = expand(arguments.load())
     from fastloop_tools.plan.memory.change import Command  # imports torch, and errors of the recipe come before
     from fastloop_tools.plan.memory.estimate import estimate
     from fastloop_tools.plan.memory.table import show, write_json
+    from fastloop_tools.plan.show import make_plan
 
     command = Command(
         arguments.recipe,
@@ -70,6 +72,6 @@ def show_memory(
     )
     estimated = estimate(recipe, nproc, nnodes, memory, device_flops, rate, command)
     if json_file:
-        write_json(estimated, json_file)
+        write_json(estimated, make_plan(recipe, nproc * nnodes, any_machine=True), json_file)
     if json_file != "-":
         show(estimated, recipe, command)

@@ -1,4 +1,4 @@
-"""The estimates as a table of 80 columns, or as JSON."""
+"""The estimates as a table of 80 columns, or as JSON, with the plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from fastloop.problem import counted
 from fastloop.recipe import secrets
 from fastloop_tools.plan.memory.estimate import Estimate, MemoryVariant
 from fastloop_tools.plan.memory.sizes import format_size, unit_for
+from fastloop_tools.plan.plan_json import plan_to_dict
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop_tools.plan.memory.change import Command
+    from fastloop_tools.plan.show import Plan
 
 COLUMNS = {
     "weight": "weights", "grad": "gradients", "optim": "optimizer", "activ": "activations", "bucket": "buckets",
@@ -27,9 +29,9 @@ WIDTH = 5
 """Characters of a column at least."""
 
 
-def write_json(estimate: Estimate, file: str) -> None:
-    """Write the estimates to a file, or to stdout if it is ``-``."""
-    text = json.dumps(secrets.hidden(estimate.to_dict()), indent=1)
+def write_json(estimate: Estimate, plan: Plan, file: str) -> None:
+    """Write the estimates and the plan to a file, or to stdout if it is ``-``."""
+    text = json.dumps(secrets.hidden(estimate.to_dict() | {"plan": plan_to_dict(plan)}), indent=1)
     if file == "-":
         typer.echo(text)
         return

@@ -97,7 +97,9 @@ def order(epoch: int = 0) -> list[int]:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     path = folder / "bad_batches.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
 def finite(weights: dict[str, torch.Tensor]) -> bool:

@@ -6,14 +6,13 @@ Plugins add values in the hook ``write_summary``: `log` adds the versions of pac
 from __future__ import annotations
 
 import copy
-import json
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import SaveError
 from fastloop.metric_modes import metric_modes
 from fastloop.problem import clause
 from fastloop.recipe import secrets
-from fastloop.runtime import files
+from fastloop.runtime import files, json_text
 from fastloop.runtime.memory import peak_memory
 from fastloop.runtime.step_folders import manifest_digests
 from fastloop.splits import TEST, VALIDATION
@@ -101,7 +100,7 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
         return
     path = run.folder / "summary.json"
     try:
-        text = json.dumps(secrets.hidden(summary), indent=2, default=repr)
+        text = json_text.dumps(secrets.hidden(summary), indent=2, default=repr)
         files.write(path, text + "\n", hidden=True)
     except OSError as error:
         raise SaveError(f"{path} cannot be written: {clause(error)}.", code="save-failed") from error

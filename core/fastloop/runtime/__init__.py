@@ -3,6 +3,7 @@
 clock, regions            # seconds by phase, and names of phases for a profiler
 memory                    # its peak, and what the process holds now
 files, step_folders       # durable files, and the folders of checkpoints
+json_text                 # values as JSON
 hardware, platform_support   # the device, and services that some platforms lack
 random_states             # seeded, saved and restored
 device_copies             # batches, copied to the device

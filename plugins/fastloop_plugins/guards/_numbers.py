@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import FastloopError
+from fastloop.runtime import json_text
 from fastloop.runtime.files import no_follow
 
 if TYPE_CHECKING:
@@ -145,6 +145,6 @@ def write_record(run: Run, start: StepStart, **facts: Any) -> None:
         ids = list(range(start.samples, end))
     else:
         ids = list(sampler.order()[start.samples : end])
-    line = json.dumps({"step": start.number, "epoch": start.epoch, **facts, "ids": ids})
+    line = json_text.dumps({"step": start.number, "epoch": start.epoch, **facts, "ids": ids})
     with open(run.folder / "bad_batches.jsonl", "a", opener=no_follow) as file:
         file.write(line + "\n")

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
-import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -30,6 +28,7 @@ from fastloop import Plugin, Problem, __version__, hookimpl
 from fastloop.plugins.installed import installed_version
 from fastloop.problem import clause
 from fastloop.recipe import secrets
+from fastloop.runtime import json_text
 from fastloop.runtime.files import no_follow
 from fastloop.splits import evaluated_split
 
@@ -149,7 +148,7 @@ class Log(Plugin):
 
     @hookimpl
     def log_rows(self, run: Run, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        lines = [json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
+        lines = [json_text.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
         path = run.folder / "rows" / f"{name}.jsonl"
         try:
             path.parent.mkdir(exist_ok=True)
@@ -212,12 +211,9 @@ class Log(Plugin):
         epoch = run.state.epoch
         if run.state.epoch_samples > 0:  # not at an epoch's end: its values are logged before the next one begins
             epoch += 1
-        line: dict[str, Any] = {"step": step, "epoch": epoch}
-        for name, value in values.items():
-            is_finite = not isinstance(value, float) or math.isfinite(value)
-            line[name] = value if is_finite else None  # JSON has no NaN and no infinity
+        line = {"step": step, "epoch": epoch, **values}
         try:
-            self.metrics.write((json.dumps(line) + "\n").encode())
+            self.metrics.write((json_text.dumps(line) + "\n").encode())
             self.metrics.flush()  # lines that a full disk rejects are written with the next line
             self.offset = self.metrics.tell()
         except OSError as error:

@@ -11,9 +11,9 @@ from typing import Any
 from fastloop.cli.numerics import BOUNDS, BROKEN, FAILED, NOT_COMPARED, compare
 from fastloop.errors import UsageError
 from fastloop.problem import counted
+from fastloop.runtime.json_text import without_nan
 from fastloop.splits import EVALUATED
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable
-from fastloop_tools.shared.tables import json_safe
 from fastloop_tools.trials.measure import failed_measurement
 from fastloop_tools.trials.measuring_process import Window
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
@@ -314,7 +314,7 @@ class Bench:
             rows.append(row)
         self.record["variants"] = variant_results(rows)
         self.record["foreign_load"] = {"before": self.runner.before, "worst": self.runner.worst}
-        self.keep(json_safe(self.record))
+        self.keep(without_nan(self.record))
 
 
 def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:

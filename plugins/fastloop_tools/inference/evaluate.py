@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from fastloop.distributed import signals
 from fastloop.errors import UsageError
 from fastloop.problem import counted
 from fastloop.recipe import Inference, Recipe, secrets
+from fastloop.runtime import json_text
 
 Target = Annotated[
     str, typer.Argument(metavar="RUN|MODEL", help="A run folder, such as runs/quickstart, or an exported model.")
@@ -269,7 +269,7 @@ def report(record: dict[str, Any], json_file: str) -> None:
 
 def show(record: dict[str, Any], json_file: str) -> None:
     """Print the results as tables, and write them to ``json_file``; ``-``: print JSON only."""
-    text = json.dumps(secrets.hidden(record), indent=2) + "\n"
+    text = json_text.dumps(secrets.hidden(record), indent=2) + "\n"
     if json_file == "-":
         typer.echo(text, nl=False)
         return

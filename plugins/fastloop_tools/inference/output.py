@@ -27,7 +27,7 @@ from uuid import UUID
 from fastloop.cli.streams import has_reader
 from fastloop.errors import UsageError
 from fastloop.problem import clause
-from fastloop.runtime import files
+from fastloop.runtime import files, json_text
 
 if TYPE_CHECKING:
     from fastloop.checkpoint.lock import Lock
@@ -272,13 +272,13 @@ def half_character(columns: Columns) -> UsageError | None:
 
 def json_lines(columns: Columns) -> Iterator[str]:
     """One JSON object for each row."""
-    return (json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows(columns))
+    return (json_text.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows(columns))
 
 
 def cell(value: Any) -> Any:
     """A value as the cell of a CSV file."""
     if isinstance(value, list | dict):
-        return json.dumps(value, default=json_value)
+        return json_text.dumps(value, default=json_value)
     if value is None or isinstance(value, str | int | float):
         return value
     return json_value(value)

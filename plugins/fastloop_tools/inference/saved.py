@@ -12,7 +12,7 @@ from typing import Any
 from fastloop import Problem
 from fastloop.problem import clause
 from fastloop.recipe import secrets
-from fastloop.runtime import files
+from fastloop.runtime import files, json_text
 
 log = logging.getLogger("fastloop")
 
@@ -28,7 +28,9 @@ def save(run: Path, record: Mapping[str, Any], settings: Sequence[str]) -> Path 
     path = run / "evaluation" / f"{name}.json"
     try:
         path.parent.mkdir(exist_ok=True)
-        files.write(path, json.dumps(secrets.hidden({**record, "steps": _steps(run)}), indent=2) + "\n", hidden=True)
+        files.write(
+            path, json_text.dumps(secrets.hidden({**record, "steps": _steps(run)}), indent=2) + "\n", hidden=True
+        )
     except OSError as error:
         log.warning(Problem(f"{path} cannot be written: {clause(error)}.", code="file-not-writable", place="evaluate"))
         return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.metric_modes import MetricMode, recorded_mode
 from fastloop.problem import counted
+from fastloop.runtime.json_text import with_nan
 from fastloop.splits import EVALUATED
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
@@ -156,9 +157,9 @@ def final_metrics(runs: list[TrainedRun]) -> list[tuple[str, list[Cell]]]:
     return rows
 
 
-def _metrics_of(run: TrainedRun, split: str) -> Mapping[str, Any]:
+def _metrics_of(run: TrainedRun, split: str) -> Mapping[str, float]:
     """The final metrics of a run on a split; empty if it has none."""
-    return (run.summary or {}).get(split) or {}
+    return with_nan((run.summary or {}).get(split) or {})
 
 
 def _best_value(values: list[Any], modes: set[MetricMode | None]) -> float | None:

@@ -17,7 +17,7 @@ from fastloop.problem import clause, typed_clause
 from fastloop.recipe import safe_yaml
 from fastloop.recipe.paths import nothing_at
 from fastloop_tools.report.metrics_log import Series, read_log
-from fastloop_tools.shared.json_files import MALFORMED, read_json
+from fastloop_tools.shared.json_files import MALFORMED, Number, read_json
 
 RECORDS = ("sweep.json", "bench.json", "profile.json")
 """Files of which a folder has one instead of a run."""
@@ -45,8 +45,8 @@ class WorstSample:
     index: int
     target: str
     prediction: str
-    target_probability: float
-    prediction_probability: float
+    target_probability: Number
+    prediction_probability: Number
     input: str | None
     place: str | None = None
     kept: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Evaluation:
         arguments: The recipe and overrides of the command.
     """
 
-    metrics: dict[str, float]
+    metrics: dict[str, Number]
     classes: list[Class]
     confusion: list[list[int]]
     split: str | None = None

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from fastloop.errors import UsageError
 from fastloop.problem import clause
 
 MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors of reading a value from a record of another form. Pydantic's is a ``ValueError``."""
+Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A number of a record: NaN for null, as ``fastloop.runtime.json_text`` writes it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastloop.cli.tables import print_table
 from fastloop.recipe import secrets
+from fastloop.runtime import json_text
 
 NARROWEST = 24
 """Characters that the wrapping column of a table keeps on a narrow terminal: two of ``train.lr=1e-3``."""
@@ -83,17 +82,6 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     return [*lines, *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows), ""]
 
 
-def json_safe(value: Any) -> Any:
-    """The same value with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [json_safe(item) for item in value]
-    return value
-
-
 def dump(record: Mapping[str, Any]) -> str:
     """A record as JSON, without secrets."""
-    return json.dumps(secrets.hidden(json_safe(record)), indent=1, allow_nan=False) + "\n"
+    return json_text.dumps(secrets.hidden(record), indent=1) + "\n"

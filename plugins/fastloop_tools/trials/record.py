@@ -16,7 +16,7 @@ from fastloop.errors import UsageError
 from fastloop.metric_modes import MetricMode
 from fastloop.problem import clause
 from fastloop.recipe import secrets
-from fastloop.runtime import files
+from fastloop.runtime import files, json_text
 from fastloop_tools.shared.json_files import MALFORMED, read_json
 from fastloop_tools.shared.result_folders import make_output_folder
 from fastloop_tools.shared.svg import number
@@ -112,7 +112,7 @@ class Record:
 
     def write(self) -> None:
         """Write the file. Several workers may write it at once."""
-        files.write(self.file, json.dumps(secrets.hidden(self.contents()), indent=2) + "\n", hidden=True)
+        files.write(self.file, json_text.dumps(secrets.hidden(self.contents()), indent=2) + "\n", hidden=True)
 
     def show(self) -> None:
         """Print the table of the points."""

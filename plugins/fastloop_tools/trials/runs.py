@@ -18,8 +18,10 @@ from fastloop.errors import UsageError, did_you_mean
 from fastloop.metric_modes import MetricMode, recorded_mode, unknown_mode
 from fastloop.recipe import Recipe, load_recipe, safe_yaml
 from fastloop.runtime.files import read_json_object
+from fastloop.runtime.json_text import with_nan
 from fastloop.runtime.step_folders import checkpoints
 from fastloop_tools.shared.command_lines import option_words
+from fastloop_tools.shared.json_files import Number
 
 STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
 """Exit codes of a run that a signal has stopped: saved, or too early in its start to save."""
@@ -41,7 +43,7 @@ class TrialRun:
     values: dict[str, str]
     seed: int | None = None
     status: Annotated[str, StringConstraints(pattern="^(pending|running|finished|stopped|failed)$")] = "pending"
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, Number] | None = None
     reason: str | None = None
     fold: int | None = None
 
@@ -137,7 +139,7 @@ class SweepSettings:
             run.status = "stopped"
         summary = read_json_object(output / "summary.json")
         if run.status == "finished":
-            run.metrics = dict(summary.get("validation") or {}) or None
+            run.metrics = with_nan(summary.get("validation") or {}) or None
             monitored = monitored_metric(self.load(run.overrides))
             keeps_best = monitored.keeps_best and monitored.name == self.monitor
             if run.metrics and keeps_best and self.monitor in run.metrics and summary.get("best"):

@@ -26,6 +26,9 @@ from fastloop.errors import UsageError
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.report.read import read
 from fastloop_tools.sweep.space import parse
+from fastloop_tools.sweep.study import is_counted, open_study, rank_trials, read_trials
+from fastloop_tools.sweep.worker import TrialFailed, Worker
+from fastloop_tools.trials.runs import SweepSettings
 
 SEARCH = ("sweep", "recipe.yaml", "--trials", "20", "--without", "progress")
 COMMAND = (*SEARCH, "train.lr=1e-4..1e-1", "--storage", "sqlite:///study.db")
@@ -247,6 +250,21 @@ def test_two_workers_share_the_trials_of_a_new_database():
     assert len({trial.user_attrs["fastloop:worker"] for trial in finished}) == 2
     assert len(list(Path("run").glob("trial-*/summary.json"))) == len(finished)
     assert first.stdout.count("best: fastloop train") == second.stdout.count("best: fastloop train") == 1
+
+
+def test_a_trial_that_other_workers_made_superfluous_is_not_trained():
+    """Several workers see that one trial is missing, and begin it."""
+    settings = SweepSettings("recipe.yaml", [], [], [], "loss", 1)
+    study = open_study("sqlite:///study.db", "run", "min", {"search": {"train.lr": "1e-4..1e-1"}}, 60)
+    axes, _ = parse(["train.lr=1e-4..1e-1"])
+    worker = Worker(study, axes, [None], 2, settings, lambda: None)
+    for _ in range(2):
+        study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING))
+    study.optimize(worker.run_trial, n_trials=1, catch=(TrialFailed,))
+    assert [trial.state.name for trial in read_trials(study)] == ["RUNNING", "RUNNING", "FAIL"]
+    assert [row.number for row in rank_trials(study)] == [0, 1]
+    assert sum(map(is_counted, read_trials(study))) == 2
+    assert not Path("run").exists()
 
 
 @pytest.mark.slow

@@ -30,8 +30,9 @@ SQLITE_TIMEOUT = 60
 """Seconds to wait for a lock of SQLite. Its default of 5 is short for several workers on a network file system."""
 ATTEMPTS = 5
 """Attempts to open the storage. Workers that create the tables at the same time fail once."""
-ORIGIN, ERROR, WORKER, RUNS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs"))
-"""User attributes: of the study, the search that made it; of a trial, why it failed, its worker and its runs."""
+ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
+"""User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and whether
+it was not trained because several workers began the last trial at the same time."""
 STATUS = {TrialState.COMPLETE: "finished", TrialState.RUNNING: "running", TrialState.WAITING: "waiting"}
 """Optuna's states, in our words. A failed trial without an error is one whose worker was stopped or lost."""
 
@@ -219,6 +220,8 @@ def rank_trials(study: optuna.Study) -> list[TrialRow]:
     """The trials, best first, then those without a value."""
     rows = []
     for trial in read_trials(study):
+        if SURPLUS in trial.user_attrs:
+            continue
         error = trial.user_attrs.get(ERROR)
         runs = trial.user_attrs.get(RUNS, [])
         value = trial.values[0] if trial.values else None

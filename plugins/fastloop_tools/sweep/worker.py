@@ -14,7 +14,7 @@ import typer
 from optuna.trial import TrialState
 
 from fastloop_tools.sweep.space import Axis
-from fastloop_tools.sweep.study import ERROR, RUNS, WORKER, fail_lost_trials, is_counted, read_trials
+from fastloop_tools.sweep.study import ERROR, RUNS, SURPLUS, WORKER, fail_lost_trials, is_counted, read_trials
 from fastloop_tools.trials.runs import SweepSettings, TrialRun, stop
 
 POLL_SECONDS = 1.0
@@ -22,7 +22,7 @@ POLL_SECONDS = 1.0
 
 
 class TrialFailed(Exception):
-    """A run of the trial failed, or its value is not finite."""
+    """A run of the trial failed, or its value is not finite; or the search needs no more trials."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,16 @@ class Worker:
                 return
 
     def run_trial(self, trial: optuna.Trial) -> float:
-        """Train a trial with all seeds. Returns its value."""
-        earlier = read_trials(self.study)
+        """Train a trial with all seeds. Returns its value.
+
+        Raises:
+            TrialFailed: A run failed, its value is not finite, or other workers have begun the last trials meanwhile.
+            typer.Exit: A signal stopped a run.
+        """
+        earlier = [other for other in read_trials(self.study) if other.number < trial.number]
+        if sum(map(is_counted, earlier)) >= self.count:
+            trial.set_user_attr(SURPLUS, True)
+            raise TrialFailed
         trial.set_user_attr(WORKER, f"{socket.gethostname()}, process {os.getpid()}")
         values = {axis.key: axis.suggest(trial) for axis in self.axes}
         typer.echo(

@@ -39,9 +39,8 @@ from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
 from fastloop.problem import clause
 from fastloop.runtime.files import apply_umask, read_again, sync_folder
 from fastloop.runtime.platform_support import sync
-from fastloop.runtime.step_folders import checkpoints, leftovers, step_of
+from fastloop.runtime.step_folders import MANIFEST, checkpoints, leftovers, step_of
 
-MANIFEST = "manifest.json"
 VISIBLE_SECONDS = 90.0
 """Seconds until every host sees a new checkpoint: NFS caches the entries of a folder for up to 60 s (``acdirmax`` in
 nfs(5))."""

@@ -9,6 +9,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+MANIFEST = "manifest.json"
+"""The file that is written last into a checkpoint, so it marks a complete one. See ``fastloop.checkpoint.store``."""
 JOB_FILE = ".torchrun-job"
 """The file in a run folder with the name of the torchrun job that trained the run last."""
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)(?:\.old)?\.partial")
@@ -41,7 +43,7 @@ def manifest_digests(folder: Path) -> dict[str, str]:
         return digests
     for checkpoint in found:
         with suppress(OSError):  # a run that still trains removes checkpoints
-            manifest = (checkpoint / "manifest.json").read_bytes()
+            manifest = (checkpoint / MANIFEST).read_bytes()
             digests[checkpoint.name] = hashlib.sha256(manifest).hexdigest()[:16]
     return digests
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Problem, RecipeError
 from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.compiled_modules import COMPILED
+from fastloop.runtime.step_folders import MANIFEST, checkpoints
 from fastloop_plugins._names import list_names
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastloop")
 
-HELP = "Initial weights: a .safetensors or .pt file, a folder of .safetensors files, or a run folder."
+HELP = "Initial weights: a .safetensors or .pt file, a folder of .safetensors files, a checkpoint, or a run folder."
 STRICT_HELP = "Whether a tensor of the model or of weights without a counterpart is an error."
 NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts save the weights in a .pt file."""
@@ -34,8 +35,10 @@ def weight_files(recipe: Recipe) -> list[Path]:
     """The files that ``model.weights`` names; none without the key, and none in inference, which has the trained
     weights.
 
+    A checkpoint also has ``state.safetensors``, the tensors of the optimizer, which are no weights.
+
     Raises:
-        RecipeError: There is no such file.
+        RecipeError: There is no such file, or a checkpoint has its weights in shards.
     """
     name = recipe.model.get("weights")
     if name is None or (recipe.inference is not None and recipe.inference.model is not None):
@@ -43,16 +46,31 @@ def weight_files(recipe: Recipe) -> list[Path]:
     path = recipe.find(name)
     if path.is_file():
         return [path]
+    where = f"{recipe.where}: model.weights: {path}"
+    if (path / MANIFEST).is_file():
+        if (path / "sharded").is_dir():
+            raise RecipeError(
+                "is a checkpoint whose weights are divided among processes.",
+                code="wrong-format",
+                place=where,
+                remedy="Name the folder of the run, which holds the exported model after training.",
+            )
+        return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("model/*.safetensors"))
     if not files:
         problem = f"{nothing_at(path, 'file or folder')}."
+        remedy = ""
         if path.is_dir():
             problem = "holds no .safetensors file, and neither does its folder model."
+            saved = checkpoints(path)
+            if saved:
+                remedy = f"The run has not ended: name its newest checkpoint, model.weights={saved[-1]}."
         raise RecipeError(
             problem,
             code="file-missing",
-            place=f"{recipe.where}: model.weights: {path}",
-            expected="a .safetensors or .pt file, or a run folder",
+            place=where,
+            expected="a .safetensors or .pt file, a checkpoint, or a run folder",
+            remedy=remedy,
         )
     return files
 
@@ -66,7 +84,7 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
             pretrained values at all.
 
     Returns:
-        The names of ``new`` that still have random values: a value of ``run.new_weights``. Empty if ``new`` is None and
+        The names of ``new`` that still have random values, for ``run.new_weights``. Empty if ``new`` is None and
         there is no ``model.weights``: the model is trained from scratch.
 
     Raises:

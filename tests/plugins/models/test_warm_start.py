@@ -8,6 +8,7 @@ Modules:
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from fastloop import RecipeError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
+from fastloop.runtime.step_folders import checkpoints
 from fastloop.testing import LANGUAGE, assert_problem, expect_problem, write_texts
 
 
@@ -62,6 +64,19 @@ def test_a_run_folder_is_a_source():
         make_run("output=second", model={"weights": "out"}).unwrap_model().state_dict(),
         first.unwrap_model().state_dict(),
     )
+
+
+def test_a_checkpoint_is_a_source(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    first = make_run("train.save_every=1")
+    execute(first)
+    shutil.rmtree("out/model")
+    checkpoint = checkpoints(Path("out"))[-1]
+    with expect_problem(f"file-missing model.weights={checkpoint}", RecipeError):
+        make_run("output=second", model={"weights": "out"})
+    second = make_run("output=third", model={"weights": str(checkpoint), "weights_strict": True})
+    assert_same(second.unwrap_model().state_dict(), first.unwrap_model().state_dict())
+    assert find_lines(caplog, f"r.yaml: model.weights: {checkpoint}: 12 of 12"), "none of the optimizer's tensors"
 
 
 def test_shards_may_repeat_a_tensor():

@@ -28,7 +28,8 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, make_recipe
 from fastloop.testing.runs import Trained, train
 from fastloop_plugins.text.tokenizers import check_saved_tokenizer
-from fastloop_tools.inference.chunks import Chunks, predict_dataset
+from fastloop_tools.inference.chunks import Chunks
+from fastloop_tools.inference.predictions import predict_dataset
 
 OK = "ok"
 """Equal within the bound."""

@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 import fastloop
 import fastloop.testing
 from fastloop import Trainer
-from fastloop.checkpoint.form import check_form
+from fastloop.checkpoint.state_form import check_form
 from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from fastloop import default_hooks, loop
 from fastloop.checks import batch_norm, hook_results, launcher, model_state, optimizer_parts, resumed_run, sample_orders
-from fastloop.data import sampler_order
+from fastloop.data import custom_sampler
 from fastloop.export import model as exported_model
 from fastloop.optimizers import combining, named
 
@@ -22,7 +22,7 @@ MODULES: tuple[ModuleType, ...] = (
     optimizer_parts,  # check_run
     resumed_run,  # check_run
     sample_orders,  # check_run, before_epoch
-    sampler_order,  # wraps build_sampler
+    custom_sampler,  # wraps build_sampler
     combining,  # wraps build_optimizer and build_scheduler
 )
 """In the order in which a run registers them: pluggy calls the last one first, among those with equal marks."""

@@ -309,7 +309,7 @@ def write_checkpoint(run: Run, folder: Path, model: dict[str, Tensor], state: di
 def load_state(run: Run, state: dict[str, Any]) -> None:
     """Restore the result of this plugin's ``save_state``; tensors are on the CPU. Also called when a run rolls back to
     a checkpoint. A ``ValueError`` or ``KeyError`` ends the run as a malformed state:
-    ``fastloop.checkpoint.form.check_form`` raises one."""
+    ``fastloop.checkpoint.state_form.check_form`` raises one."""
 
 
 @first

@@ -366,8 +366,8 @@ class Run:
 
         Args:
             value: A real number or 0-dim tensor. A tensor is detached and stays on its device; the host reads all
-                values of a log point together. Every process must log a ``DTensor``. A device tensor has at least
-                float32 precision.
+                values of a log point together. A ``DTensor`` must be logged by every process. A device tensor has at
+                least float32 precision.
             reduce: How to combine the values since the last log point, over steps and processes: ``mean``, ``sum`` or
                 ``max``. With these, every process must log the same names between two log points. ``main``: the mean on
                 the main process, without communication; other processes may log the name, too.

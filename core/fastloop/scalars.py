@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from fastloop.checkpoint.form import check_form
+from fastloop.checkpoint.state_form import check_form
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, did_you_mean

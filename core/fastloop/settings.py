@@ -66,10 +66,10 @@ class Settings:
     says to which multiple the user's collator pads. The recipe's ``data.pad_to_multiple_of``; a plugin may set a
     default for it. None: lengths are not padded further."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
-    """``arrange(dataset, ids, batch_size, generator)`` returns ``ids`` in the order of training, the same on all
-    processes. In training, ``ids`` have a random order, and ``generator`` supplies more random numbers. In evaluation,
-    ``ids`` are sorted and ``generator`` is None. Each optimizer step takes the next ``batch_size`` samples; its
-    processes and micro-steps take consecutive shares of them."""
+    """``arrange(dataset, ids, batch_size, generator)`` returns ``ids`` in the order in which a run reads them, the same
+    on all processes. In training, ``ids`` have a random order, and ``generator`` supplies more random numbers. In
+    evaluation, ``ids`` are sorted and ``generator`` is None. Each optimizer step takes the next ``batch_size``
+    samples; its processes and micro-steps take consecutive shares of them."""
     shuffle_block: int | None = None
     """The recipe's ``data.shuffle_block``: training shuffles blocks of this many consecutive samples, and the samples
     of 16 blocks at a time. None: an epoch is shuffled as a whole."""

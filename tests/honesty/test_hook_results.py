@@ -19,7 +19,8 @@ from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, make_recipe
 from fastloop.testing import VECTORS, expect_problem
-from fastloop_tools.inference.chunks import Chunks, predict_dataset
+from fastloop_tools.inference.chunks import Chunks
+from fastloop_tools.inference.predictions import predict_dataset
 from fastloop_tools.trainer.task import TrainerTask
 
 HOOKS = [name for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")]

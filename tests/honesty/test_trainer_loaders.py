@@ -1,7 +1,7 @@
 """``Trainer`` keeps the samples, order and batches of the loaders, or raises an error for a setting that it cannot.
 
 Modules:
-    core/fastloop/data/sampler_order.py
+    core/fastloop/data/custom_sampler.py
     plugins/fastloop_tools/trainer/user_loader.py
 """
 

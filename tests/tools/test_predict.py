@@ -5,6 +5,7 @@ Modules:
     plugins/fastloop_tools/inference/chunks.py
     plugins/fastloop_tools/inference/output.py
     plugins/fastloop_tools/inference/predict.py
+    plugins/fastloop_tools/inference/predictions.py
 """
 
 from __future__ import annotations

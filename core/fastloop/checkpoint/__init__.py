@@ -1,10 +1,10 @@
-"""Checkpoints: the format, the run folder, saving and resuming.
+"""Checkpoints, the run folder, saving and resuming.
 
 ``fastloop.schedule`` decides when a run saves a checkpoint to resume from. The plugin ``checkpoint-best`` decides after
 an evaluation whether to write the weights to ``best-*`` beside these, and puts the best ones back at the end.
 
-store                     # the files of a checkpoint: written, verified, found to resume from, and removed
-form                      # the form of a state that was read
+store                     # the files of a checkpoint and their format: written, verified, found to resume from, removed
+state_form                # whether a state that was read has the keys and types of the present one
 run_folder, lock          # the run folder, and its lock
 run_summary               # ``summary.json``
 saving                    # starts to write the state of a run
@@ -16,7 +16,6 @@ settings_record           # the settings of a run in its checkpoint; ``fastloop.
 """
 
 from fastloop.checkpoint.store import (
-    MANIFEST,
     ResumePoint,
     copy,
     find_newest,
@@ -28,7 +27,7 @@ from fastloop.checkpoint.store import (
     verify,
     write,
 )
-from fastloop.runtime.step_folders import checkpoints, step_folder, step_of
+from fastloop.runtime.step_folders import MANIFEST, checkpoints, step_folder, step_of
 
 __all__ = [
     "MANIFEST",

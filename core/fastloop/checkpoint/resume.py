@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, log_points
-from fastloop.checkpoint.form import check_form
 from fastloop.checkpoint.frozen import FrozenParts, restore_parts
 from fastloop.checkpoint.learning_rates import set_rates_of_length
 from fastloop.checkpoint.settings_record import with_own_code, with_own_growth, without_parameters
+from fastloop.checkpoint.state_form import check_form
 from fastloop.checkpoint.store import ResumePoint
 from fastloop.errors import CheckpointError, NoCheckpoint
 from fastloop.problem import Problem, counted

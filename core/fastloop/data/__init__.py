@@ -10,7 +10,7 @@ dataset that shards itself, it does so once an epoch.
 
 loaders, loader           # the datasets, loaders and micro-batch sizes of a run, and the batches of one split
 sampler                   # the sample ids of each micro-batch
-sampler_order             # the order of a sampler of a user or a plugin, which must be able to repeat its epochs
+custom_sampler            # the order of a sampler of a user or a plugin, which must be able to repeat its epochs
 block_order               # an order that reads samples in blocks
 datasets, iterables       # reads map-style and iterable datasets
 equal_steps               # as many steps on each process, for a dataset that shards itself

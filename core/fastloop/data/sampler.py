@@ -121,7 +121,8 @@ class StepSampler(Sampler[MicroBatchIds]):
             parts.append(f"{self.size} of an epoch's {self.drawn} taken")
         if self.shuffle and self.shuffle_block is not None:
             parts.append(f"shuffled in blocks of {self.shuffle_block}")
-        # no run resumes within an evaluation, where ``arrange`` gets no generator
+        # Evaluations have no order to compare: a run that resumes begins an evaluation from its first sample. There,
+        # ``shuffle`` is False and ``arrange`` gets no generator.
         is_default = self.user_order is None and (self.arrange is None or not self.shuffle)
         if not is_default:
             digest = hashlib.sha256(np.array(self.order(epoch), np.int64).tobytes()).hexdigest()[:12]

@@ -177,7 +177,7 @@ class CheckpointBest(Plugin):
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        from fastloop.checkpoint.form import check_form
+        from fastloop.checkpoint.state_form import check_form
 
         kept = asdict(KeptCheckpoint(step=0, value=0.0, metrics={}, weights=""))
         check_form(state, {"kept": [kept], "saved": {0: [0]}, "has_unsaved": False})

@@ -3,9 +3,10 @@
     plugins:
       - length-bucketing: {window: 100, max_tokens: 8192}
 
-Samples are shuffled, sorted by length inside windows of ``window`` batches, and the batches are shuffled again.
-Datasets are map-style with ``lengths`` or ``input_ids``. ``max_tokens`` limits the tokens of a micro-batch, padding
-included; steps still take ``train.batch_size`` samples.
+In training, samples are shuffled, sorted by length inside windows of ``window`` batches, and the batches are shuffled
+again. In evaluations and predictions, all samples are sorted by length; predictions are returned in the order of the
+dataset. Datasets are map-style with ``lengths`` or ``input_ids``. ``max_tokens`` limits the tokens of a micro-batch,
+padding included; steps still take ``train.batch_size`` samples.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class LengthBucketing(Plugin):
 
     name = "length-bucketing"
     numerics = "changes-training"
-    runs_after = ("compile",)  # which sets a multiple of its own
+    runs_after = ("compile",)  # compile has a multiple of its own for pad_to_multiple_of
     for_inference = True
-    kind = ""  # of the device
+    kind = ""  # the type of the device: cpu, cuda
 
     window: int = option(
-        "Batches among whose samples lengths are matched: more is less padding and less chance.", default=100, ge=2
+        "Batches whose samples are sorted together: more of them give less padding, and less random batches.",
+        default=100,
+        ge=2,
     )
     max_tokens: int | None = option(
         "Tokens of a device's batch at most, padding included; null: no limit.", default=None, ge=1

@@ -5,10 +5,10 @@ A sequence is the token ids of one sample.
     plugins:
       - packing
 
-Only the shape of batches changes, from (samples, longest) to (1, all tokens). No sequence is cut or left out: this is
-done by ``data.max_length`` and by the task, before. For transformers models with selectable attention (BERT,
-DistilBERT, RoBERTa, GPT-2, Llama and similar). A trial before training refuses a model whose results differ, as with a
-short sliding window.
+Only the shape of batches changes, from (samples, longest) to (1, all tokens). No sequence is cut or left out: the task
+does this before, by ``data.max_length`` (``MaskedSequences`` of ``text/chat/tokens.py``). For transformers models with
+selectable attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). A trial before training refuses a model
+whose results differ, as with a short sliding window.
 
 On CUDA in half precision one kernel computes a whole row, padded to a multiple of ``data.pad_to_multiple_of`` tokens,
 so ``compile`` makes few graphs. Elsewhere attention is called once a sequence, and under ``compile`` a graph ends at
@@ -46,8 +46,8 @@ INSIDE = {
     "fast_dropout": "fast_dropout",
     "fastloop_blocked": "fastloop_blocked",
 }
-"""The model's attention -> the attention called for each sequence. FlashAttention needs CUDA, so the trial on the CPU
-uses sdpa."""
+"""The model's attention -> the attention that a packed row calls for each sequence. A model with FlashAttention calls
+sdpa in the trial, which runs on the CPU, and FlashAttention for whole rows in the run."""
 PACKABLE = (*BERT_LIKE, "gpt2", "llama", "mistral", "qwen2")
 """Types of models that the tests pack."""
 CALL_SECONDS = 4e-4
@@ -159,7 +159,8 @@ class Packing(Plugin):
         if run.device.type == "cuda" and no_kernel is not None and self.name in run.recipe.selected:
             return TrialResult(refusal=f"attention would be computed one sequence at a time, since {no_kernel}")
         longest = self.longest_sequence(run)
-        if implementation != FLASH:  # which supports sliding windows
+        if implementation != FLASH:
+            # The trial refuses rows longer than a sliding window. FlashAttention supports one, its stand-in does not.
             self.collator.longest = longest
 
         def pack() -> None:

@@ -58,7 +58,7 @@ class SampleAudit(Plugin):
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        from fastloop.checkpoint.form import check_form
+        from fastloop.checkpoint.state_form import check_form
 
         check_form(state, {"unrecorded": 0, "totals": self.totals, "readers": [(0, 0, 0)]})
         self.loaded = True

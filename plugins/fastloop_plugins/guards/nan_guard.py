@@ -142,7 +142,7 @@ class NanGuard(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
-        from fastloop.checkpoint.form import check_form
+        from fastloop.checkpoint.state_form import check_form
 
         check_form(state, {"losses": [0.0], "counts": self.counts, "high_log_points": 0})
         self.spikes.losses.clear()  # after a rollback: losses of steps that are repeated

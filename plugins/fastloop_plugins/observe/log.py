@@ -170,7 +170,7 @@ class Log(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
-        from fastloop.checkpoint.form import check_form
+        from fastloop.checkpoint.state_form import check_form
 
         rows = state.get("rows", {})  # earlier checkpoints have none
         check_form({"offset": state.get("offset"), "rows": [*rows.values()]}, {"offset": 0, "rows": [0]})

@@ -53,7 +53,7 @@ class Profile(Plugin):
 
     written: int  # traces
     recorded: int  # steps since the last trace
-    history: bool  # whether the history of allocations is recorded
+    records_allocations: bool
     folder: Path  # of the traces; from before_fit on
     prefix: str  # of the names of this process's files
     open: ExitStack  # ends the profiler and the history
@@ -71,11 +71,11 @@ class Profile(Plugin):
         kinds = [profiler.ProfilerActivity.CPU]
         if run.device.type == "cuda":
             kinds.append(profiler.ProfilerActivity.CUDA)
-        self.history = self.memory and run.device.type == "cuda"
+        self.records_allocations = self.memory and run.device.type == "cuda"
         self.folder = run.folder / "profile"
         self.prefix = f"rank{run.rank}"
         self.open = ExitStack()
-        if self.history:
+        if self.records_allocations:
             torch.cuda.memory._record_memory_history()
             self.open.callback(torch.cuda.memory._record_memory_history, enabled=None)
         self.profiler = self.open.enter_context(
@@ -133,7 +133,7 @@ class Profile(Plugin):
         )
         table = averages.table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
         write(self.folder / f"{self.prefix}.operations.txt", table, durable=False, hidden=True)
-        if self.history:
+        if self.records_allocations:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.prefix}.memory.pickle"))  # type: ignore[no-untyped-call]
         self.written += 1
         self.log.info("%s written to %s", counted(self.recorded, "step"), self.folder)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 WINDOW = 30
-"""Seconds after which the measurement of the speed begins anew: the speed is an average over this time at most."""
+"""Seconds after which the measurement of the speed begins anew, at the next update. So the speed that is shown is an
+average over at most this time and the time between two updates."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Progress(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.bar: Bar | NotebookBar | None = None
-        self.next = 0.0  # time of the next update, by ``perf_counter``
+        self.next = 0.0  # time of the next update, by ``perf_counter``; infinite on other processes, which show nothing
         self.period = 0.0  # seconds between two updates
         self.copied: CopiedLoss | None = None
         self.console: Console  # this and the next attributes: from before_fit on

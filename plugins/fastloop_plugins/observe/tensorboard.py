@@ -88,7 +88,7 @@ class TensorBoard(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
-        from fastloop.checkpoint.form import check_form
+        from fastloop.checkpoint.state_form import check_form
 
         check_form(state, {"step": 0, "scalars": {}})
         check_form([*state["scalars"].values()], [0.0], "scalars")

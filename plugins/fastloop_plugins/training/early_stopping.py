@@ -71,7 +71,7 @@ class EarlyStopping(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
-        from fastloop.checkpoint.form import check_form
+        from fastloop.checkpoint.state_form import check_form
 
         check_form(state, {"best": 0.0 if state["best"] is not None else None, "waited": 0})
         self.best = state["best"]

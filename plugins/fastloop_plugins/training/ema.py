@@ -162,7 +162,7 @@ class EMA(Plugin):
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        from fastloop.checkpoint.form import check_form
+        from fastloop.checkpoint.state_form import check_form
 
         weights = dict(run.unwrap_model().named_parameters())
         check_form(state, {"average": {name: weights[name] for name in state["average"]}, "updates": 0})

@@ -3,6 +3,8 @@
     plugins:
       - lora: {r: 8, alpha: 16}
 
+``train.parameter_groups`` gives some of these matrices a learning rate of their own: ``{match: "*lora_B*", lr: 1e-3}``.
+
 Weights that the pretrained model lacks, such as those of a new head, are trained in full and saved with the adapters.
 The exported model has the adapters merged in. With ``merge: false``, only the adapters are written, and ``fastloop
 evaluate`` and ``predict`` add them to the base model. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language

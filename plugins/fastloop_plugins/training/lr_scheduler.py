@@ -109,7 +109,7 @@ class LRSchedule(Plugin):
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        from fastloop.checkpoint.form import check_form
+        from fastloop.checkpoint.state_form import check_form
 
         before = state["total_steps"]
         check_form(state, {"total_steps": 0 if before is not None else None})

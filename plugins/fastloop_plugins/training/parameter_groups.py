@@ -54,7 +54,7 @@ class ParameterGroups(Plugin):
     """
 
     name = "parameter-groups"
-    numerics = "bitwise"  # the keys of the recipe change training
+    numerics = "bitwise"  # the keys of the recipe change training, with any plugin list
 
     patterns: list[tuple[str, list[str], dict[str, Any]]]  # key, patterns and options of each group
 
@@ -71,7 +71,7 @@ class ParameterGroups(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         self.where = f"{recipe.where}: train.parameter_groups"
-        self.patterns: list[tuple[str, list[str], dict[str, Any]]] = []
+        self.patterns = []
         for index, entry in enumerate(recipe.train.parameter_groups or []):
             where = f"{self.where}[{index}]"
             known = {key: value for key, value in entry.items() if key in ("match", "lr", "weight_decay")}
@@ -167,7 +167,7 @@ class ParameterGroups(Plugin):
         groups = optimizer.param_groups
         optimizer.param_groups = []
         for group in groups:
-            parts: dict[str, ArgumentGroup] = {"[]": ArgumentGroup({})}  # by their arguments as text
+            by_arguments: dict[str, ArgumentGroup] = {as_key({}): ArgumentGroup({})}
             for parameter in group["params"]:
                 own: dict[str, Any] = {}
                 scale = scales.get(id(parameter), 1.0)
@@ -183,12 +183,17 @@ class ParameterGroups(Plugin):
                         place=self.where,
                         remedy=did_you_mean(key, group.keys() - {"params"}),
                     )
-                part = parts.setdefault(repr(sorted(own.items())), ArgumentGroup(own))
+                part = by_arguments.setdefault(as_key(own), ArgumentGroup(own))
                 part.parameters.append(parameter)
-            for part in parts.values():
+            for part in by_arguments.values():
                 if part.parameters:
                     optimizer.add_param_group({**group, **part.arguments, "params": part.parameters})
                     self.log.info("%s with %s", counted(len(part.parameters), "parameter"), part.describe())
+
+
+def as_key(arguments: Mapping[str, Any]) -> str:
+    """Equal arguments as equal text, in any order: their values may be lists, which no mapping has as keys."""
+    return repr(sorted(arguments.items()))
 
 
 @dataclass

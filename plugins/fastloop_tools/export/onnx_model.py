@@ -126,7 +126,7 @@ def export_onnx(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exp
     file = folder / "model.onnx"
     wrapped = Positional(model, names, calls.constants).eval()
     example = max(calls.tensors, key=lambda call: math.prod(call[names[0]].shape))
-    tensors = tuple(_two_rows(example[name], calls.axes[name]) for name in names)
+    tensors = tuple(_double_single_axes(example[name], calls.axes[name]) for name in names)
     label = f"{where}: {type(model).__name__} cannot be exported to ONNX"
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     try:
@@ -188,8 +188,8 @@ def compare(model: nn.Module, calls: Calls, file: Path) -> tuple[float, float, l
     return difference, largest, shapes
 
 
-def _two_rows(tensor: Tensor, axes: Mapping[int, str]) -> Tensor:
-    """At least two values on each axis that may change: the exporter takes a size of 1 for a constant."""
+def _double_single_axes(tensor: Tensor, axes: Mapping[int, str]) -> Tensor:
+    """A tensor with at least two values on each axis that may change: the exporter takes a size of 1 for a constant."""
     for axis in axes:
         if tensor.shape[axis] == 1:
             tensor = torch.cat([tensor, tensor], axis)

@@ -7,7 +7,9 @@ target, weights           # the run or model that is used, and its weights
 evaluate, saved           # `fastloop evaluate`, and its results in the run folder
 classes, worst            # its tables of classes, and the samples that a classifier got most wrong
 benchmarks                # ``--tasks``, by the library lm-eval
-predict, chunks           # `fastloop predict`: the hook ``predict`` of the task gives the columns of each part
+predict                   # `fastloop predict`: the command
+chunks                    # the samples to predict, in parts
+predictions               # the columns that the hook ``predict`` of the task gives, in the order of the samples
 output                    # writes these columns as a file of any format
 keep                      # ``--keep``: columns of the input beside the predictions
 """

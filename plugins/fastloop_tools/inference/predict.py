@@ -277,7 +277,7 @@ def predict_chunks(run: Run, chunks: Iterator[Any], kept: KeepOption, output: Pr
 
     from accelerate.utils import set_seed
 
-    from fastloop_tools.inference.chunks import predict_dataset
+    from fastloop_tools.inference.predictions import predict_dataset
 
     with ThreadPoolExecutor(1) as pool:
         chunk = next(chunks)

@@ -25,7 +25,7 @@ from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime.files import apply_umask
 from fastloop.runtime.main_module import stop_in_spawned_process
 from fastloop.splits import PREDICT, TEST, TRAIN, VALIDATION
-from fastloop_tools.inference.chunks import predict_dataset
+from fastloop_tools.inference.predictions import predict_dataset
 from fastloop_tools.trainer import runs
 from fastloop_tools.trainer.arguments import as_metrics, check_arguments, check_plugins
 from fastloop_tools.trainer.optimizers import UserOptimizer

@@ -25,7 +25,7 @@ from training_runs import execute
 
 from fastloop import Batch, Plugin, Settings, hookimpl
 from fastloop.data import Loader
-from fastloop.data.sampler_order import SamplerOrder
+from fastloop.data.custom_sampler import SamplerOrder
 from fastloop.errors import DataError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import ResolvedRecipe

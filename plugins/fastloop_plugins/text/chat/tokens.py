@@ -75,7 +75,7 @@ def encode_rows(
         options = PLAIN if size is None else PLAIN | {"truncation": True, "max_length": size}
         yield from map(special.complete, encode(tokenizer, rows, options))
         return
-    is_streamed = renderer is not None  # the first rows, which are encoded before, stand for all
+    is_streamed = renderer is not None  # only a stream gives the renderer with which it has encoded its first rows
     renderer = renderer or ChatRenderer(tokenizer, arguments["train_on"], counts_contents=True)
     merged = 0  # rows whose prompt ends inside a token
     first_merged = None
@@ -247,6 +247,7 @@ def ends_of_losses(ids: NDArray[np.int32], starts: NDArray[np.int64], limits: ND
         stop = int(np.searchsorted(limits, begin + AT_ONCE, side="right"))
         rows = slice(first, max(stop, first + 1))
         places = begin + np.flatnonzero(ids[begin : limits[rows.stop - 1]] >= 0)
+        # the last place before each limit: with places [-1, 1, 3] and limits [3, 4], searchsorted finds [2, 3]
         places = np.concatenate([[-1], places])  # -1: no token before a limit has a loss
         last = places[np.searchsorted(places, limits[rows]) - 1]
         ends[rows] = np.where(last > starts[rows], last + 1, starts[rows])

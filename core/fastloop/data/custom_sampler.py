@@ -1,7 +1,7 @@
-"""The order of a sampler from ``build_sampler`` as a function of seed and epoch.
+"""A sampler from ``build_sampler``: its order as a function of seed and epoch.
 
 It is the sampler of a plugin, or of a ``DataLoader`` that a user gave to ``Trainer``. A run can resume in its order on
-any number of processes.
+any number of processes. ``StepSampler`` draws the order of a run without such a sampler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ not copied."""
 
 @hookimpl(wrapper=True)
 def build_sampler(run: Run, split: str) -> Generator[None, BatchSampler | None, BatchSampler | None]:
-    """Put the order of a map-style dataset's sampler in its place, unless it is the default order.
+    """Replace the sampler of a map-style dataset by one with the same order that can resume.
+
+    A sampler with the default order remains, as ``StepSampler`` draws that order.
 
     Raises:
         UsageError: A run could not resume in the sampler's order; see ``SamplerOrder``.

@@ -1,4 +1,4 @@
-"""Checks the form of a state that was read from a checkpoint, before anything uses it."""
+"""Checks that a state that was read from a checkpoint has the expected keys and types, before anything uses it."""
 
 from __future__ import annotations
 

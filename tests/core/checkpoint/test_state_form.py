@@ -1,7 +1,7 @@
 """A state of another form is refused with its place; a state of the same form is accepted.
 
 Modules:
-    core/fastloop/checkpoint/form.py
+    core/fastloop/checkpoint/state_form.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop.checkpoint.form import check_form
+from fastloop.checkpoint.state_form import check_form
 
 ACCEPTED: dict[str, tuple[Any, Any]] = {
     "more keys": ({"a": 1, "b": 2}, {"a": 0}),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -174,12 +175,14 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
         lr, width = run["values"]["train.lr"], run["values"]["model.arguments.width"]
         assert (recipe["train"]["lr"], recipe["model"]["arguments"]["width"]) == (float(lr), int(width))
     assert {trial.number: trial.value for trial in trials()} == bests
-    shown = [line.split()[:2] for line in done.stdout.splitlines() if line[:1].isdigit()]
+    shown = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("trial-")]
     assert [value for _, value in shown] == [f"{value:.4f}" for value in sorted(bests.values(), reverse=True)]
 
     again = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "2")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "trial 0 of 2" not in again.stdout
+    assert "The study goes on: 2 trials are done, 0 of 2 trials remain.\n" in again.stdout
+    assert "trial 1 of 2, in trial-0000: " in done.stdout
+    assert "of 2, in " not in again.stdout, "nothing is trained"
     assert "best: fastloop train recipe.yaml --without progress train.lr=" in again.stdout
     assert len(trials()) == 2
     assert sorted(run.name for run in read([Path("run")]).runs) == ["trial-0000", "trial-0001"]
@@ -287,5 +290,9 @@ def test_another_worker_completes_the_search_of_a_stopped_one(number):
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path("run/trial-0000/summary.json").stat().st_mtime_ns == before
     assert [trial.state.name for trial in trials()] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
-    assert "trial 0 of 3" not in done.stdout
-    assert [row.split()[:2] for row in done.stdout.splitlines() if row.strip().startswith("1 ")] == [["1", "lost"]]
+    # the first worker's second trial is lost, or still seems to run
+    assert re.search(r"The study goes on: 1 trial is done,( 1 is running,)? [12] of 3 trials remains?\.", done.stdout)
+    begun = [line.partition(":")[0] for line in done.stdout.splitlines() if " of 3, in " in line]
+    assert [line.split(" in ")[1] for line in begun] == ["trial-0002", "trial-0003"]
+    assert begun[-1] == "trial 3 of 3, in trial-0003"
+    assert ["trial-0001", "lost"] in [row.split()[:2] for row in done.stdout.splitlines()]

@@ -156,12 +156,13 @@ def show_trials(rows: Sequence[TrialRow], settings: SweepSettings, better: Metri
     from fastloop.metric_modes import direction
     from fastloop.recipe import secrets
     from fastloop_tools.shared.tables import show_table
+    from fastloop_tools.sweep.study import trial_name
 
-    cells = [[str(row.number), row.shown, secrets.hide(" ".join(row.overrides))] for row in rows]
+    cells = [[trial_name(row.number), row.shown, secrets.hide(" ".join(row.overrides))] for row in rows]
     show_table(["trial", f"validation {settings.monitor}{direction(better)}", "overrides"], cells, wraps=-1)
     for row in rows:
         if row.error:
-            typer.echo(secrets.hide(f"trial {row.number} failed: {row.error}"))
+            typer.echo(secrets.hide(f"{trial_name(row.number)} failed: {row.error}"))
     if rows and rows[0].value is not None:
         words = [part for part in settings.words if not part.startswith("output=")]
         best = shlex.join(["fastloop", "train", *words, *rows[0].overrides, f"output={settings.folder}-best"])

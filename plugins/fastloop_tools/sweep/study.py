@@ -193,8 +193,11 @@ def check_origin(name: str, of_study: Mapping[str, Any], of_search: Mapping[str,
 
 
 def is_counted(trial: FrozenTrial) -> bool:
-    """Whether a trial is one of ``--trials``. One whose worker was lost or stopped is not: another trial replaces
-    it."""
+    """Whether a trial is one of ``--trials``. One whose worker was lost or stopped is not: another trial replaces it.
+
+    A running one is, so that several workers begin no more than ``--trials``. If its worker is lost,
+    ``fail_lost_trials`` ends it without an error, and it counts no more.
+    """
     return trial.state in (TrialState.COMPLETE, TrialState.RUNNING) or ERROR in trial.user_attrs
 
 
@@ -203,6 +206,12 @@ def fail_lost_trials(study: optuna.Study) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
+
+
+def trial_name(number: int) -> str:
+    """The name of a trial in messages, and of its folder. The numbers of Optuna begin at 0, and count lost trials,
+    too."""
+    return f"trial-{number:04d}"
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,20 @@ from collections.abc import Callable, Sequence
 
 import optuna
 import typer
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
+from fastloop.problem import agree, counted, counted_of
 from fastloop_tools.sweep.space import Axis
-from fastloop_tools.sweep.study import ERROR, RUNS, SURPLUS, WORKER, fail_lost_trials, is_counted, read_trials
+from fastloop_tools.sweep.study import (
+    ERROR,
+    RUNS,
+    SURPLUS,
+    WORKER,
+    fail_lost_trials,
+    is_counted,
+    read_trials,
+    trial_name,
+)
 from fastloop_tools.trials.runs import SweepSettings, TrialRun, stop
 
 POLL_SECONDS = 1.0
@@ -43,24 +53,44 @@ class Worker:
     after_trial: Callable[[], None]
 
     def work(self) -> None:
-        """Train trials until the study is complete. Then wait for the running trials of other workers, and replace lost
-        ones."""
+        """Train trials until the study has as many as it needs. Then wait for the running trials of other workers, and
+        replace lost ones."""
+        self._report_earlier_trials()
         waits = False
         while True:
-            fail_lost_trials(self.study)
-            counted = [trial for trial in read_trials(self.study) if is_counted(trial)]
-            running = sum(trial.state == TrialState.RUNNING for trial in counted)
-            if len(counted) < self.count:
+            trials = self._counted_trials()
+            running = sum(trial.state == TrialState.RUNNING for trial in trials)
+            if len(trials) < self.count:
                 waits = False
                 self.study.optimize(self.run_trial, n_trials=1, catch=(TrialFailed,))
                 self.after_trial()
             elif running:
                 if not waits:
-                    typer.echo(f"waiting for {running} running trials of other workers")
+                    typer.echo(f"waiting for {counted(running, 'running trial')} of other workers")
                 waits = True
                 time.sleep(POLL_SECONDS)
             else:
                 return
+
+    def _counted_trials(self) -> list[FrozenTrial]:
+        """The trials of the study that count. Marks those of lost workers as failed first, so that they do not."""
+        fail_lost_trials(self.study)
+        return [trial for trial in read_trials(self.study) if is_counted(trial)]
+
+    def _report_earlier_trials(self) -> None:
+        """Print how many trials are done and how many remain, if the study has some of an earlier start or of other
+        workers."""
+        trials = self._counted_trials()
+        if not read_trials(self.study):
+            return
+        running = sum(trial.state == TrialState.RUNNING for trial in trials)
+        done = len(trials) - running
+        remaining = max(self.count - len(trials), 0)
+        line = f"The study goes on: {counted(done, 'trial')} {agree(done, 'is', 'are')} done"
+        if running:
+            line += f", {running} {agree(running, 'is', 'are')} running"
+        left = counted_of(remaining, self.count, "trials")
+        typer.echo(f"{line}, {left} {agree(remaining, 'remains', 'remain')}.")
 
     def run_trial(self, trial: optuna.Trial) -> float:
         """Train a trial with all seeds. Returns its value.
@@ -70,20 +100,21 @@ class Worker:
             typer.Exit: A signal stopped a run.
         """
         earlier = [other for other in read_trials(self.study) if other.number < trial.number]
-        if sum(map(is_counted, earlier)) >= self.count:
+        counted_before = sum(map(is_counted, earlier))
+        if counted_before >= self.count:
             trial.set_user_attr(SURPLUS, True)
             raise TrialFailed
         trial.set_user_attr(WORKER, f"{socket.gethostname()}, process {os.getpid()}")
         values = {axis.key: axis.suggest(trial) for axis in self.axes}
-        typer.echo(
-            f"trial {trial.number} of {self.count}: {' '.join(f'{key}={value}' for key, value in values.items())}"
-        )
+        name = trial_name(trial.number)
+        shown = " ".join(f"{key}={value}" for key, value in values.items())
+        # from 1, without lost trials: the folder trial-0003 may have the third trial that counts
+        typer.echo(f"trial {counted_before + 1} of {self.count}, in {name}: {shown}")
         for other in earlier:
             if other.state == TrialState.COMPLETE and other.params == trial.params:
-                typer.echo(f"  the same as trial {other.number}: not trained again")
+                typer.echo(f"  the same as {trial_name(other.number)}: not trained again")
                 trial.set_user_attr(RUNS, other.user_attrs[RUNS])
                 return float(other.values[0])
-        name = f"trial-{trial.number:04d}"
         runs = [TrialRun(name if seed is None else f"{name}_seed-{seed}", values, seed) for seed in self.seeds]
         values_of_seeds = [self._run(trial, run, runs) for run in runs]
         return sum(values_of_seeds) / len(values_of_seeds)
@@ -110,7 +141,7 @@ class Worker:
         trial.set_user_attr(RUNS, [dataclasses.asdict(run) for run in runs])
         if run.status == "stopped":
             typer.echo(
-                f"The search was stopped in trial {trial.number}. Repeat the command to continue; another trial "
+                f"The search was stopped in {trial_name(trial.number)}. Repeat the command to continue; another trial "
                 "replaces this one."
             )
             raise stop(code)

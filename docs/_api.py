@@ -54,6 +54,7 @@ RULES: dict[type, dict[str, str]] = {
         "stop_reason": "by `request_stop()`",
         "count_step()": CORE,
         "skip_samples()": CORE,
+        "count_unreadable()": CORE,
         "restore()": CORE,
     },
     Batch: {

@@ -42,7 +42,7 @@ from fastloop.problem import Problem, counted
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import NO_CONTEXT, region
 from fastloop.splits import TRAIN, VALIDATION, name_metrics
-from fastloop.state import Batch
+from fastloop.state import Batch, BatchTotals
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
@@ -120,7 +120,9 @@ def train(run: Run) -> None:
         run._frozen = None
         for batches in run._steps(run.train_loader, state.epoch, state.epoch_samples):
             if state.left_out and state._is_step_left_out():
-                state.skip_samples(run._start_totals(batches).get())
+                totals = run._start_totals(batches).get()
+                state.skip_samples(totals)
+                count_unreadable(run, batches, totals)
                 continue
             loss = take_step(run, batches)
             if run.steps_to_compare > 0:
@@ -198,7 +200,17 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
         with region("optimizer"):
             run.scheduler.step()
     run.state.count_step(totals.get())
+    count_unreadable(run, batches, totals.get())
     return loss
+
+
+def count_unreadable(run: Run, batches: list[Batch], totals: BatchTotals) -> None:
+    """Count the samples of a step that could not be read. Every process calls it, with the totals of all processes."""
+    if totals.unreadable == 0:
+        return
+    ids = [int(index) for batch in batches for index, _ in batch.unreadable]
+    for ids_of_process in run.loaders.processes.all_gather_object(ids):
+        run.state.count_unreadable(ids_of_process)
 
 
 @hookimpl(trylast=True)

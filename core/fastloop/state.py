@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +42,10 @@ class State:
         save_requested: Whether a save is requested and not yet done.
         stop_reason: Why training ends early; None while it continues.
         left_out: ``[epoch, epoch_samples]`` at the beginning of each step to skip after a rollback.
-        unreadable: Unreadable samples so far, over all processes. Their batches do not contain them.
+        unreadable: Unreadable samples so far, over all processes, each counted once: rows that a task left out when it
+            built its datasets, and the samples of ``unreadable_ids``.
+        unreadable_ids: Ids of the training samples that could not be read so far, over all processes. Their batches do
+            not contain them.
     """
 
     step: int = 0
@@ -59,6 +62,7 @@ class State:
     stop_reason: str | None = None
     left_out: list[list[int]] = field(default_factory=list)
     unreadable: int = 0
+    unreadable_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.save_requested = False
@@ -85,8 +89,16 @@ class State:
         self.step += 1
         self.samples += totals.samples
         self.tokens += totals.tokens
-        self.unreadable += totals.unreadable
         self.epoch_samples += totals.drawn
+
+    def count_unreadable(self, ids: Iterable[int]) -> None:
+        """Add samples that could not be read, unless an earlier epoch has found them, too."""
+        known = set(self.unreadable_ids)
+        for index in ids:
+            if index not in known:
+                known.add(index)
+                self.unreadable_ids.append(index)
+                self.unreadable += 1
 
     def skip_samples(self, totals: BatchTotals) -> None:
         """Count samples as drawn in the current epoch."""

@@ -54,7 +54,7 @@ API = (
 )
 INTERNAL: dict[type, set[str]] = {
     Run: {"to_device"},
-    State: {"count_step", "skip_samples", "restore"},
+    State: {"count_step", "count_unreadable", "skip_samples", "restore"},
     Batch: {"pin_memory"},
     Processes: {"close", "explain_lost_connection"},
     CheckpointSaver: {"start"},

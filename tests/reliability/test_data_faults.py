@@ -21,16 +21,17 @@ from typing import Any
 import pytest
 import torch
 from fault_runs import times
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, IterableDataset
 from training_runs import execute
 
-from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
+from fastloop import CheckpointError, Plugin, RecipeError, Trainer, hookimpl
 from fastloop.errors import DataError, FastloopError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
-from fastloop.testing import assert_problem, expect_problem, tiny_data
+from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
 
 TIMES = times(3)
 WORKERS: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}}
@@ -206,10 +207,11 @@ def test_raising_rows_are_skipped_and_counted(tiny_run, plugins, caplog, record_
             seen.extend(index for batch in batches for index in batch.ids)
 
     ran = tiny_run([*plugins, SKIP, Sees()], data=Rows(bad))
-    assert ran.summary["unreadable_samples"] == 6
+    assert ran.summary["unreadable_samples"] == 3
     assert (ran.summary["steps"], ran.summary["samples"]) == (18, 2 * 64)
     assert sorted(seen) == sorted(2 * [index for index in range(67) if index not in bad])
     assert_problem(caplog, "sample-unreadable 17 ValueError")
+    assert caplog.text.count("cannot be read and is left out") == 3, "once each, in two epochs"
     record_property("faults", 6)
 
 
@@ -243,8 +245,49 @@ def test_leaving_out_is_bounded(tiny_run):
     """too many corrupt rows for plugins.skip-unreadable.limit: the run ends with an error"""
     with expect_problem("sample-unreadable plugins.skip-unreadable.limit 5", DataError):
         tiny_run([{"skip-unreadable": {"limit": 5}}], data=Rows(tuple(range(0, 67, 3))))
+    ran = tiny_run([{"skip-unreadable": {"limit": 3}}], data=Rows((3, 17, 40)), epochs=4)
+    assert (ran.summary["status"], ran.summary["unreadable_samples"]) == ("completed", 3)
+    with expect_problem("sample-unreadable plugins.skip-unreadable.limit 2", DataError):
+        tiny_run([{"skip-unreadable": {"limit": 2}}], data=Rows((3, 17, 40)))
     with expect_problem("sample-unreadable 100 ValueError row", DataError):
         tiny_run([SKIP], data=Rows(tuple(range(67))))
+
+
+def count_on_processes() -> tuple[int, list[int]]:
+    settings: dict[str, Any] = {"batch_size": 8, "lr": 0.01, "device": "cpu", "plugins": ["ddp", SKIP]}
+    trainer = Trainer(tiny_model(), Rows((3, 17, 40)), loss=cross_entropy, epochs=2, output="run", **settings)
+    summary = trainer.fit()
+    return summary["unreadable_samples"], trainer.run.state.unreadable_ids
+
+
+def test_processes_count_each_unreadable_row_once(processes):
+    """corrupt rows on two processes: all count the same ones, each once"""
+    first, second = [process.result for process in processes(2, count_on_processes)]
+    assert first == second
+    assert first[0] == 3
+    assert sorted(first[1]) == [3, 17, 40]
+
+
+def test_a_rollback_counts_each_unreadable_row_once(tiny_run):
+    """corrupt rows in steps that are repeated or left out after a rollback: each is counted once"""
+
+    class Fails(Plugin):
+        """Makes the inputs of the third step and of the first one of the second epoch NaN."""
+
+        name = "fails"
+
+        @hookimpl
+        def before_step(self, run: Any, batches: list[Any]) -> None:
+            if (run.state.epoch, run.state.epoch_samples) in ((0, 16), (1, 0)):
+                batches[0].inputs[0].fill_(float("nan"))
+
+    order = torch.randperm(67, generator=torch.Generator().manual_seed(123)).tolist()
+    bad = (order[0], order[9], order[17], order[40])  # in the steps 1, 2, 3, which is left out, and 6
+    plugins = [SKIP, {"nan-guard": {"action": "rollback"}}, Fails()]
+    ran = tiny_run(plugins, data=Rows(bad), save_every=1)
+    assert ran.summary["nan-guard"]["acted"] == 2
+    assert ran.summary["unreadable_samples"] == 4
+    assert sorted(ran.trainer.run.state.unreadable_ids) == sorted(bad)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

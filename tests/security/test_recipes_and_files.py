@@ -984,7 +984,7 @@ STATES: list[tuple[tuple[str, ...], Any]] = [
         for value in (5, None)
     ),
     *((("state", key), value) for key in ("step", "epoch", "samples") for value in (10**400, "text", None, -5, 1.5)),
-    *((("state", key), 5) for key in ("metrics", "left_out", "nothing", "stop_reason_")),
+    *((("state", key), 5) for key in ("metrics", "left_out", "unreadable_ids", "nothing", "stop_reason_")),
     *((("clock", "train"), value) for value in ("text", None, 10**400)),
     *((("recipe", key), value) for key in ("train", "model", "data") for value in (5, None)),
     *((("scheduler", key), value) for key in ("base_lrs", "last_epoch") for value in ("text", None, [])),

@@ -28,7 +28,7 @@ from fastloop.state import Batch
 log = logging.getLogger("fastloop")
 
 MAX_WARNINGS = 10
-"""Unreadable samples that are logged; further ones are only counted."""
+"""Unreadable samples that a loader names in the log. A damaged folder would fill it."""
 
 
 class Loader:
@@ -58,7 +58,7 @@ class Loader:
         UsageError: No sample is left.
 
     Attributes:
-        unreadable: Number of samples that could not be read and were left out of their batches.
+        unreadable_ids: Ids of the samples that could not be read and were left out of their batches.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Loader:
         own_generators: OwnGenerators | None = None,
     ) -> None:
         self.dataset = dataset
-        self.unreadable = 0
+        self.unreadable_ids: set[int] = set()
         self.has_warned_of_length = False
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
@@ -237,10 +237,13 @@ class Loader:
             yield group
 
     def _report_unreadable(self, batch: Batch) -> None:
-        """Count the samples of a batch that could not be read, and log the first ones of the run."""
+        """Log the samples of a batch that could not be read: each once, and the first ``MAX_WARNINGS`` that this loader
+        reads."""
         for index, reason in batch.unreadable:
-            self.unreadable += 1
-            if self.unreadable <= MAX_WARNINGS:
+            if index in self.unreadable_ids:
+                continue
+            self.unreadable_ids.add(index)
+            if len(self.unreadable_ids) <= MAX_WARNINGS:
                 log.warning(
                     Problem(f"sample {index} cannot be read and is left out: {reason}.", code="sample-unreadable")
                 )

@@ -4,8 +4,12 @@
       - skip-unreadable: {limit: 100}
 
 A sample is unreadable if the dataset raises an error for it; in the text tasks, also if a row is not valid CSV or JSON,
-if its text is not a string, or if it has no label. The log names the first skipped samples, and the summary's
-``unreadable_samples`` counts them. An iterable dataset ends at its first error.
+if its text is not a string, or if it has no label. The log names the first skipped samples of each split. An iterable
+dataset ends at its first error.
+
+The summary's ``unreadable_samples`` counts the skipped samples of training and the rows that a text task has left out.
+Each counts once, however many epochs read it, and so it does for ``limit``. Samples that an evaluation skips are in the
+log alone.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ class SkipUnreadable(Plugin):
     on_resume = {"limit": "free"}
     for_inference = True
 
-    limit: int = option("Samples to skip before the run ends with an error.", default=100, ge=0)
+    limit: int = option("Samples to skip before the run ends with an error, each counted once.", default=100, ge=0)
 
     @hookimpl
     def configure(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from fastloop.checkpoint.settings_record import (
     OPTIMIZER_CODE,
     ChangedSetting,
     changed_settings,
+    differences,
     explain_parameters,
     group_settings,
     plain,
@@ -47,6 +49,9 @@ FREE = (
 )  # fmt: skip
 """Keys of ``train`` that a resumed run may change."""
 
+PATHS = re.compile(r"data\.(files|sources\.\d+\.files)(\.|$)")
+"""Settings that name files of data. The same rows may be in other files, such as on the disk of another machine."""
+
 
 @hookimpl(trylast=True)
 def check_run(run: Run) -> None:
@@ -61,7 +66,10 @@ def check_run(run: Run) -> None:
     # the main process reads: another host may see the checkpoint late
     saved = run.processes.all_gather_object(read_state(path) if run.is_main else None)[0]
     with convert_errors(f"{path}: malformed state.json. Resume from another checkpoint: "):
-        changed = compare_recipes(path, unpack(saved["recipe"], {}), secrets.hidden(run.recipe.to_dict()))
+        # ``compare_data`` knows whether the rows are the same
+        compares_rows = "data" in saved and all(hasattr(data, "fingerprint") for data in run.datasets.values())
+        recipe = secrets.hidden(run.recipe.to_dict())
+        changed = compare_recipes(path, unpack(saved["recipe"], {}), recipe, paths_are_free=compares_rows)
         has_record = "build" in saved  # checkpoints of early versions have none
         if has_record:
             saved["build"] = unpack(saved["build"], {})
@@ -99,16 +107,22 @@ def refusal(path: Path, difference: ChangedSetting) -> CheckpointError:
     )
 
 
-def compare_recipes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> list[ChangedSetting]:
+def compare_recipes(path: Path, old: dict[str, Any], new: dict[str, Any], paths_are_free: bool) -> list[ChangedSetting]:
     """Compare the model, the data and the section ``train``. Returns the free settings that differ.
+
+    Args:
+        paths_are_free: Whether the run may change ``PATHS``.
 
     Raises:
         CheckpointError: A fixed setting differs; names the key and both values.
     """
-    for section in ("model", "data"):
-        if old[section] != new[section]:
-            raise refusal(path, ChangedSetting(section, old[section], new[section]))
+    if old["model"] != new["model"]:
+        raise refusal(path, ChangedSetting("model", old["model"], new["model"]))
     changed = []
+    for difference in differences(old["data"], new["data"], "data"):
+        if not (paths_are_free and PATHS.match(difference.key)):
+            raise refusal(path, ChangedSetting("data", old["data"], new["data"]))
+        changed.append(difference)
     for key, now in new["train"].items():
         before = old["train"].get(key, getattr(Train, key))  # a checkpoint of an early version may lack a key
         if before == now:

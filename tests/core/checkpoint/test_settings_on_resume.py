@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from recipe_runs import make_run
+from text_helpers import TINY, rows, write_rows
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, StepLR
 from training_runs import execute
@@ -31,7 +32,7 @@ from fastloop.checks.resumed_run import FIXED, FREE
 from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.recipe import Train
-from fastloop.testing import tiny_data, tiny_model
+from fastloop.testing import expect_problem, tiny_data, tiny_model, train
 
 BASE = {"max_steps": 2, "epochs": 2, "save_every": 2, "evaluate_every": None, "log_every": 1}
 
@@ -355,3 +356,33 @@ def test_a_checkpoint_of_an_early_version_without_a_record_resumes():
     del state["build"]
     checkpoint.write(path, model, state)
     assert Trainer(tiny_model(), tiny_data(), epochs=2, resume=True, **usual).fit()["epochs"] == 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_of_data_may_move_if_their_rows_stay(streaming: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fastloop")
+    section = {"label": "label", "max_length": 16, "validation_fraction": 0, "streaming": streaming}
+
+    def fit(files: str, steps: int, output: str = "run", resume: Path | None = None, **data: Any) -> list[float]:
+        tree = {
+            "model": {"config": TINY, "tokenizer": {"kind": "word"}},
+            "data": section | {"files": {"train": files}} | data,
+            "train": BASE | {"max_steps": steps, "batch_size": 8, "lr": 1e-2, "device": "cpu"},
+            "plugins": {"log": False, "progress": False},
+            "output": output,
+        }
+        return train(tree, resume=resume).losses
+
+    write_rows("a.jsonl", rows(40))
+    whole = fit("a.jsonl", 4, "whole")
+    assert fit("a.jsonl", 2) == whole[:2]
+    Path("moved").mkdir()
+    Path("a.jsonl").rename("moved/b.jsonl")
+    run = Path("run")
+    with expect_problem("resume-differs data 'moved/*.jsonl' 8", CheckpointError):
+        fit("moved/*.jsonl", 4, resume=run, max_length=8)
+    write_rows("other.jsonl", rows(40)[::-1])
+    with expect_problem("data-changed train:", CheckpointError):
+        fit("other.jsonl", 4, resume=run)
+    assert fit("moved/*.jsonl", 4, resume=run) == whole[2:]
+    assert "data.files.train = 'moved/*.jsonl' (was 'a.jsonl')" in caplog.text

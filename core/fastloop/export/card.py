@@ -30,7 +30,8 @@ messages = [{"role": "user", "content": "Hello"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=100)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
-
+WRITE = """output = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask)
+print(tokenizer.batch_decode(output, skip_special_tokens=True))"""
 PRINT_CLASS = """for probabilities in outputs.logits.softmax(1):
     print(model.config.id2label[int(probabilities.argmax())], probabilities.max().item())"""
 PRINT_CLASSES = """for probabilities in outputs.logits.sigmoid():
@@ -50,6 +51,7 @@ class ModelCard:
         labels: Class id -> name; empty: the model does not classify.
         tokenized: See ``tokenized_columns``.
         max_length: See ``tokens_of_text``.
+        prefix: The text that the task puts before each text: ``data.prefix``.
     """
 
     title: str
@@ -60,6 +62,7 @@ class ModelCard:
     labels: dict[int, str] = field(default_factory=dict)
     tokenized: Sequence[str] = ("text",)
     max_length: int | None = None
+    prefix: str = ""
 
     def render(self, folder: Path) -> str:
         """The page in Markdown, for the files in a folder."""
@@ -67,8 +70,10 @@ class ModelCard:
         form = "adapter" if library == "peft" else "safetensors"
         lines = head_of_page(library, self.title, form, self.base, self.task)
         lines += ["```python", *code, "```", ""]
+        if self.prefix:
+            lines += [self.describe_prefix(), ""]
         if self.max_length is not None and self.tokenizer_call("pt") in code:
-            lines += [self.describe_probabilities(), ""]
+            lines += [self.describe_texts(), ""]
         if self.labels:
             lines += [*label_table(self.labels), ""]
         return "\n".join(lines)
@@ -95,9 +100,10 @@ class ModelCard:
                 "# model: an object of the class that was trained",
                 "model.load_state_dict(weights)",
             ]
-        auto = find_auto_class(self.architecture or next(iter(config.get("architectures") or ["AutoModel"])))
+        architecture = self.architecture or next(iter(config.get("architectures") or ["AutoModel"]))
+        auto = find_auto_class(architecture, own_classes(config))
         names = [auto]
-        lines = [place, f"model = {auto}.from_pretrained(folder)"]
+        lines = [place, f"model = {auto}.from_pretrained(folder{code_option(config)})"]
         tokenizer = self._tokenizer_code(folder, auto, config)
         if tokenizer:
             names.append("AutoTokenizer")
@@ -116,15 +122,20 @@ class ModelCard:
         limit = ""
         if self.max_length is not None:
             limit = f", max_length={self.max_length}"
-        texts = texts_to_tokenize(self.tokenized)
+        texts = texts_to_tokenize(self.tokenized, self.prefix)
         return f'inputs = tokenizer({texts}, padding=True, truncation=True{limit}, return_tensors="{tensors}")'
 
-    def describe_probabilities(self) -> str:
+    def describe_texts(self) -> str:
         """The length of texts, and how the probabilities of a classifier compare with those of `fastloop predict`."""
-        return (
-            f"Texts are cut at {self.max_length} tokens, as in training (`data.max_length`). The probabilities equal "
-            "those of `fastloop predict --without amp`, up to rounding in float32."
-        )
+        text = f"Texts are cut at {self.max_length} tokens, as in training (`data.max_length`)."
+        if self.labels:
+            text += " The probabilities equal those of `fastloop predict --without amp`, up to rounding in float32."
+        return text
+
+    def describe_prefix(self) -> str:
+        """How the texts of the model begin."""
+        prefix = json.dumps(self.prefix, ensure_ascii=False)
+        return f"The model was trained on texts that begin with {prefix} (`data.prefix`). It needs it before each text."
 
     def _adapter_code(self, folder: Path, place: str) -> list[str]:
         base = read_json_object(folder / "adapter_config.json").get("base_model_name_or_path") or self.base
@@ -136,18 +147,24 @@ class ModelCard:
                 "# base: the model that the adapter was trained on",
                 "model = PeftModel.from_pretrained(base, folder)",
             ]
-        auto = find_auto_class(self.architecture)
+        config = read_json_object(folder / BASE_CONFIG)
+        auto = find_auto_class(self.architecture, own_classes(config))
         names = [auto]
         lines = [place]
         options = ""
-        config = read_json_object(folder / BASE_CONFIG)
+        of_base = json.dumps(str(base))
+        code = code_option(config)
         if (folder / BASE_CONFIG).is_file():  # the base with the classes of this model
             names.append("AutoConfig")
-            lines.append(f'config = AutoConfig.from_pretrained(f"{{folder}}/{BASE_CONFIG}")')
+            loader = "AutoConfig"
+            if code:  # its class is in the code that ships with the base
+                lines.append(f"config = AutoConfig.from_pretrained({of_base}{code})")
+                loader = "type(config)"
+            lines.append(f'config = {loader}.from_pretrained(f"{{folder}}/{BASE_CONFIG}")')
             options = ", config=config"
         elif self.labels:
             options = f", num_labels={len(self.labels)}"
-        lines.append(f"base = {auto}.from_pretrained({json.dumps(str(base))}{options})")
+        lines.append(f"base = {auto}.from_pretrained({of_base}{options}{code})")
         lines.append("model = PeftModel.from_pretrained(base, folder)")
         tokenizer = self._tokenizer_code(folder, auto, config)
         if tokenizer:
@@ -158,7 +175,7 @@ class ModelCard:
     def _tokenizer_code(self, folder: Path, auto: str, config: dict[str, Any]) -> list[str]:
         """The code that loads an exported tokenizer, and gives texts to the model; empty: the folder has no tokenizer.
 
-        It prints the answer of a chat model, or the classes of each text.
+        It prints the answer of a chat model, the text that an encoder-decoder writes, or the classes of each text.
 
         Args:
             auto: The Auto class of the model.
@@ -166,9 +183,11 @@ class ModelCard:
         """
         if not (folder / "tokenizer_config.json").is_file():
             return []
-        lines = ["tokenizer = AutoTokenizer.from_pretrained(folder)"]
+        lines = [f"tokenizer = AutoTokenizer.from_pretrained(folder{code_option(config)})"]
         if auto == "AutoModelForCausalLM" and has_chat_template(folder):
             lines += CHAT.splitlines()
+        elif auto == "AutoModelForSeq2SeqLM":
+            lines += ["", self.tokenizer_call("pt"), *WRITE.splitlines()]
         elif auto == "AutoModelForSequenceClassification" and len(self.labels) > 1:
             lines += ["", self.tokenizer_call("pt")]
             lines.append("outputs = model(**inputs)")
@@ -221,9 +240,17 @@ def tokens_of_text(data: Mapping[str, Any], folder: Path) -> int | None:
     return length if has_tokenizer and isinstance(length, int) else None
 
 
-def texts_to_tokenize(columns: Sequence[str]) -> str:
-    """The arguments of a tokenizer: two texts of each column, as Python code."""
-    return ", ".join(json.dumps([f"the first {column}", "a second one"], ensure_ascii=False) for column in columns)
+def texts_to_tokenize(columns: Sequence[str], prefix: str) -> str:
+    """The arguments of a tokenizer: two texts of each column, as Python code.
+
+    Args:
+        prefix: Begins each text.
+    """
+    arguments = []
+    for column in columns:
+        texts = [f"{prefix}the first {column}", f"{prefix}a second one"]
+        arguments.append(json.dumps(texts, ensure_ascii=False))
+    return ", ".join(arguments)
 
 
 def label_table(labels: Mapping[int, str]) -> list[str]:
@@ -235,15 +262,40 @@ def label_table(labels: Mapping[int, str]) -> list[str]:
     return lines
 
 
-def find_auto_class(architecture: str) -> str:
-    """The Auto class that loads a class of transformers with its head."""
+def find_auto_class(architecture: str, own: Mapping[str, str]) -> str:
+    """The Auto class that loads a class of transformers, or of a model's own code, with its head.
+
+    Args:
+        own: A result of ``own_classes``.
+    """
     from transformers.models.auto import modeling_auto
 
+    for auto, name in own.items():
+        if name == architecture:
+            return auto
     for auto, mapping in AUTO_CLASSES.items():
         for value in getattr(modeling_auto, mapping).values():
             if architecture in ((value,) if isinstance(value, str) else value):
                 return auto
     return "AutoModel"
+
+
+def own_classes(config: Mapping[str, Any]) -> dict[str, str]:
+    """The classes in the code that ships with a model: Auto class -> the name of a model's class. Empty without code.
+
+    Args:
+        config: The configuration, in which ``auto_map`` has entries such as ``"AutoModel": "modeling_net.NetModel"``.
+    """
+    classes = {}
+    for auto, place in (config.get("auto_map") or {}).items():
+        if auto.startswith("AutoModel") and isinstance(place, str):
+            classes[auto] = place.rpartition(".")[2]
+    return classes
+
+
+def code_option(config: Mapping[str, Any]) -> str:
+    """The argument of ``from_pretrained`` that runs the code which ships with a model; empty without code."""
+    return ", trust_remote_code=True" if config.get("auto_map") else ""
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -67,6 +67,7 @@ def make_card(run: Run, folder: Path) -> ModelCard:
         labels={int(index): str(label) for index, label in labels.items()},
         tokenized=tokenized_columns(run.recipe.data, folder),
         max_length=tokens_of_text(run.recipe.data, folder),
+        prefix=str(run.recipe.data.get("prefix") or ""),
     )
 
 

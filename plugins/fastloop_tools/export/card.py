@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from fastloop.export.card import ModelCard, head_of_page, label_table
+from fastloop.export.card import ModelCard, code_option, head_of_page, label_table
 
 if TYPE_CHECKING:
     from fastloop_tools.export.onnx_model import Exported
@@ -15,21 +15,21 @@ TOKENIZER_INPUTS = {"input_ids", "attention_mask", "token_type_ids"}
 """Inputs that a tokenizer makes from texts."""
 
 
-PRINT_CLASSES = """labels = AutoConfig.from_pretrained(folder).id2label
+PRINT_CLASSES = """labels = AutoConfig.from_pretrained(folder{code}).id2label
 for logits in outputs[0]:
     print([label for index, label in labels.items() if logits[index] > 0])  # a probability above 0.5"""
-PRINT_CLASS = """labels = AutoConfig.from_pretrained(folder).id2label
+PRINT_CLASS = """labels = AutoConfig.from_pretrained(folder{code}).id2label
 for logits in outputs[0]:
     print(labels[int(logits.argmax())])"""
 
 
-def onnx_card(card: ModelCard, exported: Exported, several_labels: bool = False) -> str:
+def onnx_card(card: ModelCard, exported: Exported, config: Mapping[str, Any]) -> str:
     """A page of Markdown.
 
     Args:
         card: The names in the page.
         exported: The signature of the model.
-        several_labels: Whether a text may have several classes.
+        config: The configuration beside the model; empty: it is no model of transformers.
     """
     labels = card.labels
     lines = head_of_page("onnx", card.title, f"ONNX with opset {exported.opset}", card.base, card.task)
@@ -41,22 +41,27 @@ def onnx_card(card: ModelCard, exported: Exported, several_labels: bool = False)
     # A classifier of texts has the output logits of the shape [batch, 5], one of tokens [batch, sequence, 5].
     classifies = [(key, shape) for key, _, shape in exported.outputs] == [("logits", f"[batch, {len(labels)}]")]
     if classifies and len(labels) > 1:
-        printed = (PRINT_CLASSES if several_labels else PRINT_CLASS).splitlines()
+        several_labels = config.get("problem_type") == "multi_label_classification"
+        template = PRINT_CLASSES if several_labels else PRINT_CLASS
+        printed = template.replace("{code}", code_option(config)).splitlines()
     inputs = [key for key, _, _ in exported.inputs]
-    code = _code(card, inputs, printed)
+    code = _code(card, inputs, printed, code_option(config))
     lines += ["```python", *code, "```", ""]
+    if card.prefix:
+        lines += [card.describe_prefix(), ""]
     if printed and card.max_length is not None and card.tokenizer_call("np") in code:
-        lines += [card.describe_probabilities(), ""]
+        lines += [card.describe_texts(), ""]
     if labels:
         lines += [*label_table(labels), ""]
     return "\n".join(lines)
 
 
-def _code(card: ModelCard, inputs: list[str], printed: Sequence[str]) -> list[str]:
+def _code(card: ModelCard, inputs: list[str], printed: Sequence[str], option: str) -> list[str]:
     """The lines that load the model and run it: on texts, if the tokenizer makes all of its inputs.
 
     Args:
         printed: Lines that print the classes of texts, with ``AutoConfig``; empty: the model does not classify texts.
+        option: A result of ``code_option``.
     """
     place = f"folder = {json.dumps(card.name)}"
     session = 'session = onnxruntime.InferenceSession(f"{folder}/model.onnx")'
@@ -69,7 +74,7 @@ def _code(card: ModelCard, inputs: list[str], printed: Sequence[str]) -> list[st
         "",
         place,
         session,
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{option})",
         card.tokenizer_call("np"),
         f"outputs = session.run(None, {{name: inputs[name] for name in {json.dumps(inputs)}}})",
         *printed,

@@ -182,6 +182,7 @@ def write_export(recipe: Recipe, model_folder: Path, destination: Path, to: str,
         labels=read_labels(config),
         tokenized=tokenized_columns(recipe.data, destination),
         max_length=tokens_of_text(recipe.data, destination),
+        prefix=str(recipe.data.get("prefix") or ""),
     )
     write_readme(destination, card, exported)
     return "" if exported is None else str(exported)
@@ -207,9 +208,7 @@ def write_readme(destination: Path, card: ModelCard, exported: Exported | None) 
 
     readme = destination / "README.md"
     if exported is not None:
-        problem = read_json_object(destination / "config.json").get("problem_type")
-        several_labels = problem == "multi_label_classification"
-        page = onnx_card(card, exported, several_labels)
+        page = onnx_card(card, exported, read_json_object(destination / "config.json"))
     elif not readme.exists():  # a model of another program, or of an earlier version
         page = card.render(destination)
     elif is_own(readme):

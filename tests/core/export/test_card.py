@@ -45,7 +45,7 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], str
     "seq2seq": (
         PAIRS,
         {"config": T5, "tokenizer": {"kind": "word"}},
-        {"text": "text", "target": "target", "max_target_length": 8},
+        {"text": "text", "target": "target", "max_target_length": 8, "prefix": "name : "},
         "T5ForConditionalGeneration",
     ),
 }
@@ -84,6 +84,10 @@ def test_the_code_of_the_card_loads_the_model_with_its_head(tmp_path, capsys, ta
     if task == "causal-lm":  # the example has run, and its answer was printed
         assert loaded["inputs"]["input_ids"].shape[1] > 3
         assert capsys.readouterr().out.endswith("\n")
+    if task == "seq2seq":
+        assert loaded["tokenizer"].decode(loaded["inputs"]["input_ids"][1]).startswith("name :")
+        assert 'begin with "name : " (`data.prefix`)' in page
+        assert capsys.readouterr().out.startswith("[")
     if task == "text-classification":
         lines = capsys.readouterr().out.splitlines()
         labels = [line.split()[0] for line in lines]

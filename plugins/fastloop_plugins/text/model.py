@@ -6,12 +6,12 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import Problem, RecipeError, no_code
+from fastloop import RecipeError
 from fastloop.options import parse
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
@@ -32,6 +32,7 @@ from fastloop_plugins.models.hub import (
     quiet,
 )  # fmt: skip
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
+from fastloop_plugins.models.remote_code import check_code, define_values, marking_undefined
 from fastloop_plugins.models.vocabulary import fit_padding, fit_vocabulary, longest_text, set_pad_id
 from fastloop_plugins.models.warm_start import load_weights, weight_files
 from fastloop_plugins.rows.column import Column
@@ -100,7 +101,7 @@ class TextModel:
         self.tokenizer_key = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         self.new_tokens = NewTokens(self.options, self.options.name, self.tokenizer_key, key, self.where)
         self.trained = self._read_trained_tokenizer()
-        self._check_code()
+        check_code(self.options, self.where)
         for named in ("name", "tokenizer"):
             name = getattr(self.options, named)
             if isinstance(name, str):
@@ -153,27 +154,6 @@ class TextModel:
             )
         self._check_units(trained.kind, options)
         return trained
-
-    def _check_code(self) -> None:
-        """Warn of the code that ships with the model. Refuse it, and kernels of the hub, with ``--no-code``."""
-        source = self.options.name or self.options.tokenizer
-        if self.options.trust_remote_code:
-            no_code.refuse(f"{self.where}.trust_remote_code", f"it runs the Python code that ships with {source}")
-            logger.warning(
-                Problem(
-                    f"runs the Python code that ships with {source}.",
-                    code="runs-remote-code",
-                    place="model.trust_remote_code",
-                )
-            )
-        kernel = self.options.attn_implementation or ""
-        # transformers downloads a kernel for names such as "owner/kernel", and for flash_attention_2 if the package
-        # kernels is installed
-        is_downloaded = "/" in kernel
-        if kernel.startswith("flash_attention") and find_spec("kernels") is not None:
-            is_downloaded = True
-        if is_downloaded:
-            no_code.refuse(f"{self.where}.attn_implementation", f"it runs the kernel {kernel} of the hub")
 
     def _use_base_of_adapter(self) -> Adapter | None:
         """If ``model.name`` is the folder of an adapter, replace it by the adapter's base model, and use the tokenizer
@@ -260,7 +240,10 @@ class TextModel:
         if self.options.config is not None:
             return config_from_scratch(self.options.config, f"{self.where}.config")
         if self.adapter is not None and self.adapter.base_config is not None:
-            config = AutoConfig.from_pretrained(str(self.adapter.base_config))
+            loader: Any = AutoConfig
+            if self.options.trust_remote_code:  # the class is in the code that ships with the base model
+                loader = type(self._pretrained(AutoConfig, "name"))
+            config = loader.from_pretrained(str(self.adapter.base_config))
         else:
             config = self._pretrained(AutoConfig, "name")
         self._check_architecture(config.to_dict())  # for a model of the hub, only known now
@@ -448,18 +431,21 @@ class TextModel:
         """
         import torch
 
-        model, notes = self._pretrained(
-            auto,
-            "name",
-            config=self.config,
-            use_safetensors=True,  # the alternative is a pickle
-            dtype=torch.float32,
-            attn_implementation=self.options.attn_implementation,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with marking_undefined() if self.options.trust_remote_code else nullcontext():
+            model, notes = self._pretrained(
+                auto,
+                "name",
+                config=self.config,
+                use_safetensors=True,  # the alternative is a pickle
+                dtype=torch.float32,
+                attn_implementation=self.options.attn_implementation,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
         missing = set(notes["missing_keys"])
         self.new = new_weights(notes)
+        if self.options.trust_remote_code:
+            define_values(model, self.new, self.options.name or "")
         if self.adapter is None:  # an adapter has the weights that its base model lacks
             check_new(model, self.options.name or "", notes, f"{self.where}.name")
         if labels is not None and not labels.keeps_head:

@@ -62,6 +62,18 @@ def test_pairs_that_are_equal_after_the_cut_are_counted():
     assert [*findings[5].values()] == [[], []]
 
 
+@pytest.mark.parametrize(("keep", "count"), [("begun", 1), ("whole", 2), ("all", 2)])
+def test_rows_with_a_completion_of_no_token_are_left_out(keep, count):
+    """A mean over its tokens, as in ipo and orpo, would be NaN."""
+    empty = [2, 0, 1, 7, 8, 4]
+    pair = [2, 1, 1, 7, 8, 4, 5]
+    split = Split(np.array([*empty, *pair], np.int32), np.array([6, 7]))
+    pairs = Completions(split, ["chosen", "rejected"], 5, keep)
+    assert len(pairs) == count
+    left_out = pairs.findings["are left out: a completion has no token"]
+    assert left_out.tolist() == ([0] if keep == "begun" else [])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_folds_divide_the_rows_of_each_task(tmp_path, case):
     """An evaluation reads the rows of its fold alone."""

@@ -177,12 +177,14 @@ class Completions(Sequences):
         parts = split.ids[starts[:, None] + np.arange(count)].astype(np.int64)  # (rows, count): [2 3 1] of this row
         borders = np.cumsum(np.column_stack([starts + count, parts]), axis=1)
         whole = parts[:, :1] + parts[:, 1:]  # each prompt with each completion
-        if keep == "all":
-            is_kept = np.ones(len(parts), dtype=bool)
-        elif keep == "begun":
-            is_kept = parts[:, 0] < most
-        else:
-            is_kept = (whole <= most).all(1)
+        is_empty = np.zeros(len(parts), dtype=bool)
+        fits = np.ones(len(parts), dtype=bool)
+        if keep == "begun":
+            is_empty = (parts[:, 1:] == 0).any(1)
+            fits = parts[:, 0] < most
+        elif keep == "whole":
+            fits = (whole <= most).all(1)
+        is_kept = fits & ~is_empty
         same = np.zeros(len(parts), dtype=bool)
         same_after_cut = np.zeros(len(parts), dtype=bool)
         if len(names) == 2:
@@ -194,7 +196,8 @@ class Completions(Sequences):
                 same_after_cut[row] = np.array_equal(chosen[:room], rejected[:room])
         self.findings = {
             f"are cut at {most} tokens (data.max_length)": np.flatnonzero((whole > most).any(1) & is_kept),
-            f"are left out: more than {most} tokens (data.max_length)": np.flatnonzero(~is_kept),
+            f"are left out: more than {most} tokens (data.max_length)": np.flatnonzero(~fits),
+            "are left out: a completion has no token": np.flatnonzero(fits & is_empty),
             "have the same completion twice": np.flatnonzero(same),
             f"have the same completion twice after the cut at {most} tokens (data.max_length)": np.flatnonzero(
                 same_after_cut & ~same & is_kept

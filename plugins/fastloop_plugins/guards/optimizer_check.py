@@ -5,13 +5,15 @@
 
 Weights that a plugin replaces after the optimizer was built would silently never train. A difference after
 ``build_optimizer`` is a warning, and one that ``prepare``, ``after_prepare`` or ``before_fit`` introduces an error.
-Parameters that the first steps do not change are one warning, which ``_updates`` decides.
+Parameters that the first steps do not change are one warning, which ``_updates`` decides. A loss that is NaN or
+infinite at a log point is one, too, unless `nan-guard` is listed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, Strategy, hookimpl
@@ -37,6 +39,7 @@ class OptimizerCheck(Plugin):
         built: These parameters, until the run is built: they stay alive, so that no ``id`` is reused.
         accepted: The parameters that differ after ``build_optimizer``, by ``id``.
         updates: The check of the first optimizer steps; None: not begun, or complete.
+        has_warned: Whether a loss was NaN or infinite.
     """
 
     name = "optimizer-check"
@@ -49,6 +52,7 @@ class OptimizerCheck(Plugin):
         self.built: list[Tensor] = []
         self.accepted: dict[int, Tensor] = {}
         self.updates: UpdateCheck | None = None
+        self.has_warned = False
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
@@ -127,6 +131,23 @@ class OptimizerCheck(Plugin):
             self.updates = None
             for hook in ("before_optimizer_step", "after_step"):
                 run.plugins.unsubscribe(self, hook)
+
+    @hookimpl
+    def log_scalars(self, run: Run, scalars: Mapping[str, float], step: int) -> None:
+        """Warn once of a loss that is NaN or infinite: the host has read it."""
+        loss = scalars.get("train/loss", 0.0)
+        if math.isfinite(loss) or self.has_warned or "nan-guard" in run.plugins.names():
+            return
+        self.has_warned = True
+        logger.warning(
+            Problem(
+                f"the mean loss since the last log point is {loss}. If weights became NaN, they stay so: training goes "
+                "on in vain, and the exported model has them.",
+                code="not-finite",
+                place=f"step {step}",
+                remedy="The plugin nan-guard ends a run at the first such step, and names its samples.",
+            )
+        )
 
     def compare_built(self, run: Run, model: nn.Module, optimizer: Any) -> None:
         """Compare the parameters as the optimizer was built, and log differences. They are accepted later."""

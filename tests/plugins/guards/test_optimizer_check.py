@@ -19,7 +19,7 @@ from parameter_runs import Unfreezes
 from torch import nn
 
 from fastloop import Plugin, PluginError, Strategy, hookimpl
-from fastloop.testing import assert_problem, expect_problem, tiny_model
+from fastloop.testing import assert_problem, expect_problem, find_problems, tiny_model
 from fastloop.unstepped import by_module
 
 
@@ -132,6 +132,36 @@ def test_all_plugins_that_implement_the_hook_are_named(tiny_run):
         tiny_run([Replaces(), Innocent()])
     with expect_problem("parameters-replaced 'around'", PluginError):
         tiny_run([Innocent(), Around()])
+
+
+class Spoils(Plugin):
+    """Makes the loss of some steps NaN or infinite."""
+
+    name = "spoils"
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run: Any, model: nn.Module) -> Any:
+        output = yield
+        if model.training and run.state.step in (2, 3):
+            output.loss = output.loss * self.factor
+        return output
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_one_warning(tiny_run, caplog, factor):
+    tiny_run([Spoils(factor)], log_every=1)
+    (warning,) = find_problems(caplog, "not-finite")
+    assert warning.place == "step 3"
+    assert str(factor) in warning.text
+
+
+def test_nan_guard_reports_the_loss_alone(tiny_run, caplog):
+    tiny_run([Spoils(float("nan")), {"nan-guard": {"action": "skip"}}], log_every=1)
+    assert not any(problem.place == "step 3" for problem in find_problems(caplog, "not-finite"))
 
 
 def test_without_the_plugin_nothing_is_compared(tiny_run, caplog):

@@ -110,8 +110,9 @@ def after_step(run: Run, loss: Tensor) -> None:
     now = read_mark(run)
     scalars.mark = now
     elapsed = max(now.seconds - before.seconds, 1e-9)
-    if run.is_main:
-        lr = run.optimizer.param_groups[0]["lr"]  # that of parameters without arguments of their own
+    first_group = run.optimizer.param_groups[0]  # that of parameters without arguments of their own
+    if run.is_main and "lr" in first_group:  # an optimizer of the user may have no rate, or another name for it
+        lr = first_group["lr"]
         if isinstance(lr, Tensor):
             lr = lr.to(run.device, non_blocking=True)
         scalars.values["train/lr"] = [lr]

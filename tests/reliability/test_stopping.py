@@ -77,7 +77,7 @@ MOMENTS = {
     "in the step before a save": ("step 16", 16, False),
     "in a step with an evaluation": ("step 15", 15, True),
     "in an evaluation": ("evaluation 40", 15, True),
-    "in a save": ("save 1", 4, False),
+    "in a save": ("save 2", 4, False),  # a check before training reads the first state dict
     "in the last step": ("step 27", 27, True),
     "in the last evaluation": ("evaluation 90", 27, True),
 }

@@ -111,7 +111,7 @@ def after_step(run: Run, loss: Tensor) -> None:
     scalars.mark = now
     elapsed = max(now.seconds - before.seconds, 1e-9)
     first_group = run.optimizer.param_groups[0]  # that of parameters without arguments of their own
-    if run.is_main and "lr" in first_group:  # an optimizer of the user may have no rate, or another name for it
+    if run.processes.is_main and "lr" in first_group:  # a user may call the rate otherwise
         lr = first_group["lr"]
         if isinstance(lr, Tensor):
             lr = lr.to(run.device, non_blocking=True)

@@ -42,7 +42,7 @@ from fastloop.problem import Problem, counted
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import NO_CONTEXT, region
 from fastloop.splits import TRAIN, VALIDATION, name_metrics
-from fastloop.state import Batch, BatchTotals
+from fastloop.state import Batch
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
@@ -122,7 +122,8 @@ def train(run: Run) -> None:
             if state.left_out and state._is_step_left_out():
                 totals = run._start_totals(batches).get()
                 state.skip_samples(totals)
-                count_unreadable(run, batches, totals)
+                if totals.unreadable:
+                    count_unreadable(run, batches)
                 continue
             loss = take_step(run, batches)
             if run.steps_to_compare > 0:
@@ -199,15 +200,16 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     if run.scheduler is not None and not run.step_was_skipped():
         with region("optimizer"):
             run.scheduler.step()
-    run.state.count_step(totals.get())
-    count_unreadable(run, batches, totals.get())
+    step_totals = totals.get()
+    run.state.count_step(step_totals)
+    if step_totals.unreadable:
+        count_unreadable(run, batches)
     return loss
 
 
-def count_unreadable(run: Run, batches: list[Batch], totals: BatchTotals) -> None:
-    """Count the samples of a step that could not be read. Every process calls it, with the totals of all processes."""
-    if totals.unreadable == 0:
-        return
+def count_unreadable(run: Run, batches: list[Batch]) -> None:
+    """Count the samples of a step that could not be read. Every process must call it if one of them has such a
+    sample."""
     ids = [int(index) for batch in batches for index, _ in batch.unreadable]
     for ids_of_process in run.loaders.processes.all_gather_object(ids):
         run.state.count_unreadable(ids_of_process)

@@ -137,7 +137,8 @@ class MapReader(Dataset[Any]):
         self.read: Callable[[list[int]], Iterable[Any]] = read_together or read_one_by_one
 
     def __getitems__(self, micro_batch: MicroBatchIds) -> list[Any]:
-        self._set_epoch(micro_batch)
+        if micro_batch.epoch != self.epoch:
+            self._set_epoch(micro_batch)
         in_worker = get_worker_info() is not None
         if in_worker:
             seed_all(micro_batch.seed)
@@ -162,10 +163,8 @@ class MapReader(Dataset[Any]):
     def _set_epoch(self, micro_batch: MicroBatchIds) -> None:
         """Call the dataset's ``set_epoch`` before the first micro-batch of an epoch. In the middle of an epoch, as in a
         resumed run, the random states stay those of that place, also if ``set_epoch`` seeds them."""
-        if micro_batch.epoch is None or micro_batch.epoch == self.epoch:
-            return
         self.epoch = micro_batch.epoch
-        if not hasattr(self.dataset, "set_epoch"):
+        if self.epoch is None or not hasattr(self.dataset, "set_epoch"):
             return
         generators = find_generators(self.dataset, self.collator)
         with preserve_random_states(enabled=not micro_batch.is_of_first_step, own=generators):

@@ -149,6 +149,22 @@ def number_sources(parts: Sequence[Table]) -> NDArray[np.int64]:
     return numbers
 
 
+def empty_share(share: float, whole: str, place: str) -> RecipeError:
+    """The error for a source whose weight is so small that none of its rows would be read.
+
+    Args:
+        share: The weight, divided by the sum of all weights.
+        whole: The samples that the weights divide, such as ``8 rows of an epoch``.
+        place: The key of the weight.
+    """
+    return RecipeError(
+        f"its share is {share:.2%}, which is none of the {whole}.",
+        code="wrong-weights",
+        place=place,
+        remedy="Give it a larger weight. Without weights, each row comes once.",
+    )
+
+
 def mix_sources(rows: Rows, data: TextData) -> Rows:
     """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. A fixed seed
     draws the rows that are repeated or left out: they are the same in all epochs and runs. Adds the numbers to
@@ -177,12 +193,8 @@ def mix_sources(rows: Rows, data: TextData) -> Rows:
         # a source of 4 rows with a share of 11 rows: 2 whole passes, and 3 extra rows that are drawn
         share = round(end) - before
         if not share:
-            raise RecipeError(
-                f"its share is {weight / sum(weights):.2%}, which is none of the {len(rows)} rows of an epoch.",
-                code="wrong-weights",
-                place=f"{source.where}.weight",
-                remedy="Give it a larger weight. Without weights, each row comes once.",
-            )
+            share_of_weights = weight / sum(weights)
+            raise empty_share(share_of_weights, f"{len(rows)} rows of an epoch", f"{source.where}.weight")
         whole_passes, extra = divmod(share, len(ids))
         before = round(end)
         chosen += [ids] * whole_passes

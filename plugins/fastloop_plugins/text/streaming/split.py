@@ -26,6 +26,7 @@ from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.order import CYCLE, Order, count_samples
 from fastloop_plugins.rows.table import Table
 from fastloop_plugins.text.label_warnings import ROWS_OF_A_RARE_CLASS
+from fastloop_plugins.text.sources import empty_share
 from fastloop_plugins.text.streaming.dataset import StreamedDataset
 from fastloop_plugins.text.streaming.windows import Windows
 
@@ -108,12 +109,8 @@ class StreamedSplit:
                 continue
             key = f"sources[{number}].weight" if self.data.sources else f"mix[{number}]"
             share = self.weights[number] / sum(self.weights)
-            raise RecipeError(
-                f"its share is {share:.2%}, which is none of the {CYCLE} samples that a stream divides by the weights.",
-                code="wrong-weights",
-                place=f"{self.data.where}.{key}",
-                remedy="Give it a larger weight. Without weights, each row comes once.",
-            )
+            whole = f"{CYCLE} samples that a stream divides by the weights"
+            raise empty_share(share, whole, f"{self.data.where}.{key}")
 
     @property
     def paths(self) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastloop.problem import Problem
+from fastloop.problem import Problem, counted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,10 +43,14 @@ def by_module(names: Iterable[str]) -> str:
     for name in names:
         module, _, parameter = name.rpartition(".")
         modules.setdefault(module or "the model itself", []).append(parameter)
-    groups = [f"{module} ({', '.join(parameters)})" for module, parameters in modules.items()]
-    listed = ", ".join(groups[:LISTED])
-    if len(groups) > LISTED:
-        listed += f" and {len(groups) - LISTED} more modules"
+    return list_modules([f"{module} ({', '.join(parameters)})" for module, parameters in modules.items()])
+
+
+def list_modules(names: Sequence[str]) -> str:
+    """The names of modules for messages: the first ones, and how many more there are."""
+    listed = ", ".join(names[:LISTED])
+    if len(names) > LISTED:
+        listed += f" and {counted(len(names) - LISTED, 'more module')}"
     return listed
 
 

@@ -12,13 +12,12 @@ in the mode in which they were built are no part of it, either.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastloop.evaluation_results import restore_modes
-from fastloop.problem import counted
-from fastloop.unstepped import LISTED, by_module
+from fastloop.unstepped import by_module, list_modules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -105,7 +104,7 @@ def restore_parts(run: Run, parts: FrozenParts, hook: str = "") -> None:
     if modules and hook:
         log.info(
             "the train or eval mode of %s stays as in the checkpoint: %s had changed it again",
-            _list_modules(modules),
+            list_modules([name or "the model itself" for name in modules]),
             hook,
         )
 
@@ -118,11 +117,3 @@ def undo_changes(run: Run, hook: str) -> None:
     """
     if run._frozen is not None:
         restore_parts(run, run._frozen, hook)
-
-
-def _list_modules(names: Sequence[str]) -> str:
-    """The names of modules for the log: ``encoder.0, encoder.1 and 7 more modules``."""
-    listed = ", ".join(name or "the model itself" for name in names[:LISTED])
-    if len(names) > LISTED:
-        listed += f" and {counted(len(names) - LISTED, 'more module')}"
-    return listed

@@ -210,7 +210,9 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
 def count_unreadable(run: Run, batches: list[Batch]) -> None:
     """Count the samples of a step that could not be read. Every process must call it if one of them has such a
     sample."""
-    ids = [int(index) for batch in batches for index, _ in batch.unreadable]
+    ids: list[int] = []
+    for batch in batches:
+        ids += [int(index) for index, _ in batch.unreadable]
     for ids_of_process in run.loaders.processes.all_gather_object(ids):
         run.state.count_unreadable(ids_of_process)
 

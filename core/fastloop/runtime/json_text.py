@@ -33,4 +33,7 @@ def without_nan(value: Any) -> Any:
 
 def with_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """The metrics that ``dumps`` has written: NaN for None."""
-    return {name: math.nan if value is None else value for name, value in metrics.items()}
+    numbers = {}
+    for name, value in metrics.items():
+        numbers[name] = math.nan if value is None else value
+    return numbers

@@ -75,7 +75,9 @@ class SpelledTokens:
 def template_tokens(tokenizer: PreTrainedTokenizerBase, templates: list[str]) -> list[str]:
     """The special tokens that a chat template writes, by their names in its text, and the end token."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    tokens = {token for token in special if any(token in template for template in templates)}
+    tokens: set[str] = set()
+    for template in templates:
+        tokens.update(token for token in special if token in template)
     if tokenizer.eos_token is not None:
         tokens.add(str(tokenizer.eos_token))
     return sorted(tokens)

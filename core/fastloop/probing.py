@@ -21,6 +21,15 @@ CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
 """Types of nearly all parts of a model: a module has a dozen dicts for its hooks."""
 
 
+def has_values(model: nn.Module) -> bool:
+    """Whether the model's parameters have values on this process, so that it can be tried.
+
+    They have none on the meta device: `fastloop plan --device-memory` builds every model there. With fsdp's
+    ``meta_device``, all processes but the main one do, and receive the values later.
+    """
+    return not any(parameter.is_meta for parameter in model.parameters())
+
+
 @contextmanager
 def probing(model: nn.Module, loss: Any = None) -> Iterator[None]:
     """Eval mode without gradients and without torch's compiler. Afterwards, the model and the random states are what

@@ -26,7 +26,7 @@ from fastloop.errors import FastloopError, PluginCrash, PluginError
 from fastloop.evaluation_results import evaluating
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
-from fastloop.probing import remember, uncompiled
+from fastloop.probing import has_values, remember, uncompiled
 from fastloop.problem import clause, typed_clause
 from fastloop.recipe import Recipe
 from fastloop.run import Run
@@ -300,7 +300,8 @@ def _has_whole_weights(run: Run) -> bool:
     is_wrapped = run.model is not run.unwrap_model()
     if is_wrapped and not isinstance(run.model, nn.parallel.DistributedDataParallel):
         return False
-    return not any(weight.is_meta or isinstance(weight, DTensor) for weight in run.unwrap_model().parameters())
+    model = run.unwrap_model()
+    return has_values(model) and not any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def _compute(run: Run) -> str | None:

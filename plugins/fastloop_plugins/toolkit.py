@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastloop.cli.numerics import DropoutRates, switch_dropout_off
     from fastloop.errors import did_you_mean
     from fastloop.metric_modes import metric_modes
+    from fastloop.probing import has_values
     from fastloop.problem import clause, counted, typed_clause
     from fastloop.recipe.references import import_object
     from fastloop.runtime.platform_support import cores, processors
@@ -31,6 +32,7 @@ PLACES = {
     "cores": "fastloop.runtime.platform_support",
     "counted": "fastloop.problem",
     "did_you_mean": "fastloop.errors",
+    "has_values": "fastloop.probing",
     "head_size": "fastloop_plugins.data._varlen",
     "import_object": "fastloop.recipe.references",
     "importing_bitsandbytes": "fastloop_plugins.models.adapters",
@@ -55,6 +57,7 @@ __all__ = [
     "cores",
     "counted",
     "did_you_mean",
+    "has_values",
     "head_size",
     "import_object",
     "importing_bitsandbytes",

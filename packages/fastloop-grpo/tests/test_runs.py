@@ -171,7 +171,7 @@ class StopAtStep(Plugin):
             run.signals.record("SIGINT")
 
 
-@pytest.mark.parametrize("plugins", [[], [LORA]], ids=["full", "lora"])
+@pytest.mark.parametrize("plugins", [[], [{"lora": {"r": 2}}]], ids=["full", "lora"])
 def test_a_resumed_run_equals_a_whole_one_to_the_bit(plugins, base, tmp_path):
     """Each draws completions by the model itself, also in evaluations, and has a reference."""
     options = {"beta": 0.1, "updates_per_generation": 2}
@@ -263,6 +263,22 @@ def test_a_plan_shows_prompts_and_estimates_memory(tmp_path):
     )
     assert "1" in samples and "=" in samples
     assert "ddp" in memory
+
+
+@pytest.mark.parametrize("plugins", [[], [{"lora": {"r": 2}}]], ids=["whole model", "adapters"])
+def test_a_plan_counts_the_reference(plugins, tmp_path):
+    """With adapters, it is the model without them."""
+    commands = []
+    for beta in (0.0, 0.1):
+        (tmp_path / f"{beta}.yaml").write_text(json.dumps(sampled(tmp_path, {"beta": beta}, plugins)))
+        commands.append((tmp_path, "plan", f"{beta}.yaml", "--device-memory", "8GB", "--json", f"{beta}.json"))
+    run_commands(commands)
+    before, after = [json.loads((tmp_path / f"{beta}.json").read_text()) for beta in (0.0, 0.1)]
+    second_model = 0 if plugins else 4 * after["parameters"]
+    for plain, variant in zip(before["variants"], after["variants"], strict=True):
+        assert variant["weights"] >= plain["weights"] + second_model
+        assert variant["weights"] <= plain["weights"] + 1.05 * second_model  # buffers
+        assert variant["flops"] > plain["flops"]
 
 
 CALLING = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"name": "look", "arguments": {}}]}

@@ -23,6 +23,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Problem, Recommendation, SpeedupEstimate, hookimpl
+from fastloop.probing import has_values
 from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._padding_multiples import MULTIPLE, cheap_multiple, multiple_for
 from fastloop_plugins.models.wrapped import BERT_LIKE, model_type, transformers_model
@@ -115,8 +116,7 @@ class Packing(Plugin):
         network = transformers_model(model)
         if network is None:
             raise self.unsupported(run, f"{type(model).__name__} is not a transformers model.")
-        has_weights = not any(parameter.is_meta for parameter in model.parameters())
-        own_result = self.adapt(run, model, network, trial=has_weights)
+        own_result = self.adapt(run, model, network, trial=has_values(model))
         # a process without weights cannot try the model, and its result is None: all use the first result of a trial
         by_rank: list[TrialResult | None] = run.processes.all_gather_object(own_result)
         result = next(result for result in by_rank if result is not None)

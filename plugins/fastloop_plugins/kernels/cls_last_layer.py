@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
+from fastloop.probing import has_values, probing
 from fastloop.problem import typed_clause
 from fastloop_plugins._task_traits import recipe_traits, require_trait
 from fastloop_plugins.models.wrapped import BERT_LIKE, model_type
@@ -86,12 +87,11 @@ class ClsLastLayer(Plugin):
         if block is None:
             return "is not built like BERT or DistilBERT"
         config: Any = model.config
-        elsewhere = any(parameter.is_meta for parameter in model.parameters())
         try:
             ids = torch.randint(min(100, config.vocab_size), (2, 8), generator=torch.Generator().manual_seed(0))
             probe = {"input_ids": ids}
             probe["attention_mask"] = (torch.arange(8) < torch.tensor([[8], [5]])).long()
-            before = None if elsewhere else self.logits(model, probe)
+            before = self.logits(model, probe) if has_values(model) else None
             attentions[-1].forward = partial(attend, attentions[-1])
             block.forward = partial(at_first, block.forward)
             if before is None or torch.allclose(before, self.logits(model, probe), rtol=1e-4, atol=1e-5):
@@ -103,8 +103,6 @@ class ClsLastLayer(Plugin):
     @staticmethod
     def logits(model: nn.Module, probe: dict[str, Any]) -> Tensor:
         """The model's logits for the probe, without dropout."""
-        from fastloop.probing import probing
-
         with probing(model):
             logits: Tensor = model(**probe).logits
         return logits

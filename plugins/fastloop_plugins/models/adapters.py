@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
 from fastloop.export.card import BASE_CONFIG
+from fastloop.probing import has_values
 from fastloop.problem import clause, typed_clause
 from fastloop_plugins.models.hub import quiet
 
@@ -284,7 +285,7 @@ def merge_adapter(model: nn.Module, folder: Path, where: str) -> set[str]:
     Raises:
         RecipeError: The adapter is not one of this model.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if not has_values(model):
         return set()
     with importing_bitsandbytes():
         from peft.utils import ModulesToSaveWrapper

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError
-from fastloop.probing import probing
+from fastloop.probing import has_values, probing
 from fastloop.problem import typed_clause
 from fastloop_plugins.models.hub import quiet
 
@@ -303,7 +303,7 @@ def on_all_processes(
         RecipeError: ``find`` raised an error on one of them.
     """
     result: tuple[Found | None, str] | None = None
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if has_values(model):
         try:
             with probing(model), quiet():
                 result = find(), ""

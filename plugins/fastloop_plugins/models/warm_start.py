@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Problem, RecipeError
+from fastloop.probing import has_values
 from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.compiled_modules import COMPILED
 from fastloop.runtime.step_folders import MANIFEST, checkpoints
@@ -91,7 +92,7 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
         RecipeError: A file cannot be read, no tensor matches, or with ``model.weights_strict``, one has no counterpart.
     """
     files = weight_files(recipe)
-    if not files or any(parameter.is_meta for parameter in model.parameters()):
+    if not files or not has_values(model):
         return set(new or ())
     where = f"{recipe.where}: model.weights: {recipe.model['weights']}"
     saved = _read_all(files, where)

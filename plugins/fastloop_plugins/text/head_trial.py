@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastloop.probing import probing
+from fastloop.probing import has_values, probing
 from fastloop.problem import typed_clause
 from fastloop_plugins.text.next_token_loss import HeadLoss, adapt_head, restore_head, with_loss
 
@@ -44,7 +44,7 @@ def _adapt(model: nn.Module, plugin: str, compute: HeadLoss | None) -> str | Non
     head = changed.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"has the head {type(head).__name__}, and {plugin} computes a torch.nn.Linear"
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if not has_values(model):
         adapt_head(changed, compute)
         return None
     chooses = compute is None

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
-from fastloop.probing import probing
+from fastloop.probing import has_values, probing
 from fastloop_plugins.models.wrapped import transformers_model
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class ReferenceModel:
 
     With the adapters of `lora`, it is the model without them, and needs no memory. Otherwise it is a second model, with
     the same weights on every process; so it is if the run continues an adapter.
+
+    `fastloop plan --device-memory` counts the second model.
 
     Create it in ``before_prepare``, after `lora` and before plugins that shard the model: a task declares ``runs_after
     = ("lora",)`` and ``runs_before = ("activation-checkpointing", "slot:strategy")``. A run that resumes gets the same
@@ -49,8 +51,8 @@ class ReferenceModel:
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         self.copy: nn.Module | None = None
-        is_meta = any(parameter.is_meta for parameter in model.parameters())
-        if any(run.processes.all_gather_object(is_meta)):
+        by_rank = run.processes.all_gather_object(has_values(model))
+        if any(by_rank) and not all(by_rank):
             raise PluginError(
                 f"the model before training is needed as a second model, and {run.strategy.name!r} builds the model "
                 "on the main process only.",
@@ -95,11 +97,14 @@ def follow_attention(model: nn.Module, trained: nn.Module) -> None:
 
 
 def has_idle_adapters(model: Any) -> bool:
-    """Whether a model has adapters of peft that do not change its logits yet, as new ones."""
+    """Whether a model has adapters of peft that do not change its logits yet, as new ones. Those of a model without
+    values count as new."""
     import torch
 
     if not hasattr(model, "disable_adapter"):
         return False
+    if not has_values(model):
+        return True
     ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
     with probing(model):
         with_adapters = model(input_ids=ids, use_cache=False).logits

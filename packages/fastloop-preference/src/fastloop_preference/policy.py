@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import hookimpl, option
 from fastloop_plugins.text import Ragged, ValueCache, add_loss, chunk_log_probabilities, log_probabilities, pool
+from fastloop_plugins.toolkit import has_values
 
 from fastloop_preference.task import PreferenceTask
 
@@ -99,7 +100,7 @@ class PolicyTask(PreferenceTask):
         from fastloop_preference.reference_log_probs import fingerprint
 
         super().before_prepare(run, model)
-        if self.has_reference and run.is_main and run.recipe.inference is None and has_weights(model):
+        if self.has_reference and run.is_main and run.recipe.inference is None and has_values(model):
             self.facts = {
                 "model weights": fingerprint(model),
                 "model configuration": model.config.to_json_string(),
@@ -162,11 +163,6 @@ class PolicyTask(PreferenceTask):
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         return self.name_rewards(run, self.rewards(run, batch))
-
-
-def has_weights(model: Any) -> bool:
-    """Whether a model has weights with values. A command that estimates memory builds it on the meta device."""
-    return not any(parameter.is_meta for parameter in model.parameters())
 
 
 def mean_of_step(run: Run, sums: Tensor, batches: list[Batch]) -> Tensor:

@@ -229,7 +229,9 @@ class Estimator:
                     raise
                 continue
             layout = self._layout(share, name, size, micro_batches)
-            rows = list(cls.estimate_memory(layout))
+            rows = []
+            for row in cls.estimate_memory(layout):
+                rows.append(replace(row, weights=row.weights + share.second_bytes))
             # all strategies use the same undivided model, so that both dtypes are measured at once
             casts = {False, True} if size == 1 else {row.weights_cast for row in rows}
             activations = share.activations(casts)

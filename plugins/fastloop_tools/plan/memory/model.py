@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastloop import FastloopError, RecipeError, Strategy, hookimpl
 from fastloop.errors import causes
 from fastloop.problem import clause
+from fastloop_plugins.text import ReferenceModel
 
 if TYPE_CHECKING:
     from fastloop.plugins.resolve import ResolvedRecipe
@@ -51,8 +52,10 @@ class FakeModel(Strategy):
             return (yield)
 
     @hookimpl(trylast=True)
-    def before_prepare(self, model: nn.Module) -> None:
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
         make_fake(model, self.mode)
+        for second_model in second_models(run):
+            make_fake(second_model, self.mode)
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         return model, optimizer
@@ -85,6 +88,16 @@ def make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
                 table[name] = made[id(tensor)][0]
 
 
+def second_models(run: Run) -> list[nn.Module]:
+    """The models before training that plugins keep beside the trained one."""
+    models = []
+    for plugin in run.plugins:
+        for value in vars(plugin).values():
+            if isinstance(value, ReferenceModel) and value.copy is not None:
+                models.append(value.copy)
+    return models
+
+
 @dataclass(frozen=True)
 class FakeRun:
     """A built run whose model consists of fake tensors.
@@ -92,12 +105,14 @@ class FakeRun:
     Attributes:
         run: The run; ``unwrap_model()`` is the model, and ``optimizer`` steps its parameters.
         batch: The inputs of one micro-batch of one process, as fake tensors.
+        second_weights: Parameters and buffers of models beside the trained one, which each process has in whole.
         mode: The mode that the tensors belong to.
         precision: ``no``, ``bf16`` or ``fp16``.
     """
 
     run: Run
     batch: Any
+    second_weights: list[Tensor]
     mode: FakeTensorMode
     precision: str
 
@@ -144,7 +159,10 @@ def open_fake(resolved: ResolvedRecipe, precision: str, samples: int) -> Iterato
             return mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
 
         fake = torch.utils._pytree.tree_map(as_fake, inputs)
-        yield FakeRun(run, fake, mode, precision)
+        second_weights = list[Tensor]()
+        for model in second_models(run):
+            second_weights += [*model.parameters(), *model.buffers()]
+        yield FakeRun(run, fake, second_weights, mode, precision)
 
 
 @contextmanager

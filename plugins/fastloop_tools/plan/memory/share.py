@@ -31,6 +31,7 @@ class ModelShare:
 
     Attributes:
         weights: The parameters; see ``weights_of``.
+        second_bytes: Bytes of models beside the trained one.
     """
 
     def __init__(self, fake: FakeRun, options: Mapping[str, Any], counter: Any) -> None:
@@ -38,6 +39,7 @@ class ModelShare:
         self.options = options
         self.counter = counter
         self.weights = weights_of(fake, None)
+        self.second_bytes = sum(tensor.nbytes for tensor in fake.second_weights)
         self._measured: dict[tuple[bool, bool], Activations] = {}
 
     def activations(self, casts: set[bool]) -> dict[tuple[bool, bool], Activations]:
@@ -127,10 +129,11 @@ def measure(
         return value
 
     def step() -> Activations:
+        inputs = [fake.batch, fake.second_weights]
         if share is None:
-            return micro_step(model, loss, fake.batch, fake.precision, fake.mode)
+            return micro_step(model, loss, inputs, fake.precision, fake.mode)
         before = share.sent
-        activations = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
+        activations = micro_step(model, loss, inputs, fake.precision, fake.mode)
         return replace(activations, sent=(share.sent - before) / PASSES)
 
     for checkpointing in (False, True):

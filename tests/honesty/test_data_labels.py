@@ -596,3 +596,12 @@ def test_a_stream_of_rows_without_a_number_has_one_label_for_them():
 def test_a_class_among_several_that_is_no_text_is_refused():
     path = write_lines("t.jsonl", [{"text": "a", "label": ["\ud83d", "x"]}, {"text": "b", "label": ["y"]}])
     assert_problem(problem_of(path, label_type="classes"), "wrong-label t.jsonl '\\ud83d'")
+
+
+def test_classes_among_several_that_are_probably_one_warn(caplog):
+    rows = [{"text": "a", "label": ["Spam", "new"]}, {"text": "b", "label": ["spam"]}]
+    path = write_lines("t.jsonl", rows)
+    text_data(path, label_type="classes").load()
+    assert_problem(caplog, "doubtful-labels t.jsonl 'Spam', 'spam'")
+    files = {"train": path, "test": write_lines("test.jsonl", [{"text": "c", "label": ["NEW"]}])}
+    assert_problem(problem_of(files, label_type="classes"), "unknown-label test.jsonl, line 1 'NEW' 'new', write")

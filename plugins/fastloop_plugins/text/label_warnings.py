@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastloop_plugins.rows.table import same_name, visible_name
-from fastloop_plugins.text.label_names import MISSING, SHOWN, written_label
+from fastloop_plugins.text.label_names import MISSING, SHOWN, Label, written_label
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +24,7 @@ def warn_about_classes(ids: NDArray[np.int64], classes: Sequence[str]) -> list[s
         ids: (rows,) the class of each row.
     """
     counts = np.bincount(ids, minlength=len(classes))
-    groups = _alike_classes(classes)
+    groups = alike_classes(classes)
     renamed = _common_names(groups, dict(zip(classes, counts.tolist(), strict=True)))
     warnings = [_rare_classes(counts, classes), _alike_warning(groups, renamed), _missing_value(classes, renamed)]
     return [warning for warning in warnings if warning is not None]
@@ -49,7 +49,7 @@ def _rare_classes(counts: NDArray[np.int64], classes: Sequence[str]) -> str | No
     )
 
 
-def _alike_classes(classes: Sequence[str]) -> list[list[str]]:
+def alike_classes(classes: Sequence[str]) -> list[list[str]]:
     """The groups of two or more classes that differ only by case, spaces or characters that cannot be seen."""
     names_by_key: dict[str, list[str]] = {}
     for name in classes:
@@ -57,14 +57,31 @@ def _alike_classes(classes: Sequence[str]) -> list[list[str]]:
     return [names for names in names_by_key.values() if len(names) > 1]
 
 
+def warn_about_alike_names(classes: Sequence[str]) -> list[str]:
+    """A warning about classes that are probably one, if there are any, for labels that no option renames."""
+    groups = alike_classes(classes)
+    return [f"{describe_alike(groups)} If they are equal, write them one way."] if groups else []
+
+
+def describe_alike(groups: Sequence[Sequence[str]]) -> str:
+    """The sentence about the groups of ``alike_classes``, of which there is one at least."""
+    listed = " and the classes ".join(", ".join(map(written_label, names)) for names in groups)
+    return f"the classes {listed} differ only by case, spaces or characters that cannot be seen."
+
+
+def find_alike(name: Label, classes: Iterable[Label]) -> Label | None:
+    """The first class that differs from a name only by case, spaces or characters that cannot be seen; None: there is
+    none."""
+    for known in classes:
+        if same_name(str(known)) == same_name(str(name)):
+            return known
+    return None
+
+
 def _alike_warning(groups: Sequence[Sequence[str]], renamed: Mapping[str, str]) -> str | None:
     if not groups:
         return None
-    listed = " and the classes ".join(", ".join(map(written_label, names)) for names in groups)
-    return (
-        f"the classes {listed} differ only by case, spaces or characters that cannot be seen. If they are equal: "
-        f"{_override(renamed)}."
-    )
+    return f"{describe_alike(groups)} If they are equal: {_override(renamed)}."
 
 
 def _override(names: Mapping[str, str | None]) -> str:

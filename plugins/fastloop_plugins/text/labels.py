@@ -26,7 +26,7 @@ from fastloop_plugins.text.label_column import (
     whole_number,
 )
 from fastloop_plugins.text.label_names import SHOWN, Label, has_unnamed_classes, list_labels, written_label
-from fastloop_plugins.text.label_warnings import warn_about_classes
+from fastloop_plugins.text.label_warnings import find_alike, warn_about_classes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -227,10 +227,9 @@ def _check_known(values: Sequence[PartLabels], classes: Classes, role: str, opti
             continue
         written = written_label(unknown.label)
         remedy = ""
-        for label in classes.ids:
-            if same_name(str(label)) == same_name(str(unknown.label)):
-                remedy = f" If they are one class: data.label_map={{{written}: {written_label(label)}}}."
-                break
+        alike = find_alike(unknown.label, classes.ids)
+        if alike is not None:
+            remedy = f" If they are one class: data.label_map={{{written}: {written_label(alike)}}}."
         remedy += f" To leave out its rows: data.label_map={{{written}: null}}."
         remedy += f" To leave this split out: data.splits.{role}=null."
         raise RecipeError(

@@ -16,7 +16,8 @@ from fastloop.errors import RecipeError, did_you_mean
 from fastloop_plugins._mapped import concatenate, take, zeros
 from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.label_column import NUMBER, is_label, is_unlabelled, leave_out_unlabelled
-from fastloop_plugins.text.label_names import count_classes, list_labels, refuse_broken_names
+from fastloop_plugins.text.label_names import count_classes, list_labels, refuse_broken_names, written_label
+from fastloop_plugins.text.label_warnings import find_alike, warn_about_alike_names
 from fastloop_plugins.text.labels import Labels, labels_of_model, number_labels
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
             codes[role].append(part_codes)
     sets_by_code = list(sets)
     classes = data.classes if data.inference is not None else data.labels
+    warnings: list[str] = []
     if data.inference is None and not data.several:
         used = set[str]()
         for part_codes in codes["train"]:
@@ -151,6 +153,7 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
                 code="one-class",
                 place=where,
             )
+        warnings = [f"{where}: {warning}" for warning in warn_about_alike_names(classes)]
     unknown = [code for code, names in enumerate(sets_by_code) if not names <= set(classes)]
     for role, tables in parts.items():
         for part, part_codes in zip(tables, codes[role], strict=True):
@@ -158,14 +161,20 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
             if bad.size:
                 unknown_classes = sets_by_code[part_codes[bad[0]]] - set(classes)
                 source = "training" if data.inference is None else f"the model {data.inference.model}"
+                name = min(unknown_classes)
+                alike = find_alike(name, classes)
+                remedy = ""
+                if alike is not None:
+                    remedy = f"If it is the class {written_label(alike)}, write it so, and not {written_label(name)}."
                 raise RecipeError(
-                    f"the class {min(unknown_classes)!r} is none of {source}. Its classes: {list_labels(classes)}.",
+                    f"the class {name!r} is none of {source}. Its classes: {list_labels(classes)}.",
                     code="unknown-label",
                     place=f"{part.row(int(bad[0]) + 1)}: data.label",
+                    remedy=remedy,
                 )
     table = np.array([[name in names for name in classes] for names in sets_by_code], np.float32)  # (codes, classes)
     labels = {role: take(table, concatenate(of_parts)) for role, of_parts in codes.items()}
-    return Labels(labels, list(classes))
+    return Labels(labels, list(classes), warnings)
 
 
 def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:

@@ -21,6 +21,7 @@ from fastloop_plugins._names import list_names
 from fastloop_plugins.rows.held_out import divide
 from fastloop_plugins.rows.options import Limit, Splits
 from fastloop_plugins.rows.source import call_source, check_source
+from fastloop_plugins.tasks.image.classes import class_of_model, class_of_train, warn_about_alike_folders
 from fastloop_plugins.tasks.image.stored_datasets import refuse_datasets
 
 if TYPE_CHECKING:
@@ -258,6 +259,7 @@ class ImageData:
                     found=f"one class, {self.classes[0]!r}",
                     expected="a folder for each of two or more",
                 )
+            warn_about_alike_folders(self.classes, folders["train"])
         files = {split: self._files(folders[split], of_class) for split, of_class in images.items()}
         labels = files["train"].labels if "train" in files else None
         files, suffix = divide(files, fraction, labels, self.limit, self.where)
@@ -384,14 +386,12 @@ class ImageData:
         Raises:
             RecipeError: A class is not known.
         """
-        ids = {name: index for index, name in enumerate(self.classes)}
+        find_class = class_of_train if self.inference is None else class_of_model
         names: list[str] = []
         labels: list[int] = []
         for name, images in by_class.items():
-            if name not in ids:
-                raise self._unknown_class(name, folder)
             names += images
-            labels += [ids[name]] * len(images)
+            labels += [find_class(name, self.classes, folder)] * len(images)
         return ImageFiles(folder, names, labels, self.options.max_pixels, self._advice())
 
     def _advice(self) -> str:
@@ -399,22 +399,6 @@ class ImageData:
         if "skip-unreadable" in self.recipe.plugins:
             return ""
         return " To skip such images: --with skip-unreadable"
-
-    def _unknown_class(self, name: str, folder: Path) -> RecipeError:
-        known = ", ".join(self.classes)
-        if self.inference is None:
-            return RecipeError(
-                f"the class {name!r} is not in train, which has: {known}.",
-                code="unknown-label",
-                place=str(folder / name),
-                remedy="Add images of it to train, or remove the folder.",
-            )
-        return RecipeError(
-            f"the class {name!r} is not in the model, which has: {known}.",
-            code="unknown-label",
-            place=str(folder / name),
-            remedy="Rename or remove the folder.",
-        )
 
     def _count(self, files: ImageFiles) -> str:
         """The number of images of the first classes: ``cat 12, dog 10``."""

@@ -23,7 +23,14 @@ from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.suffixes import CONLL, format_of
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.label_names import describe_counts, has_unnamed_classes, list_labels, refuse_broken_names
+from fastloop_plugins.text.label_names import (
+    describe_counts,
+    has_unnamed_classes,
+    list_labels,
+    refuse_broken_names,
+    written_label,
+)
+from fastloop_plugins.text.label_warnings import find_alike, warn_about_alike_names
 from fastloop_plugins.text.options import DataOptions
 
 if TYPE_CHECKING:
@@ -321,6 +328,8 @@ class TagTextData(TextData):
                 found=str(list_labels(names) or "no tag"),
                 expected="at least two different tags",
             )
+        for warning in warn_about_alike_names(sorted(names)):
+            self.messages.append(Problem(warning, code="doubtful-labels", place=f"{where}: data.tags"))
         return sorted(names, key=lambda name: (int(name), "") if name.isdecimal() else (-1, name))
 
     def _unknown(self, part: Table, number: int, index: int, tag: Any, role: str) -> RecipeError:
@@ -338,7 +347,11 @@ class TagTextData(TextData):
 
     def _unknown_tag(self, place: str, tag: Any, role: str) -> RecipeError:
         where = "in data.tag_names" if self.options.tag_names else "in training"
-        remedy = f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
+        remedy = ""
+        alike = find_alike(str(tag), self.classes)
+        if alike is not None:
+            remedy = f"If it is the tag {written_label(alike)}, write it so, and not {written_label(str(tag))}. "
+        remedy += f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
         if role != "train":
             remedy += f" To leave this split out: data.splits.{role}=null."
         return RecipeError(

@@ -1,6 +1,7 @@
-"""Folders of images: hidden folders, images that repeat, and images whose values fill 12 of 16 bits.
+"""Folders of images: hidden folders, names that are alike, images that repeat, and values that fill 12 of 16 bits.
 
 Modules:
+    plugins/fastloop_plugins/tasks/image/classes.py
     plugins/fastloop_plugins/tasks/image/repeats.py
 """
 
@@ -18,13 +19,16 @@ from image_helpers import make_run, write_image, write_images
 from log_lines import find_lines
 from PIL import Image
 
-from fastloop.testing import assert_problem, find_problems
+from fastloop import RecipeError
+from fastloop.testing import assert_problem, expect_problem, find_problems
 from fastloop_plugins.tasks.image import repeats
 from fastloop_plugins.tasks.image.batches import Transform
+from fastloop_plugins.tasks.image.classes import class_of_model
 from fastloop_plugins.tasks.image.data import MAX_PIXELS, Augment, ImageFiles, InputFormat
 from fastloop_plugins.tasks.image.processors import TransformersProcessor
 from fastloop_plugins.tasks.image.reading import check_images, read_image
 from fastloop_plugins.tasks.image.repeats import find_repeated_images
+from fastloop_plugins.text.label_names import written_label
 
 CLASSES = ("cat", "dog")
 
@@ -50,6 +54,46 @@ def test_a_hidden_folder_is_not_predicted(tmp_path):
     data = ImageData(make_recipe({"data": {"images": str(tmp_path / "new")}}, Path("recipe.yaml")))
     (files,) = data.to_predict(tmp_path / "new", 0, 10)
     assert files.names == ["1.png"]
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+CAFE = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+CAFE_OF_TWO = "cafe\N{COMBINING ACUTE ACCENT}"
+
+
+@pytest.mark.parametrize(("name", "other"), [("Cat", "cat"), (CAFE, CAFE_OF_TWO), ("cat", "cat ")])
+def test_folders_that_are_probably_one_class_warn(name, other, caplog):
+    write_images(Path("images"), classes=[name, other, "dog"])
+    make_run()
+    assert_problem(caplog, "doubtful-labels images/train: move")
+    assert written_label(name) in caplog.text
+    assert written_label(other) in caplog.text
+
+
+def test_different_folders_do_not_warn(caplog):
+    write_images(Path("images"), classes=["cat", "cats", "dog"])
+    make_run()
+    assert not find_problems(caplog, "doubtful-labels")
+
+
+@pytest.mark.parametrize(("name", "other"), [("Cat", "cat"), (CAFE, CAFE_OF_TWO)])
+def test_a_folder_of_validation_that_is_written_in_another_way_proposes_the_name_in_train(name, other):
+    write_images(Path("images"), classes=[name, "dog"])
+    Path("images/validation", name).rename(Path("images/validation", other))
+    with expect_problem(f"unknown-label images/validation/{other} rename", RecipeError) as raised:
+        make_run()
+    assert f"the class {written_label(name)}, rename its folder, {written_label(other)}" in str(raised.value)
+
+
+def test_a_folder_that_is_evaluated_may_be_written_in_another_way():
+    folder = Path("test")
+    assert class_of_model("Cat", ["cat", "dog"], folder) == 0
+    assert class_of_model(CAFE_OF_TWO, ["bar", CAFE], folder) == 1
+    assert class_of_model("Cat", ["Cat", "cat"], folder) == 0
+    for name, classes in (("cats", ["cat", "dog"]), ("CAT", ["Cat", "cat"])):
+        with expect_problem(f"unknown-label test/{name} Rename", RecipeError):
+            class_of_model(name, classes, folder)
 
 
 # -- repeats -----------------------------------------------------------------------------------------------------------

@@ -187,6 +187,15 @@ def test_a_tag_that_training_lacks_is_named_by_its_line():
     assert load(files, role="validation", tag_names=["B-X", "O", "I-X"])[1] == (["b", "c"], ["O", "I-X"])
 
 
+def test_tags_that_are_probably_one_warn(caplog):
+    train = write("train.jsonl", '{"words": ["Kim", "in", "Rome"], "tags": ["B-PER", "O", "B-Per"]}\n')
+    load(train)
+    assert_problem(caplog, "doubtful-labels train.jsonl data.tags 'B-PER', 'B-Per'")
+    test = write("test.jsonl", '{"words": ["in"], "tags": ["o"]}\n')
+    problem = problem_of({"train": train, "test": test})
+    assert_problem(problem, "unknown-label test.jsonl 'o' 'O', write data.tag_names")
+
+
 def test_unreadable_sentences_are_skipped_on_request(caplog):
     write("a.conll", "a O\nb B-X\n\nbroken line here\n\nc O\n")
     run = make(

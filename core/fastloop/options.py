@@ -27,6 +27,9 @@ T = TypeVar("T")
 BOUND_ERRORS = ("greater_than", "less_than", "finite_number")
 """How pydantic's types of errors begin whose message states a bound, such as ``greater_than_equal``."""
 
+YAML_WORDS = {False: ("no", "off", "false"), True: ("yes", "on", "true")}
+"""Boolean -> the words that YAML reads as it if they are not quoted, in lower case."""
+
 
 class Bounds(TypedDict, total=False):
     """Limits of an option's values, by pydantic's names. Use them for options of one type or null. In a union, use a
@@ -156,7 +159,20 @@ def _explain_value(cls: type, name: str, items: list[Any], where: str) -> Proble
     bounds = [item["msg"] for item in items if item["type"].startswith(BOUND_ERRORS)]
     if bounds:
         text += f" ({bounds[0].removeprefix('Input ')})"
-    return Problem(f"{text}.", code="invalid-value", place=f"{where}.{name}", expected=_expected(cls, name))
+    remedy = ""
+    for item in items:
+        if isinstance(item["input"], bool) and item["type"] == "string_type":
+            remedy = f" {quote_boolean(item['input'])}"
+            break
+    return Problem(
+        f"{text}.", code="invalid-value", place=f"{where}.{name}", expected=_expected(cls, name), remedy=remedy
+    )
+
+
+def quote_boolean(value: bool) -> str:
+    """The remedy for a boolean of YAML that was probably meant as text."""
+    words = YAML_WORDS[value]
+    return f"YAML reads {', '.join(words)} as {words[-1]}. For the text, write it in quotes, such as '{words[0]}'."
 
 
 def _expected(cls: type, name: str) -> str:

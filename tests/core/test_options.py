@@ -127,6 +127,15 @@ def test_option_may_be_named_like_a_validator_method():
         parse(Config, {"copy": "c"}, "x")
 
 
+@pytest.mark.parametrize(("value", "word"), [(["ham", False], "'no'"), ([True], "'yes'")])
+def test_a_boolean_for_a_text_proposes_quotes(value, word):
+    with expect_problem(f"invalid-value x.names YAML quotes {word}", RecipeError):
+        parse(Heater, {"size": 1, "names": value}, "x")
+    with pytest.raises(RecipeError) as refused:
+        parse(Heater, {"size": True}, "x")
+    assert "YAML" not in str(refused.value), "no text can be meant"
+
+
 def test_options_describe_themselves():
     rows = {row.name: (row.type, row.default, row.help) for row in describe(Heater)}
     assert rows == {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastloop import RecipeError, option
+from fastloop.options import YAML_WORDS, quote_boolean
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block, ColumnName, File
 from fastloop_plugins.rows.roles import first_roles
 from fastloop_plugins.rows.table import Bad, RowError, is_missing, show
@@ -50,6 +51,7 @@ class Condition:
         value = getattr(self, self.key)
         values = value if isinstance(value, list) else [value]
         self.wanted = set(map(_plain, values)) if self.key in ("equals", "first_role") else set()
+        self.booleans = [value for value in values if isinstance(value, bool)] if self.key == "equals" else []
 
     def __str__(self) -> str:
         if self.empty:
@@ -61,8 +63,11 @@ class Condition:
 
         Raises:
             TypeError: The value has no length, or is no list of messages.
+            RecipeError: The condition has a boolean, and the value is a text that YAML reads as this boolean.
         """
         if self.key == "equals":
+            if self.booleans and isinstance(value, str):
+                self._check_word(value)
             return value is not None and _plain(value) in self.wanted
         if self.key == "empty":
             return is_missing(value)
@@ -72,6 +77,19 @@ class Condition:
         if self.shorter_than is not None:
             return length < self.shorter_than
         return self.longer_than is not None and length > self.longer_than
+
+    def _check_word(self, text: str) -> None:
+        """Raise an error for a value such as ``no``, if ``equals: no`` is what the recipe says: YAML reads it as
+        false."""
+        for boolean in self.booleans:
+            word = str(boolean).lower()
+            if text.lower() in YAML_WORDS[boolean] and _plain(text) not in self.wanted:
+                raise RecipeError(
+                    f"found {word}, and column {self.column!r} holds the text {text!r}.",
+                    code="ambiguous-yaml",
+                    place="data.drop: equals",
+                    remedy=f"{quote_boolean(boolean)} For {word}, write '{word}'.",
+                )
 
 
 @dataclass(frozen=True)

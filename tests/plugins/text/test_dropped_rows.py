@@ -103,6 +103,26 @@ def test_rows_that_meet_a_condition_are_left_out(drop, kept):
     assert [text for text, _ in named_rows(data)] == [TABLE[row][0] for row in kept]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("equals", "word"), [(False, "no"), (True, "Yes"), ([1, False], "off")])
+def test_a_boolean_for_a_text_that_yaml_reads_as_one_is_refused(equals, word, streaming):
+    table = [("a fine film", "pos", "maybe"), ("bad", "neg", word), ("dull", "neg", "x")]
+    path = csv(table, header="text,label,seen")
+    options = {"streaming": True} if streaming else {}
+    problem = problem_of(path, drop=[{"column": "seen", "equals": equals}], **options)
+    assert_problem(problem, f"ambiguous-yaml data.drop 'seen' '{word}' quotes")
+    if not streaming:
+        kept = named_rows(text_data(path, drop=[{"column": "seen", "equals": word}]))
+        assert kept == [("a fine film", "pos"), ("dull", "neg")]
+
+
+def test_a_boolean_drops_booleans_and_their_names():
+    table = [{"text": "a", "label": "x", "seen": False}, {"text": "b", "label": "y", "seen": True}]
+    table += [{"text": "c", "label": "x", "seen": "false"}, {"text": "d", "label": "x", "seen": True}]
+    data = text_data(write_lines("rows.jsonl", table), drop=[{"column": "seen", "equals": False}])
+    assert named_rows(data) == [("b", "y"), ("d", "x")]
+
+
 def test_the_log_counts_the_rows_of_each_condition_and_split(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     files = {"train": csv(TABLE, header=COLUMNS), "validation": csv(TABLE[:2], "v.csv", COLUMNS)}

@@ -49,8 +49,9 @@ FREE = (
 )  # fmt: skip
 """Keys of ``train`` that a resumed run may change."""
 
-PATHS = re.compile(r"data\.(files|sources\.\d+\.files)(\.|$)")
-"""Settings that name files of data. The same rows may be in other files, such as on the disk of another machine."""
+PATHS = re.compile(r"data\.(files|images|name|sources\.\d+\.files)(\.|$)")
+"""Settings that name files or a folder of data. The same samples may be in other files, such as on the disk of another
+machine."""
 
 
 @hookimpl(trylast=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import shutil
 from collections import OrderedDict
@@ -20,6 +21,8 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from image_helpers import VIT, write_images
 from recipe_runs import make_run
 from text_helpers import TINY, rows, write_rows
 from torch import nn
@@ -386,3 +389,38 @@ def test_files_of_data_may_move_if_their_rows_stay(streaming: bool, caplog: pyte
         fit("other.jsonl", 4, resume=run)
     assert fit("moved/*.jsonl", 4, resume=run) == whole[2:]
     assert "data.files.train = 'moved/*.jsonl' (was 'a.jsonl')" in caplog.text
+
+
+def read_rows(file: str) -> list[Any]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("key", ["images", "name"])
+def test_a_folder_of_data_may_move_if_its_samples_stay(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fastloop")
+    for folder, count in (("first", 6), ("other", 5)):
+        if key == "images":
+            write_images(Path(folder), {"train": count})
+        else:
+            write_rows(f"{folder}.jsonl", rows(6 * count))
+            Dataset.from_list(read_rows(f"{folder}.jsonl")).save_to_disk(folder)
+    section = {"image_size": 16} if key == "images" else {"label": "label", "max_length": 16, "validation_fraction": 0}
+
+    def fit(folder: str, steps: int, output: str = "run", resume: Path | None = None) -> list[float]:
+        tree = {
+            "model": {"config": VIT} if key == "images" else {"config": TINY, "tokenizer": {"kind": "word"}},
+            "data": section | {key: folder},
+            "train": BASE | {"max_steps": steps, "batch_size": 8, "lr": 1e-2, "device": "cpu"},
+            "plugins": {"log": False, "progress": False},
+            "output": output,
+        }
+        return train(tree, resume=resume).losses
+
+    whole = fit("first", 4, "whole")
+    assert fit("first", 2) == whole[:2]
+    Path("first").rename("moved")
+    run = Path("run")
+    with expect_problem("data-changed train:", CheckpointError):
+        fit("other", 4, resume=run)
+    assert fit("moved", 4, resume=run) == whole[2:]
+    assert f"data.{key} = 'moved' (was 'first')" in caplog.text

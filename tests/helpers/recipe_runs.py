@@ -68,10 +68,10 @@ number = 3
 """The file ``code.py``: a model, its data, optimizers and a schedule."""
 
 
-def user_code() -> dict[str, Any]:
-    """The names that ``code.py`` defines."""
+def user_code(code: str = CODE) -> dict[str, Any]:
+    """The names that ``code`` defines: that of ``code.py``, or another one."""
     names: dict[str, Any] = {}
-    exec(CODE, names)
+    exec(code, names)
     return names
 
 

@@ -13,7 +13,7 @@ from fastloop import Plugin, Problem, RecipeError, UsageError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop.plugins.plugin import hookimpl
-from fastloop.problem import typed_clause
+from fastloop.problem import counted, typed_clause
 
 if TYPE_CHECKING:
     import torch
@@ -138,8 +138,8 @@ class ClassLoss:
         split; for sets of classes, it is ``(N - count) / count``.
 
         Args:
-            labels: Returns the classes of the training samples, (N,) int64, or the sets of classes, (N, C) of 0.0 and
-                1.0; None: the training split is not read.
+            labels: Returns the classes of the training samples, (N,) int64, of which negative ones are ignored, or the
+                sets of classes, (N, C) of 0.0 and 1.0; None: the training split is not read.
             names: The classes' names; None: unknown, and as many as ``balanced`` finds or the list has.
             dataset: The dataset of these samples, for ``count_again``.
 
@@ -186,7 +186,7 @@ class ClassLoss:
         if classes.dim() == 2:  # 0.0 and 1.0 for each class
             self._balance_sets(classes, names or ())
             return
-        counts = torch.bincount(classes, minlength=len(names or ()))
+        counts = torch.bincount(classes[classes >= 0], minlength=len(names or ()))
         if not counts.all():
             raise RecipeError(
                 f"class {int(counts.argmin())} has no training sample.",
@@ -259,13 +259,26 @@ class ClassLoss:
                 place=self.where,
                 expected="classes from 0",
             )
-        counted = targets[targets >= 0].to(torch.int64)
-        return float(self.weights.double()[counted].sum())
+        classes = targets[targets >= 0].to(torch.int64)
+        return float(self.weights.double()[classes].sum())
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss.
+
+        Raises:
+            UsageError: There are more or fewer weights than classes of the logits.
+        """
         from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 
         weights = self._weights_on(logits.device)
+        if weights is not None and logits.shape[1:2] != weights.shape:
+            raise UsageError(
+                code="wrong-weights",
+                place=self.where,
+                found=f"{counted(len(weights), 'weight')}, logits of the shape {tuple(logits.shape)} and targets of "
+                f"{tuple(targets.shape)}",
+                expected="a weight for each class, in the second dimension of the logits",
+            )
         if self.options.name == "cross_entropy":
             return cross_entropy(logits, targets, weights, label_smoothing=self.options.label_smoothing)
         log = log_softmax(logits, 1)
@@ -288,20 +301,34 @@ class ClassLoss:
         return self._placed
 
 
-def targets_of(dataset: Any, where: str) -> Any:
-    """The targets of all samples ``(inputs, target)`` of a map-style dataset, int64. Reads every sample, except of a
-    ``TensorDataset``.
+def targets_of(dataset: Any, where: str) -> Tensor:
+    """The targets of all samples ``(inputs, target)`` of a map-style dataset, end to end: (targets,) of integers. Reads
+    every sample, except of a ``TensorDataset``.
 
     Raises:
-        RecipeError: The dataset has no length, or its samples another form.
+        RecipeError: The dataset has no length, its samples another form, or their targets are no integers.
     """
+    targets = _read_targets(dataset, where)
+    if targets.is_floating_point():
+        raise RecipeError(
+            code="wrong-weights",
+            place=f"{where}: balanced",
+            found=f"targets of {targets.dtype}",
+            expected="classes from 0, as integers",
+            remedy="Return them, such as the argmax of one-hot targets, or remove class_weights.",
+        )
+    return targets
+
+
+def _read_targets(dataset: Any, where: str) -> Tensor:
+    """The targets of all samples, end to end. The arguments and errors are those of ``targets_of``."""
     import torch
     from torch.utils.data import TensorDataset
 
     if isinstance(dataset, TensorDataset):
         return dataset.tensors[-1].flatten()
     try:
-        return torch.tensor([int(dataset[index][1]) for index in range(len(dataset))])
+        return torch.cat([torch.as_tensor(dataset[index][1]).flatten() for index in range(len(dataset))])
     except (TypeError, ValueError, KeyError, IndexError) as error:
         problem = typed_clause(error)
         raise RecipeError(

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_runs import LR, assert_same, make_run, torch_loop, trained, user_code
+from recipe_runs import CODE, LR, assert_same, make_run, torch_loop, trained, user_code
 from text_helpers import text_run
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
 from training_runs import execute
 
-from fastloop import RecipeError
+from fastloop import RecipeError, UsageError
 from fastloop.testing import assert_problem, expect_problem
 
 WEIGHTS = [1.0, 2.5, 0.25]
@@ -144,6 +144,56 @@ def test_errors_name_the_key(loss, message):
     with expect_problem(message, RecipeError):
         make_run(loss=loss)
     assert not Path("out").exists()
+
+
+TARGETS = """
+def other_targets(kind, as_list=False):
+    inputs, targets = data()["train"].tensors
+    if kind == "ignored":
+        targets[5::7] = -100
+    elif kind == "without the last class":
+        targets[targets == 2] = 1
+    elif kind == "one-hot":
+        targets = nn.functional.one_hot(targets).float()
+    elif kind == "numbers":
+        targets = targets.double()
+    samples = TensorDataset(inputs, targets)
+    return {"train": [*samples] if as_list else samples}
+"""
+
+
+def targets(kind: str, as_list: bool = False) -> list[str]:
+    """Settings for other targets: the function of ``TARGETS`` and its arguments."""
+    Path("targets.py").write_text(CODE + TARGETS)
+    return ["data.module=targets.py:other_targets", f"data.arguments={{kind: {kind}, as_list: {as_list}}}"]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_balanced_does_not_count_ignored_targets(as_list):
+    data = targets("ignored", as_list)
+    made = user_code(CODE + TARGETS)["other_targets"]("ignored")["train"].tensors[1]
+    counts = made[made >= 0].bincount()
+    weights = (counts.sum() / (3 * counts.double())).tolist()
+    weighted = trained(*data, loss={"name": "cross_entropy", "class_weights": weights})
+    assert_same(trained(*data, loss={"name": "cross_entropy", "class_weights": "balanced"}), weighted)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize(("kind", "dtype"), [("one-hot", "torch.float32"), ("numbers", "torch.float64")])
+def test_balanced_needs_classes(kind, dtype, as_list):
+    with expect_problem(f"wrong-weights loss.class_weights balanced {dtype} argmax", RecipeError):
+        make_run(*targets(kind, as_list), loss={"name": "cross_entropy", "class_weights": "balanced"})
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "focal"])
+@pytest.mark.parametrize(
+    ("weights", "kind", "count"), [("balanced", "without the last class", 2), ([1.0] * 4, "ignored", 4)]
+)
+def test_weights_that_do_not_fit_the_logits_are_an_error(name, weights, kind, count):
+    run = make_run(*targets(kind), loss={"name": name, "class_weights": weights})
+    with expect_problem(f"wrong-weights loss.class_weights {count} weights (8, 3) (8,)", UsageError):
+        execute(run)
 
 
 # -- text-classification -----------------------------------------------------------------------------------------------

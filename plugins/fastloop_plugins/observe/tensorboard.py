@@ -6,7 +6,8 @@ It also writes the recipe, and the status of the run at its end.
       - tensorboard
     train: {log_every: 10}
 
-View them with ``tensorboard --logdir runs``. A resumed run continues the curves, with one point a step.
+View them with ``tensorboard --logdir runs``. A run that resumes or rolls back continues the curves, with one
+point a step.
 """
 
 from __future__ import annotations
@@ -53,18 +54,26 @@ class TensorBoard(Plugin):
         import yaml
         from torch.utils.tensorboard import SummaryWriter
 
-        # Hide the points after the checkpoint: the run repeats them. An evaluation of the step of the checkpoint may
-        # follow it, too. So all points of this step are hidden, and those before the checkpoint are written again.
-        first_hidden = None
+        self.writer = SummaryWriter(run.folder / "tensorboard")
         if run.state.step:
-            first_hidden = run.state.step if self.is_loaded else run.state.step + 1
-        self.writer = SummaryWriter(run.folder / "tensorboard", purge_step=first_hidden)
-        if self.newest.step == first_hidden:
-            for name, value in self.newest.scalars.items():
-                self.writer.add_scalar(name, value, self.newest.step)
+            self.hide_repeated(self.writer, run.state.step)
         self.writer.add_text(
             "recipe", f"```yaml\n{yaml.safe_dump(secrets.hidden(run.recipe.to_dict()), sort_keys=False)}```", 0
         )
+
+    def hide_repeated(self, writer: Any, step: int) -> None:
+        """Hide the points after the checkpoint of a step: the run repeats them.
+
+        An evaluation of the step may follow its checkpoint, too. So all points of the step are hidden, and those before
+        the checkpoint are written again.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        first_hidden = step if self.is_loaded else step + 1
+        writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), first_hidden)
+        if self.newest.step == first_hidden:
+            for name, value in self.newest.scalars.items():
+                writer.add_scalar(name, value, first_hidden)
 
     @hookimpl
     def log_scalars(self, scalars: Mapping[str, float], step: int) -> None:
@@ -87,13 +96,15 @@ class TensorBoard(Plugin):
         return asdict(self.newest)
 
     @hookimpl
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, run: Run, state: dict[str, Any]) -> None:
         from fastloop.checkpoint.state_form import check_form
 
         check_form(state, {"step": 0, "scalars": {}})
         check_form([*state["scalars"].values()], [0.0], "scalars")
         self.newest = StepValues(state["step"], dict(state["scalars"]))
         self.is_loaded = True
+        if self.writer is not None:  # `nan-guard` rolls back
+            self.hide_repeated(self.writer, run.state.step)
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:

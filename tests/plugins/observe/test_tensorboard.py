@@ -7,6 +7,7 @@ Modules:
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,10 +54,40 @@ def test_a_resumed_run_goes_on_in_the_same_curves_with_one_point_a_step(tiny_run
     settings = {"log_every": 3, "output": "run", "save_every": save_every}
     with pytest.raises(PluginCrash):
         tiny_run(["tensorboard", FailsInTheSecondEpoch()], epochs=2, **settings)
+    # TensorBoard reads files in the order of their names: the second, the process, and a number of the file as text
+    time.sleep(1)
     tiny_run(["tensorboard"], epochs=2, resume=True, **settings)
     curves = scalars(Path("run"))
     assert [step for step, _ in curves["train/loss"]] == [3, 6, 9, 12, 15, 18]
     assert [step for step, _ in curves["validation/loss"]] == [9, 18]
+
+
+class FailsOnce(Plugin):
+    """Makes the gradients of a step NaN, when it is computed for the first time."""
+
+    name = "fails-once"
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    @hookimpl(tryfirst=True)
+    def before_optimizer_step(self, run) -> None:
+        if run.state.step == self.step - 1:
+            self.step = 0
+            for parameter in run.model.parameters():
+                parameter.grad.fill_(float("nan"))
+
+
+@pytest.mark.parametrize(("save_every", "failing"), [(4, 15), (9, 10), (9, 14)])
+def test_a_run_that_rolls_back_has_one_point_a_step(tiny_run, save_every, failing):
+    """The checkpoint of step 9 is written before the evaluation of the epoch, so that the run repeats it."""
+    plugins = ["tensorboard", {"nan-guard": {"action": "rollback"}}, FailsOnce(failing)]
+    result = tiny_run(plugins, epochs=2, log_every=1, output="run", save_every=save_every)
+    assert result.summary["nan-guard"]["acted"] == 1
+    curves = scalars(Path("run"))
+    assert [step for step, _ in curves["train/loss"]] == [*range(1, 18)]  # the samples of a step are left out
+    assert [step for step, _ in curves["validation/loss"]] == [9, 17]
 
 
 def test_the_status_of_the_run_is_its_last_text(tiny_run):

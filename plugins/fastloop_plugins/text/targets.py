@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop.errors import RecipeError, did_you_mean
-from fastloop_plugins._mapped import concatenate, take, zeros
+from fastloop.problem import agree, counted_of
+from fastloop_plugins._mapped import concatenate, spans, take, zeros
 from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.label_column import NUMBER, is_label, is_unlabelled, leave_out_unlabelled
 from fastloop_plugins.text.label_names import count_classes, list_labels, refuse_broken_names, written_label
@@ -29,6 +30,8 @@ ADVICE = " (data.label_type=number). For classes: data.label_type=class"
 """The end of the error for a label of a regression."""
 ONLY = "LABEL_0"
 """Name of the single output of a regression, as transformers names it."""
+EXACT_IN_FLOAT32 = 2**24
+"""The largest whole number up to which float32 holds every one."""
 INDICATORS = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0}
 """Text of a cell in lower case -> its value, in a column such as ``toxic`` that holds 1 for the rows of a class."""
 
@@ -43,7 +46,11 @@ def read_labels(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
         numbers = {}
         for role, tables in parts.items():
             numbers[role] = concatenate([read_numbers(table, data.labels[0], "data.label", ADVICE) for table in tables])
-        return Labels(numbers, [ONLY])
+        warnings = []
+        if "train" in parts:
+            files = ", ".join(table.where for table in parts["train"])
+            warnings = [f"{files}: {warning}" for warning in _warn_about_rounding(numbers["train"], data.labels[0])]
+        return Labels(numbers, [ONLY], warnings)
     if data.label_type == "classes":
         return _class_sets(parts, data)
     if data.inference is None:
@@ -113,6 +120,33 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
             )
         numbers[row] = number
     return numbers
+
+
+def _warn_about_rounding(numbers: NDArray[np.float64], column: str) -> list[str]:
+    """A warning about numbers that float32, in which the model gets them, has no exact value for, although they are
+    whole, or as large as if they were.
+
+    Args:
+        numbers: (rows,).
+        column: Their column, for messages.
+    """
+    count = 0
+    example = ""
+    for span in spans(len(numbers)):
+        exact = numbers[span]
+        with np.errstate(over="ignore"):  # above 3.4e38, float32 has inf
+            rounded = exact.astype(np.float32).astype(np.float64)
+        changed = np.flatnonzero((np.abs(exact) > EXACT_IN_FLOAT32) & (rounded != exact))
+        if changed.size and not count:
+            example = f"{exact[changed[0]]:.17g} becomes {rounded[changed[0]]:.17g}"
+        count += changed.size
+    if not count:
+        return []
+    return [
+        f"{counted_of(count, len(numbers), 'numbers')} of column {column!r} (data.label) {agree(count, 'is', 'are')} "
+        f"rounded in float32, in which the model gets them: {example}. Scale them: subtract their mean, and divide by "
+        "their standard deviation."
+    ]
 
 
 def _indicator(value: Any) -> float | None:

@@ -295,6 +295,26 @@ def test_a_decimal_comma_is_named(value, with_a_point):
     assert with_a_point is None or problem.remedy.endswith(f"{with_a_point}.")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_numbers_that_float32_rounds_are_counted(streaming, caplog):
+    lines = [{"text": f"a {index}", "score": 1_700_000_001 + 128 * index} for index in range(3)]
+    lines += [{"text": "b", "score": 2**24}, {"text": "c", "score": -0.1}, {"text": "d", "score": 1e300}]
+    Path("t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = {"streaming": True} if streaming else {}
+    data = text_data("t.jsonl", label="score", label_type="number", **options)
+    data.load()
+    assert_problem(caplog, "doubtful-labels t.jsonl: 4 of 6 'score' becomes mean")
+    if not streaming:
+        assert "1700000001 becomes 1700000000." in caplog.text
+
+
+def test_numbers_that_are_no_longer_than_others_are_not_counted(caplog):
+    lines = [{"text": f"a {index}", "score": 0.1 * index} for index in range(9)]
+    Path("t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"text": "b", "score": 2**60}]))
+    text_data("t.jsonl", label="score", label_type="number").load()
+    assert not caplog.records
+
+
 def test_a_class_that_training_lacks_is_refused():
     Path("validation.jsonl").write_text(json.dumps({"text": "a film", "tags": ["rude"]}) + "\n")
     problem = problem_of({"train": "train.jsonl", "validation": "validation.jsonl"}, label="tags", label_type="classes")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -47,6 +49,14 @@ def meant_role(name: str) -> str | None:
     return close[0] if close else None
 
 
+def parse_messages(value: Any) -> Any:
+    """The list of messages of a text that is its JSON, as tables hold it; another value as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
 def first_roles(messages: Any) -> set[str]:
     """The names of the role of a conversation's first message: as the data has it, and as a template reads it. Empty
     for a conversation without messages.
@@ -54,6 +64,7 @@ def first_roles(messages: Any) -> set[str]:
     Raises:
         TypeError: The value is no list of messages.
     """
+    messages = parse_messages(messages)
     if not messages and (messages is None or isinstance(messages, list)):
         return set()
     if not isinstance(messages, list) or not isinstance(messages[0], Mapping):

@@ -7,6 +7,7 @@ Modules:
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from itertools import chain
@@ -183,6 +184,8 @@ def test_conversations_are_left_out_by_the_role_of_their_first_message():
     condition = Condition(column="messages", first_role="assistant")
     assert [condition.holds(row["messages"]) for row in table] == [False, True, True, True, False, False, True, False]
     assert Condition(column="messages", first_role=["Assistant"]).holds(table[2]["messages"])
+    as_text = [json.dumps(row["messages"]) for row in table]
+    assert [condition.holds(text) for text in as_text] == [condition.holds(row["messages"]) for row in table]
     path = write_lines("t.jsonl", [{"text": "a", "n": "b"}])
     problem = problem_of(path, label=None, drop=[{"column": "n", "first_role": "assistant"}])
     assert_problem(problem, "wrong-type t.jsonl 'n' 'b' data.drop[0].first_role")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastloop import Problem
-from fastloop_plugins.rows.roles import ROLES, SENDERS, meant_role
+from fastloop_plugins.rows.roles import ROLES, SENDERS, meant_role, parse_messages
 from fastloop_plugins.rows.table import Bad, RowError, Table, is_missing, problem_of_text, show
 
 T = TypeVar("T")
@@ -99,7 +99,9 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str], roles: Mapping[str
     if len(columns) > 1:
         messages = _instruction(row, columns)
     else:
-        messages = read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)", roles or {})
+        conversation = parse_messages(row.get(columns[0]))
+        check_depth(conversation, columns[0])
+        messages = read_messages(conversation, f"column {columns[0]!r} (data.messages)", roles or {})
     return Chat(messages, read_tools(row.get(TOOLS)))
 
 

@@ -7,6 +7,7 @@ Modules:
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from chat_helpers import (
     trained_text,
     user,
 )
-from streaming_helpers import data_section, write_lines
+from streaming_helpers import data_section, samples_of, write_lines, write_parquet
 from text_helpers import make_run
 
 from fastloop.errors import DataError, RecipeError
 from fastloop.testing import assert_problem, expect_problem, find_problems
 from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.text.chat.rows import read_chat
 from fastloop_plugins.text.chat.template import CHATML
 
 
@@ -53,6 +55,26 @@ def test_an_answer_of_weight_0_has_no_loss(template):
     assert [word in both for word in ("one", "two", "three", "a<|im_end|>")] == [False, True, False, True]
     without = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
     assert all(word in text_with_loss(template, *without) for word in ("one", "two", "three"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_may_be_json_text_in_a_table(streaming):
+    rows = [{"messages": [user("a"), answer("b")], "tools": [WEATHER]}, {"messages": [user("c"), answer("d")]}] * 4
+    texts = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    write_lines("rows.jsonl", rows)
+    write_parquet("rows.parquet", [{"tools": None, **row} for row in texts])
+    samples = []
+    for path in ("rows.jsonl", "rows.parquet"):
+        changes = {"messages": "messages", "chat_template": "chatml", "max_length": 512}
+        data = data_section(path, changes if streaming else changes | {"streaming": None})
+        samples.append(samples_of(make_run("causal-lm", MODEL, data).datasets["train"]))
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("text", ["[", '"a"', "[1]", '{"role": "user"}', "[" * 5000, "[]"])
+def test_a_text_that_is_no_json_of_messages_is_refused(text):
+    with pytest.raises(RowError, match="messages"):
+        read_chat({"messages": text}, ["messages"])
 
 
 def test_weight_0_with_several_blocks_of_an_answer_is_refused():

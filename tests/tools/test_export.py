@@ -5,7 +5,6 @@ Modules:
     plugins/fastloop_tools/export/card.py
     plugins/fastloop_tools/export/command.py
     plugins/fastloop_tools/export/folder.py
-    plugins/fastloop_tools/export/hub.py
     plugins/fastloop_tools/export/onnx_model.py
     plugins/fastloop_tools/export/source.py
 """
@@ -15,11 +14,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import threading
 import warnings
-from base64 import b64decode
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -649,108 +644,3 @@ def test_a_page_of_the_user_stays(trained, cli):
     Path("model/README.md").write_text("# Mine\n")
     export(cli, "model", trained / "recipe.yaml", "--out", "out")
     assert Path("out/README.md").read_text() == "# Mine\n"
-
-
-# -- the hub: a server on this machine that speaks its protocol --------------------------------------------------------
-
-COMMIT = "/api/models/me/model/commit/main"
-
-
-class Hub:
-    """Requests of huggingface_hub and their answers: path -> (status, JSON)."""
-
-    def __init__(self) -> None:
-        self.address = ""
-        self.seen: dict[str, Any] = {}
-        self.answers: dict[str, tuple[int, Any]] = {
-            "/api/whoami-v2": (200, {"name": "me"}),
-            "/api/validate-yaml": (200, {"errors": [], "warnings": []}),
-        }
-
-    def answer(self, path: str, body: bytes) -> tuple[int, Any]:
-        lines = [json.loads(line) for line in body.splitlines()]
-        self.seen[path] = lines[0] if len(lines) == 1 else lines
-        if path.endswith("/preupload/main"):
-            return 200, {
-                "files": [
-                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in lines[0]["files"]
-                ]
-            }
-        if path == "/api/repos/create":
-            return 200, {"url": f"{self.address}/me/model"}
-        committed = {"commitUrl": f"{self.address}/me/model/commit/1", "commitOid": "1"}
-        return self.answers.get(path, (200, committed) if path == COMMIT else (404, {}))
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    from huggingface_hub import constants
-
-    found = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            status, value = found.answer(self.path, self.rfile.read(int(self.headers.get("Content-Length") or 0)))
-            text = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_GET = do_POST
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found.address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("HF_TOKEN", "hf_none")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", found.address)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield found
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def test_push_uploads_every_file(trained, cli, hub):
-    out = export(cli, trained / "run", "--out", "out", "--push", "me/model")
-    assert f"uploaded to {hub.address}/me/model" in out
-    assert (
-        hub.seen["/api/repos/create"].items()
-        >= {"name": "model", "organization": "me", "visibility": "private"}.items()
-    )
-    files = [line["value"] for line in hub.seen[COMMIT] if line["key"] == "file"]
-    assert sorted(file["path"] for file in files) == sorted(path.name for path in Path("out").iterdir())
-    for file in files:
-        assert b64decode(file["content"]) == Path("out", file["path"]).read_bytes()
-
-
-def test_a_failed_upload_keeps_the_folder(trained, cli, hub):
-    hub.answers[COMMIT] = (403, {"error": "no room"})
-    error = refused(cli, trained / "run", "--out", "out", "--push", "me/model", code=1)
-    assert_problem(error, "upload-failed --push me/model: out")
-    assert ": hf upload me/model out" in error
-    assert Path("out/model.safetensors").is_file()
-
-
-def test_push_is_refused_before_the_export(trained, cli, hub, monkeypatch):
-    from huggingface_hub import constants
-
-    command = (trained / "run", "--out", "out", "--push")
-    hub.answers["/api/whoami-v2"] = (401, {"error": "unknown"})
-    assert "--push me/model: the hub refused the token: Invalid user token" in refused(cli, *command, "me/model")
-    assert "Expected NAME/REPO" in refused(cli, *command, "a/b/c")
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    error = refused(cli, *command, "me/model")
-    assert_problem(error, "unreachable-url --push me/model http://127.0.0.1:9")
-    assert_problem(error, "unreachable-url --push")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert_problem(refused(cli, *command, "me/model"), "hub-offline HF_HUB_OFFLINE")
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "nowhere")
-    assert_problem(refused(cli, *command, "me/model"), "no-token HF_TOKEN")
-    assert not Path("out").exists()

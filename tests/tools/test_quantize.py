@@ -81,7 +81,17 @@ def test_the_metrics_are_those_of_the_written_files(trained, cli, to):
     assert printed(out, "validation loss") == pytest.approx((loss, rounded_loss), abs=2e-3)
     before, after = printed(out, "MiB")
     assert after < 0.6 * before
-    assert "rounded to int8" in Path("out/README.md").read_text()
+    check_page(Path("out/README.md").read_text(), to)
+
+
+def check_page(page: str, to: str) -> None:
+    """The README names no equality that rounding has ended."""
+    assert "are then rounded to int8, so the outputs differ from those of `fastloop predict`" in page
+    assert "validation accuracy" in page
+    assert "Texts are cut at 32 tokens" in page
+    assert "probabilities equal" not in page
+    assert page.count("equals torch") == page.count("Before the weights were rounded, onnxruntime")
+    assert page.count("equals torch") == int(to == "onnx")
 
 
 def test_what_cannot_be_quantized_is_refused(trained, cli, monkeypatch):

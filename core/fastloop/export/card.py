@@ -16,6 +16,10 @@ BASE_CONFIG = "base_config.json"
 """In an adapter that fastloop exported: the configuration of the base model, with the classes of the task."""
 MARK = "tags: [fastloop]"
 """A line of every card. A README without it is a user's own, and stays."""
+IMPORT_HUB = "import huggingface_hub"
+"""The first line of the code of a card that downloads a repository."""
+EQUAL = "The probabilities equal those of `fastloop predict --without amp`, up to rounding in float32."
+"""How the probabilities of a classifier compare with those of fastloop."""
 AUTO_CLASSES = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -129,7 +133,7 @@ class ModelCard:
         """The length of texts, and how the probabilities of a classifier compare with those of `fastloop predict`."""
         text = f"Texts are cut at {self.max_length} tokens, as in training (`data.max_length`)."
         if self.labels:
-            text += " The probabilities equal those of `fastloop predict --without amp`, up to rounding in float32."
+            text += f" {EQUAL}"
         return text
 
     def describe_prefix(self) -> str:
@@ -312,4 +316,16 @@ def is_own(readme: Path) -> bool:
 
 def rename(page: str, name: str) -> str:
     """A card whose code loads another folder."""
+    page = page.replace(f"{IMPORT_HUB}\n", "", 1)
     return re.sub(r"^folder = .*$", lambda _: f"folder = {json.dumps(name)}", page, count=1, flags=re.M)
+
+
+def load_from_hub(page: str, repository: str) -> str:
+    """A card whose code loads a repository of the Hugging Face hub. It downloads the files that it opens by their
+    path."""
+    page = rename(page, repository)
+    if "{folder}/" not in page:  # libraries take the name of a repository like that of a folder
+        return page
+    page = page.replace("```python\n", f"```python\n{IMPORT_HUB}\n", 1)
+    place = json.dumps(repository)
+    return page.replace(f"folder = {place}", f"folder = huggingface_hub.snapshot_download({place})", 1)

@@ -98,12 +98,13 @@ def export(
         folder.written(out) as unfinished,
     ):
         model_folder = source.make_model(recipe, weights, to == "adapter", Path(scratch))
-        name = out.name if push else str(out)  # an uploaded README shows no path of this machine
-        comparison = write_export(recipe, model_folder, unfinished, to, name, Path(target).resolve().name)
+        comparison = write_export(recipe, model_folder, unfinished, to, str(out), Path(target).resolve().name)
         if comparison:
             typer.echo(comparison)
         if quantize:
-            write_int8(recipe, model_folder, unfinished, to)
+            write_int8(recipe, model_folder, unfinished, to, comparison)
+        if push is not None:
+            hub.name_repository(unfinished / "README.md", push)
     typer.echo(f"written to {out}")
     if push is not None:
         typer.echo(f"uploaded to {hub.upload(out, push)}")
@@ -218,12 +219,13 @@ def write_readme(destination: Path, card: ModelCard, exported: Exported | None) 
     readme.write_text(page, encoding="utf-8")
 
 
-def write_int8(recipe: Recipe, model_folder: Path, destination: Path, to: str) -> None:
+def write_int8(recipe: Recipe, model_folder: Path, destination: Path, to: str, comparison: str) -> None:
     """Quantize the files of an export, and print the metrics before and after.
 
     Args:
         model_folder: The folder of the exported model.
         destination: The folder of the export.
+        comparison: A result of ``write_export``.
     """
     from fastloop_tools.export import quantize as int8
     from fastloop_tools.shared.tables import markdown_table, show_table
@@ -240,5 +242,6 @@ def write_int8(recipe: Recipe, model_folder: Path, destination: Path, to: str) -
     metrics = int8.measure(recipe, model_folder, quantize)
     rows = int8.describe(metrics, size_before, int8.size_of(destination))
     show_table(int8.HEAD, rows)
-    with (destination / "README.md").open("a", encoding="utf-8") as file:
-        file.write("\n".join(["", "The weights are then rounded to int8.", "", *markdown_table(int8.HEAD, rows)]))
+    readme = destination / "README.md"
+    page = int8.describe_rounding(readme.read_text(encoding="utf-8"), comparison)
+    readme.write_text("\n".join([page, *markdown_table(int8.HEAD, rows)]), encoding="utf-8")

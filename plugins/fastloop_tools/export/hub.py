@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import glob
+import logging
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from fastloop.errors import FastloopError, UsageError
+from fastloop.export.card import is_own, load_from_hub
 from fastloop.problem import clause
 
+log = logging.getLogger("fastloop")
+
+WEIGHTS = (
+    "model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "adapter_model*", "model.onnx*",
+)  # fmt: skip
+"""Patterns of files with weights, and of their indexes. Libraries choose among them by their names: transformers reads
+an old model.safetensors, and not the new shards beside it."""
 TOKEN = "Log in by `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
@@ -49,8 +61,16 @@ def check(repository: str) -> None:
         ) from None
 
 
+def name_repository(readme: Path, repository: str) -> None:
+    """Let the code in the README of an export load the repository. A README that a user has written stays."""
+    if is_own(readme):
+        page = readme.read_text(encoding="utf-8")
+        readme.write_text(load_from_hub(page, repository), encoding="utf-8")
+
+
 def upload(folder: Path, repository: str) -> str:
-    """Upload the files of a folder. A repository that does not exist is created as a private one.
+    """Upload the files of a folder, and remove the weights of an earlier upload that it does not have. A repository
+    that does not exist is created as a private one.
 
     Returns:
         The address of the repository.
@@ -63,7 +83,13 @@ def upload(folder: Path, repository: str) -> str:
     api: Any = HfApi()
     try:
         address = str(api.create_repo(repository, private=True, exist_ok=True))
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload a model exported by fastloop")
+        earlier = find_earlier_weights(api.list_repo_files(repository), folder)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Upload a model exported by fastloop",
+            delete_patterns=[glob.escape(name) for name in earlier],
+        )
     except Exception as error:  # the HTTP library's own errors, too
         raise FastloopError(
             f"{folder} is complete, but was not uploaded: {clause(error)}.",
@@ -71,4 +97,21 @@ def upload(folder: Path, repository: str) -> str:
             place=f"--push {repository}",
             remedy=f"To upload it later: hf upload {repository} {folder}",
         ) from error
+    for name in earlier:
+        log.info("removed %s from %s: the weights of an earlier upload, which its history keeps", name, repository)
     return address
+
+
+def find_earlier_weights(names: Iterable[str], folder: Path) -> list[str]:
+    """The files of a repository with weights of an earlier upload. They are not in subfolders.
+
+    Args:
+        names: All files of the repository.
+        folder: The new upload. Its files replace those of the same names.
+    """
+    earlier = []
+    for name in names:
+        has_weights = "/" not in name and any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
+        if has_weights and not (folder / name).exists():
+            earlier.append(name)
+    return earlier

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import UsageError
+from fastloop.export.card import EQUAL
 from fastloop.problem import clause
 
 if TYPE_CHECKING:
@@ -154,6 +155,20 @@ def size_of(folder: Path) -> int:
     """Bytes of the weights in a folder."""
     files = [*folder.glob("*.safetensors"), *folder.glob("model.onnx*")]
     return sum(path.stat().st_size for path in files)
+
+
+def describe_rounding(page: str, comparison: str) -> str:
+    """The README of an export, to which a table of the metrics before and after rounding is added.
+
+    Args:
+        page: The README of the weights in float32.
+        comparison: Its comparison of an ONNX model with the torch model, in float32, too; empty for another model.
+    """
+    page = page.replace(f" {EQUAL}", "")
+    if comparison:
+        page = page.replace(comparison, f"Before the weights were rounded, {comparison}")
+    lines = [page, "The weights are then rounded to int8, so the outputs differ from those of `fastloop predict`.", ""]
+    return "\n".join(lines)
 
 
 def describe(rows: Iterable[tuple[str, float, float]], before: int, after: int) -> list[list[str]]:

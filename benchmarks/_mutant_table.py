@@ -327,7 +327,7 @@ RESUME = [
     ),
     Mutant(
         "adapters of one process are exported",
-        f"{PLUGINS}/training/_lora_export.py",
+        f"{PLUGINS}/training/_adapter_files.py",
         "full = gather_full(adapter.weight.detach())",
         "full = adapter.weight.detach()",
     ),

@@ -3,7 +3,7 @@
 Modules:
     core/fastloop/export/earlier_files.py
     plugins/fastloop_plugins/models/adapters.py
-    plugins/fastloop_plugins/training/_lora_export.py
+    plugins/fastloop_plugins/training/_adapter_files.py
     plugins/fastloop_plugins/training/_lora_options.py
 """
 

@@ -1,7 +1,7 @@
 """`fastloop evaluate`: the metrics of training, from the exported model alone.
 
 Modules:
-    plugins/fastloop_tools/inference/classes.py
+    plugins/fastloop_tools/inference/class_scores.py
     plugins/fastloop_tools/inference/evaluate.py
     plugins/fastloop_tools/inference/target.py
     plugins/fastloop_tools/inference/weights.py

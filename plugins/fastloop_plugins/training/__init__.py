@@ -4,7 +4,7 @@ early_stopping            # ends training when a metric no longer improves
 ema                       # the moving average of weights; _batch_statistics computes those that fit it
 freeze                    # parameters that keep their values
 lora                      # adapters; its parts: _lora_model, _lora_modules, _lora_options, _lora_tokens, _four_bit
-_lora_export              # files beside adapters; ``models.adapters`` merges adapters
+_adapter_files            # files beside exported adapters; ``models.adapters`` merges adapters into the weights
 lr_scheduler              # the learning rate over steps; _schedules loads those of torch, transformers and files
 muon, _batched_muon       # the plugin ``muon-optimizer``
 neftune                   # noise on embeddings

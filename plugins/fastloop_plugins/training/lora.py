@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Device, Package, Problem, RecipeError, When, hookimpl
 from fastloop.problem import counted
 from fastloop_plugins.models.adapters import check_untied, importing_bitsandbytes, merge, quiet_peft, tied_and_adapted
-from fastloop_plugins.training._lora_export import replicate_adapters, task_type, write_base_config
+from fastloop_plugins.training._adapter_files import replicate_adapters, task_type, write_base_config
 from fastloop_plugins.training._lora_model import (
     adapter_to_continue,
     continue_adapter,

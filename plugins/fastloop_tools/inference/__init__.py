@@ -5,11 +5,12 @@ weights, which users load elsewhere. Only the task and plugins with ``for_infere
 
 target, weights           # the run or model that is used, and its weights
 evaluate, saved           # `fastloop evaluate`, and its results in the run folder
-classes, worst            # its tables of classes, and the samples that a classifier got most wrong
+class_scores, worst       # its metrics of each class, and the samples that a classifier got most wrong
 benchmarks                # ``--tasks``, by the library lm-eval
 predict                   # `fastloop predict`: the command
 chunks                    # the samples to predict, in parts
-predictions               # the columns that the hook ``predict`` of the task gives, in the order of the samples
+predictions               # columns of the task's hook ``predict``, in the order of the samples; those of a
+                          # classifier: ``fastloop_plugins.tasks.shared.predicted_columns``
 output                    # writes these columns as a file of any format
 keep                      # ``--keep``: columns of the input beside the predictions
 """

@@ -212,7 +212,7 @@ def start_processes(recipe: Recipe, request: Request, count: int) -> int:
 
 def evaluate_here(recipe: Recipe, request: Request) -> None:
     """Evaluate in this process, one of several if a launcher has started it. The main process reports the results."""
-    from fastloop_tools.inference.classes import ClassCounts, scored_classes
+    from fastloop_tools.inference.class_scores import ClassCounts, scored_classes
     from fastloop_tools.inference.target import open_inference, read_file_instead
     from fastloop_tools.inference.worst import worst_samples
 

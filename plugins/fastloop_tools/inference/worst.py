@@ -21,7 +21,7 @@ from fastloop.evaluation_results import evaluating
 from fastloop_plugins.tasks.shared.problems import MultiLabel
 from fastloop_plugins.text.row_places import RowPlace, find_places
 from fastloop_plugins.text.task import TextTask
-from fastloop_tools.inference.classes import class_names, classifies
+from fastloop_tools.inference.class_scores import class_names, classifies
 from fastloop_tools.inference.keep import KeepOption
 from fastloop_tools.shared.sample_text import describe_sample
 

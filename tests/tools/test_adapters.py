@@ -22,6 +22,7 @@ import transformers
 import yaml
 from inference_runs import CLASSES, TRAIN, train, write_recipe
 from safetensors.torch import load_file
+from text_helpers import TINY_GPT
 from training_runs import execute
 
 from fastloop import CheckpointError, PluginError, RecipeError
@@ -217,6 +218,26 @@ def test_other_classes_than_the_adapters_are_refused(place):
         path.write_text(path.read_text().replace(",good", ",great"))
     with expect_problem("labels-differ bad, fine, great,", RecipeError):
         built(recipe_of(place, {}))
+
+
+def test_a_classifier_cannot_start_from_the_adapter_of_a_language_model_and_can_from_the_merged_one(tmp_path, cli):
+    """The error proposes to merge it by a command."""
+    files = {"train": "train.csv", "validation": "validation.csv", "test": "test.csv"}
+    data = {"files": files, "text": "text", "max_length": 16}
+    tokenizer = {"kind": "bpe", "vocab_size": 300}
+    base = {"model": {"config": TINY_GPT, "tokenizer": tokenizer}, "data": data}
+    train(write_recipe(tmp_path, **base, train=TRAIN | {"epochs": 1}, output="base"))
+    lora = {"lora": {"r": 2, "target_modules": ["c_attn"], "merge": False}}
+    train(write_recipe(tmp_path, [lora], model={"name": "base/model"}, data=data, output="adapted"))
+    sections = {"data": data | {"label": "label"}, "train": TRAIN | {"epochs": 1}}
+    recipe = yaml.safe_load(write_recipe(tmp_path, model={"name": "adapted/model"}, **sections).read_text())
+    with expect_problem("labels-differ adapted/model is the adapter of a model without classes", RecipeError) as caught:
+        built(recipe)
+    assert "by `fastloop export RUN --out FOLDER`" in str(caught.value)
+    code, _, err = cli("export", "adapted", "--out", "merged")
+    assert code == 0, err
+    summary = trained(tmp_path, recipe | {"model": {"name": "merged"}})
+    assert summary["test"]["loss"] > 0
 
 
 def not_an_adapter(place):

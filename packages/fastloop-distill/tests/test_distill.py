@@ -82,6 +82,25 @@ def test_a_student_of_some_layers_begins_with_the_teachers_and_is_exported_witho
         assert not notes["unexpected_keys"] and not notes["missing_keys"]
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft uses this name of transformers
+def test_the_adapter_of_a_teacher_is_merged_into_its_base():
+    peft = pytest.importorskip("peft")
+    lora = {"r": 2, "target_modules": ["query", "value"], "merge": False}
+    of_teacher = recipe("texts", {"lora": lora}, model={"name": f"{teacher('texts')}/model"}) | {"output": "adapted"}
+    of_teacher["plugins"] = of_teacher["plugins"][1:]
+    train(of_teacher)
+    assert not Path("adapted/model/config.json").exists()
+    base = AutoModelForSequenceClassification.from_pretrained(f"{teacher('texts')}/model")
+    merged = peft.PeftModel.from_pretrained(base, "adapted/model").merge_and_unload().state_dict()
+    for name in ("adapted", "adapted/model"):
+        watch = Watch()
+        train(recipe("texts", options={"teacher": name}), watch)
+        weights = watch.teacher.state_dict()
+        assert weights.keys() == merged.keys()
+        for key, weight in merged.items():
+            assert torch.allclose(weights[key], weight, atol=1e-6), key
+
+
 BESIDE = {
     "packing": ("texts", {}, ("packing", "cls-last-layer"), 1e-5),
     "compile": ("language", {}, ({"compile": {"backend": "eager", "cache": False}},), 1e-5),

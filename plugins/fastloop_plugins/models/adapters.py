@@ -17,6 +17,7 @@ from fastloop import Problem, RecipeError
 from fastloop.export.card import BASE_CONFIG
 from fastloop.probing import has_values
 from fastloop.problem import clause, typed_clause
+from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
@@ -118,6 +119,15 @@ def check_classes(adapter: Adapter, order: LabelOrder, where: str) -> None:
                 place=where,
             )
         )
+    elif not _has_classes(adapter.base_config):
+        raise RecipeError(
+            f"{adapter.folder} is the adapter of a model without classes, and the task trains a new head. The base "
+            f"model needs the adapter's weights first.",
+            code="labels-differ",
+            place=where,
+            remedy="Merge them with the run of the adapter, by `fastloop export RUN --out FOLDER`. Then set "
+            f"model.name=FOLDER. Or start from the base model {adapter.base}.",
+        )
     elif not order.keeps_head:
         raise RecipeError(
             f"the classes of the data are {', '.join(order.names)}, and {adapter.folder} was trained for others, "
@@ -126,6 +136,12 @@ def check_classes(adapter: Adapter, order: LabelOrder, where: str) -> None:
             place=where,
             remedy=f"Rename them in the data, or start from the base model {adapter.base}.",
         )
+
+
+def _has_classes(base_config: Path) -> bool:
+    """Whether the configuration of an adapter's base is that of a classifier."""
+    architectures = read_json_object(base_config).get("architectures") or ["Classification"]
+    return any(str(name).endswith("Classification") for name in architectures)
 
 
 def continues(recipe: Recipe) -> bool:

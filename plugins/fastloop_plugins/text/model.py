@@ -41,7 +41,13 @@ from fastloop_plugins.text.model_options import ModelOptions
 from fastloop_plugins.text.new_tokens import NewTokens
 from fastloop_plugins.text.positions import check_known_length, check_length
 from fastloop_plugins.text.special_tokens import save_generation_config, stop_at_end_tokens
-from fastloop_plugins.text.tokenizers import BackendState, TrainedTokenizer, check_saved_tokenizer, train_tokenizer
+from fastloop_plugins.text.tokenizers import (
+    BackendState,
+    TrainedTokenizer,
+    check_saved_tokenizer,
+    save_sentencepiece,
+    train_tokenizer,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -482,3 +488,4 @@ class TextModel:
         """Write the tokenizer as it was before the run's texts were cut to ``data.max_length``."""
         self.backend_state.restore(self.tokenizer)
         self.tokenizer.save_pretrained(folder)
+        save_sentencepiece(self.tokenizer, Path(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,6 +106,21 @@ def train_tokenizer(options: TrainedTokenizer, texts: Sequence[str], classify: b
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, **special, **returned
     )
+
+
+def save_sentencepiece(tokenizer: Any, folder: Path) -> None:
+    """Copy the SentencePiece file of a pretrained tokenizer, such as ``tokenizer.model``, if there is one.
+
+    transformers reads ``tokenizer.json`` alone. The converter of llama.cpp needs the file for architectures such as
+    Gemma. A tokenizer with added tokens gets no copy: the file lacks them, and the converter would take their ids for
+    unused ones.
+    """
+    file = Path(getattr(tokenizer, "vocab_file", None) or "")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if file.suffix != ".model" or not file.is_file() or backend is None:
+        return
+    if len(tokenizer) == backend.get_vocab_size(with_added_tokens=False):
+        shutil.copyfile(file, folder / file.name)
 
 
 def check_saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: Any, texts: Sequence[str], where: str) -> None:

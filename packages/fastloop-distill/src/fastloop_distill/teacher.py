@@ -18,7 +18,7 @@ class Teacher:
     """A frozen model of transformers in eval mode.
 
     Args:
-        name: A run, a folder that ``save_pretrained`` wrote, or a name on the hub.
+        name: A run, a folder that ``save_pretrained`` wrote, or a name on the hub. An adapter is merged into its base.
         auto: The Auto class of transformers that builds it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Teacher:
         self.name = name
         self.order: list[int] | None = None
         run_model = recipe.find(name) / "model"
-        is_run = (run_model / "config.json").is_file()
+        is_run = any((run_model / file).is_file() for file in ("config.json", "adapter_config.json"))
         self.source = str(run_model.resolve()) if is_run else name
         options = {"name": self.source, "trust_remote_code": recipe.model.get("trust_remote_code", False)}
         self.saved = SecondModel(recipe, options, auto, "plugins.distill.teacher: model")

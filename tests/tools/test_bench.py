@@ -123,6 +123,18 @@ class Stops(Plugin):
         if run.recipe.train.seed % 2:
             raise KeyboardInterrupt
 
+class Diverges(Plugin):
+    "NaN with the second seed, and an error with the third."
+    name = "diverges"
+
+    @hookimpl
+    def before_step(self, run):
+        if run.recipe.train.seed == 1:
+            for parameter in run.model.parameters():
+                parameter.data.fill_(float("nan"))
+        if run.recipe.train.seed == 2:
+            raise ValueError("no more")
+
 class Early(Plugin):
     "Wants a variable from the start of the process."
     name = "early"
@@ -136,7 +148,7 @@ class Early(Plugin):
         summary["early"] = os.environ.get("FASTLOOP_EARLY") == "yes"
 """
 
-NAMES = ("honest", "lies", "fails", "dies", "hangs", "needy", "asks", "stops", "early")
+NAMES = ("honest", "lies", "fails", "dies", "hangs", "needy", "asks", "stops", "early", "diverges")
 
 
 @pytest.fixture
@@ -627,6 +639,16 @@ def test_quality_compares_first_and_last_variant_over_three_seeds(recipe, bench)
     assert [len(metrics[arm]["validation loss"]) for arm in ("baseline", "full")] == [3, 3]
     assert metrics["baseline"] != metrics["full"]
     assert "seeds' spread" in out
+
+
+def test_a_training_that_diverges_or_fails_is_named_and_not_left_out_of_a_mean(recipe, bench):
+    code, out, record = bench(recipe("diverges"), *SHORT, "--repeats", "1", "--no-numerics", "--quality-steps", "4")
+    assert code == 1, "a training has failed"
+    losses = record["quality"]["metrics"]["full"]["validation loss"]
+    assert [loss is None for loss in losses] == [False, True, True]
+    for shown in (out, Path("ablation/bench.md").read_text()):
+        assert "full set: no finite value in 2 of 3 trainings (seeds 2, 3)" in shown
+        assert "seeds' spread" not in shown
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------

@@ -284,23 +284,24 @@ class Bench:
         if steps is not None:
             train = {"max_steps": steps, "epochs": None}
         arms = {"baseline": ablation.variants[0], "full": ablation.full()}
-        metrics: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}  # with a value for each seed
+        trained: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}  # the metrics of each seed
         errors: list[str] = []
-        self.record["quality"] = {"seeds": QUALITY_SEEDS, "steps": steps, "metrics": metrics, "errors": errors}
+        self.record["quality"] = {"seeds": QUALITY_SEEDS, "steps": steps, "metrics": {}, "errors": errors}
         for number in range(QUALITY_SEEDS):
             train["seed"] = ablation.recipe.train.seed + number
             for arm, variant in arms.items():
                 spec = {"evaluates": True}
                 training = self.runner.train(ablation.recipe, variant.plugins, "quality", spec=spec, **train)
                 if "error" in training:
+                    values = {}
                     errors.append(f"{arm}, seed {number + 1}: {training['error']}")
                     self.say(f"quality {errors[-1]}")
-                    continue
-                values = final_metrics(training["summary"])
-                for name, value in values.items():
-                    metrics[arm].setdefault(name, []).append(value)
-                shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-                self.say(f"quality {arm}, seed {number + 1}: {shown or '-'}")
+                else:
+                    values = final_metrics(training["summary"])
+                    shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+                    self.say(f"quality {arm}, seed {number + 1}: {shown or '-'}")
+                trained[arm].append(values)
+                self.record["quality"]["metrics"] = metrics_of_seeds(trained)
                 self._refresh()
 
     def _refresh(self) -> None:
@@ -324,6 +325,22 @@ def final_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         for name, value in (summary[split] or {}).items():
             values[f"{split} {name}"] = value
     return values
+
+
+def metrics_of_seeds(trained: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """The values of each metric in the order of the seeds, for each arm. NaN stands for a training that failed.
+
+    Args:
+        trained: Arm -> the metrics of its trainings; empty ones of a training that failed.
+    """
+    names: dict[str, None] = {}  # in the order of the first training
+    for seeds in trained.values():
+        for values in seeds:
+            names.update(dict.fromkeys(values))
+    metrics: dict[str, dict[str, list[float]]] = {}
+    for arm, seeds in trained.items():
+        metrics[arm] = {name: [values.get(name, math.nan) for values in seeds] for name in names}
+    return metrics
 
 
 def check_numerics(ablation: Ablation, train: Callable[[tuple[str, ...]], Measurement]) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import fmean
 from typing import Any
 
@@ -146,29 +147,47 @@ def numerics_table(record: dict[str, Any]) -> Table:
 
 
 def quality_table(record: dict[str, Any]) -> Table:
-    """Final metrics of the first and the last variant, over seeds."""
+    """Final metrics of the first and the last variant, over seeds. They are compared if all trainings have a finite
+    value: the mean of the others would hide a training that has diverged or failed."""
     lines = []
-    metrics = record["quality"]["metrics"] if record["quality"] is not None else {"baseline": {}, "full": {}}
-    for name in metrics["baseline"]:
-        baseline = _finite(metrics["baseline"][name])
-        full = _finite(metrics["full"].get(name, []))
-        if not full or not baseline:
-            continue
-        difference = fmean(full) - fmean(baseline)
-        spread = max(max(full) - min(full), max(baseline) - min(baseline))
-        within = "within the seeds' spread" if abs(difference) <= spread else "more than the seeds' spread"
-        lines.append([name, _with_range(baseline), _with_range(full), f"{difference:+.4f}", within])
+    metrics = record["quality"]["metrics"] if record["quality"] is not None else {}
+    for name, baseline in metrics.get("baseline", {}).items():
+        full = metrics["full"][name]
+        if not full:
+            continue  # not trained yet
+        without_value = [_without_value("baseline", baseline), _without_value("full set", full)]
+        difference = ""
+        if any(without_value):
+            verdict = "; ".join(filter(None, without_value))
+        else:
+            change = fmean(full) - fmean(baseline)
+            spread = max(max(full) - min(full), max(baseline) - min(baseline))
+            difference = f"{change:+.4f}"
+            verdict = "within the seeds' spread" if abs(change) <= spread else "more than the seeds' spread"
+        lines.append([name, _with_range(baseline), _with_range(full), difference, verdict])
     return ["metric", "baseline", "full set", "difference", "verdict"], lines
 
 
-def _finite(values: list[float | None]) -> list[float]:
-    """The values of a metric. The record has None in place of NaN and infinity."""
-    return [value for value in values if value is not None]
+def _without_value(variant: str, values: list[float | None]) -> str:
+    """The trainings of a variant that have diverged or failed: ``full set: no finite value in 1 of 3 trainings (seed
+    2)``; empty: there are none."""
+    seeds = []
+    for number, value in enumerate(values, start=1):
+        if value is None or not math.isfinite(value):  # the written record has None in place of NaN and infinity
+            seeds.append(str(number))
+    if not seeds:
+        return ""
+    listed = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}"
+    return f"{variant}: no finite value in {len(seeds)} of {counted(len(values), 'training')} ({listed})"
 
 
-def _with_range(values: list[float]) -> str:
-    """The mean of a metric over seeds, and its range: ``0.9120 (0.9080 to 0.9160)``."""
-    return f"{fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+def _with_range(values: list[float | None]) -> str:
+    """The mean of a metric over the seeds with a finite value, and its range: ``0.9120 (0.9080 to 0.9160)``; empty: no
+    seed has one."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
+        return ""
+    return f"{fmean(finite):.4f} ({min(finite):.4f} to {max(finite):.4f})"
 
 
 TABLES = {

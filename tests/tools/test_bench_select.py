@@ -23,6 +23,7 @@ import yaml
 from long_form import long_form_only
 
 from fastloop.cli import main
+from fastloop.cli.arguments import ACCEPTED
 from fastloop.errors import UsageError
 from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop.testing import assert_problem
@@ -285,6 +286,8 @@ def test_a_budget_too_short_for_one_edit_is_refused_after_the_first_measurement(
         (["--select", "tiny.yaml"], "file-in-use --select tiny.yaml"),
         (["--select", "tiny.json"], "unknown-format --select tiny.json"),
         (["--variants", "ema"], "exclusive-options --select --variants"),
+        (["--repeats", "6"], "exclusive-options --select --repeats"),
+        (["--no-numerics"], "exclusive-options --select --no-numerics"),
         (["--with", "nosuch"], "unknown-plugin"),
     ],
 )
@@ -292,6 +295,14 @@ def test_what_cannot_be_is_refused(recipe, command, arguments, expected):
     code, out = command("bench", recipe(), *SELECT, *arguments)
     assert code == 2
     assert_problem(out, expected)
+
+
+@pytest.mark.parametrize("accept", ["bitwise", ACCEPTED])
+def test_classes_to_accept_are_refused_without_a_selection(recipe, command, accept):
+    code, out = command("bench", recipe(), "--accept", accept)
+    assert code == 2
+    assert_problem(out, "missing-value --accept --select")
+    assert not Path("runs").exists()
 
 
 def test_parse_time_accepts_units():

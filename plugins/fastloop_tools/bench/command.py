@@ -58,8 +58,11 @@ def bench(
         ),
     ] = "",
     accept: Annotated[
-        str, typer.Option(metavar="A,B", help="With --select: numerics classes that its edits may have.")
-    ] = ACCEPTED,
+        str | None,
+        typer.Option(
+            metavar="A,B", help=f"With --select: numerics classes that its edits may have [default: {ACCEPTED}]."
+        ),
+    ] = None,
     budget: Annotated[
         str,
         typer.Option(
@@ -126,7 +129,15 @@ def bench(
     with signals.on_signals(signals.stop_now, also_ignored=True):
         if select:
             refuse_ablation_options(
-                {"--variants": variants, "--quality": quality, "--timeout": timeout, "--output": output}
+                {
+                    "--variants": variants,
+                    "--repeats": repeats != REPEATS,
+                    "--no-leave-one-out": not leave_one_out,
+                    "--no-numerics": not numerics,
+                    "--quality": quality,
+                    "--timeout": timeout,
+                    "--output": output,
+                }
             )
             window = Window(
                 warmup=2 if warmup is None else warmup,
@@ -134,11 +145,18 @@ def bench(
                 seconds=6.0 if seconds is None else seconds,
                 profile_steps=2,
             )
-            classes = numerics_classes(accept)
+            classes = numerics_classes(ACCEPTED if accept is None else accept)
             seconds_allowed = allowed or parse_time(SELECTION_BUDGET, "--budget")
             loaded = load(recipe, overrides, names(with_), without)
             write_fastest(loaded, Path(select), classes, seconds_allowed, window, environment, names(without))
             return
+        if accept is not None:
+            raise UsageError(
+                "it is for the edits of --select.",
+                code="missing-value",
+                place="--accept",
+                remedy="Give --select FILE, too.",
+            )
         refuse_output_override(overrides or ())
         settings = AblationSettings(
             warmup=5 if warmup is None else warmup,

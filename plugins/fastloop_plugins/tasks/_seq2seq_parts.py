@@ -49,6 +49,19 @@ class Seq2SeqData(DataOptions):
     target: str | None = option("The column of targets: the texts to generate.", default=None)
     prefix: str = option('Text to put before each input, such as "summarize: ".', default="")
     max_target_length: int = option("Tokens of a target at most, with its end token.", default=128, ge=2)
+    source_language: str | None = option(
+        "Of inputs, for a tokenizer of several languages: its code there, such as eng_Latn; null: as saved.",
+        default=None,
+    )
+    target_language: str | None = option(
+        "Of targets, for a tokenizer of several languages: its code there, such as ron_Latn; null: as saved.",
+        default=None,
+    )
+
+    def languages(self) -> dict[str, str]:
+        """The languages that are given, by their names in tokenizers of transformers."""
+        languages = {"src_lang": self.source_language, "tgt_lang": self.target_language}
+        return {name: language for name, language in languages.items() if language is not None}
 
 
 class Seq2SeqTextData(ColumnData):
@@ -134,22 +147,28 @@ class PairSequences(ColumnSequences):
 
 
 def warn_about_languages(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
-    """Log a warning if a tokenizer of several languages, such as NLLB's, does not know that of targets. transformers
-    then gives targets the token of the inputs' language.
+    """Log a warning if a tokenizer of several languages, such as NLLB's, does not know that of inputs or targets.
+    transformers then takes a language of its own for inputs, and the one of inputs for targets.
 
     Args:
-        place: The recipe and its section ``model``.
+        place: The recipe and its section ``data``.
     """
     languages = tokenizer.init_kwargs
-    if languages.get("tgt_lang", "") is None:  # a tokenizer of one language has no such argument
+    if "tgt_lang" not in languages:  # a tokenizer of one language has no such argument
+        return
+    unnamed = []
+    if languages.get("src_lang") is None:
+        unnamed.append("inputs")
+    if languages["tgt_lang"] is None:
+        unnamed.append("targets")
+    if unnamed:
         logger.warning(
             Problem(
-                f"the tokenizer does not name the language of targets. They get the token {tokenizer.src_lang!r}, as "
-                "inputs do.",
-                code="no-target-language",
+                f"the tokenizer has several languages, and that of {' and '.join(unnamed)} is not given: the token is "
+                f"{tokenizer.src_lang!r}.",
+                code="no-language",
                 place=place,
-                remedy="Name both: AutoTokenizer.from_pretrained(NAME, src_lang=..., tgt_lang=...)"
-                ".save_pretrained(FOLDER), and set model.tokenizer=FOLDER.",
+                remedy="Set data.source_language and data.target_language.",
             )
         )
 
@@ -198,17 +217,49 @@ class Seq2SeqModel(AutoClassModel):
 
     Args:
         max_target_length: ``data.max_target_length``.
+        languages: ``Seq2SeqData.languages``.
         generation: Settings for the model's ``generation_config``, see ``generation_config``.
     """
 
-    def __init__(self, recipe: Recipe, max_target_length: int, generation: Mapping[str, Any]) -> None:
+    def __init__(
+        self, recipe: Recipe, max_target_length: int, languages: Mapping[str, str], generation: Mapping[str, Any]
+    ) -> None:
         self.max_target_length = max_target_length
+        self.languages = languages if recipe.inference is None else {}  # an exported tokenizer has them
         self.generation = generation
         super().__init__(recipe, "AutoModelForSeq2SeqLM", False, "encoder-decoder", EXAMPLES)
 
     def load_tokenizer(self, max_length: int) -> None:
         super().load_tokenizer(max_length)
         self.check_room("data.max_target_length", self.max_target_length)
+
+        if self.trained is not None and self.languages:
+            raise self._language_error("a tokenizer that is trained here has no languages")
+
+    def _pretrained_tokenizer(self, **arguments: Any) -> Any:
+        """The tokenizer, with the languages of the recipe.
+
+        Raises:
+            RecipeError: It does not have them.
+        """
+        tokenizer = super()._pretrained_tokenizer(**arguments)
+        if self.languages and not hasattr(type(tokenizer), "src_lang"):
+            raise self._language_error(f"{type(tokenizer).__name__} is no tokenizer of several languages")
+        vocabulary = tokenizer.get_vocab() if self.languages else {}
+        for name, language in self.languages.items():
+            if language not in vocabulary and f"__{language}__" not in vocabulary:  # the latter for M2M100
+                raise self._language_error(f"the tokenizer has no language {language!r}")
+            setattr(tokenizer, name, language)
+            tokenizer.init_kwargs[name] = language  # else save_pretrained would not write it
+        return tokenizer
+
+    def _language_error(self, problem: str) -> RecipeError:
+        return RecipeError(
+            f"{problem}.",
+            code="unknown-language",
+            place=f"{self.recipe.where}: data.source_language, data.target_language",
+            remedy="Use a code of the tokenizer, such as eng_Latn for NLLB and en_XX for mBART, or leave both out.",
+        )
 
     def check_room(self, key: str, length: int) -> None:
         """Raise an error if the decoder cannot take this many tokens. Call it after ``load_tokenizer``."""

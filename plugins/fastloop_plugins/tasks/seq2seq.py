@@ -139,7 +139,8 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         # with the start token; unlike max_new_tokens, arguments of `generate` replace max_length
         length = {"max_length": self.new_tokens + 1, "max_new_tokens": None}
         exported = self._settings(self.sampling()) | length
-        self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length, exported)
+        options = self.data.options
+        self.text_model = Seq2SeqModel(recipe, options.max_target_length, options.languages(), exported)
         self._checked: dict[str, PairSequences] = {}
 
     def encoding_arguments(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
         self._checked.clear()
         datasets = super().build_datasets(run=run)
         if run.recipe.inference is None:
-            warn_about_languages(self.text_model.tokenizer, self.text_model.where)
+            warn_about_languages(self.text_model.tokenizer, self.data.where)
         warn_about_targets(self._checked, self.text_model.tokenizer, self.data.options.max_target_length)
         return datasets
 

@@ -32,7 +32,7 @@ from fastloop.metric_modes import metric_modes
 from fastloop.plugins.resolve import resolve
 from fastloop.problem import Problem
 from fastloop.recipe import make_recipe
-from fastloop.testing import assert_problem, find_problems
+from fastloop.testing import assert_problem, expect_problem, find_problems
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {
@@ -271,25 +271,75 @@ def test_a_start_that_differs_from_that_of_training_is_refused_or_named(caplog):
     assert_problem(caplog, "other-start-token decoder_start_token_id mbart '<|endoftext|>'")
 
 
-@pytest.mark.parametrize("kind", [MBart50Tokenizer, NllbTokenizer], ids=["mbart50", "nllb"])
-def test_a_tokenizer_that_does_not_name_the_language_of_targets_is_named(kind, caplog):
-    languages = {MBart50Tokenizer: ("en_XX", "ro_RO"), NllbTokenizer: ("eng_Latn", "ron_Latn")}
-    source, target = languages[kind]
+LANGUAGES = {"mbart50": ("en_XX", "ro_RO"), "nllb": ("eng_Latn", "ron_Latn")}
+
+
+def save_tokenizer_of_languages(kind: str, **languages: str) -> dict[str, Any]:
+    """Save a tokenizer of several languages. Returns the section ``model`` of a recipe that reads it."""
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"0123456789abcdefghijklmnopqrstuvwxyz"]
-    vocabulary = {"vocab": [(piece, -1.0) for piece in pieces]}
-    if kind is NllbTokenizer:
-        vocabulary = {"vocab": {piece: number for number, piece in enumerate(pieces)}, "merges": []}
-    model = {"config": ENCODER_DECODERS["mbart"], "tokenizer": "languages"}
-    for named in ({"tgt_lang": target}, {}):
-        kind(**vocabulary, src_lang=source, **named).save_pretrained("languages")
+    if kind == "mbart50":
+        tokenizer: Any = MBart50Tokenizer(vocab=[(piece, -1.0) for piece in pieces], **languages)
+    else:
+        tokenizer = NllbTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], **languages)
+    tokenizer.save_pretrained("languages")
+    path = Path("languages/tokenizer_config.json")
+    saved = json.loads(path.read_text())
+    if "src_lang" not in languages:  # save_pretrained writes its default, and files of the hub do not have it
+        saved["src_lang"] = None
+    path.write_text(json.dumps(saved))
+    return {"config": ENCODER_DECODERS["mbart"], "tokenizer": "languages"}
+
+
+def language_tokens(run: Any) -> tuple[str, str]:
+    """The first tokens of an input and of a target: those of their languages."""
+    tokenizer = task_of(run).text_model.tokenizer
+    sample = run.datasets["train"][0]
+    ids = [int(sample["input_ids"][0]), int(sample["labels"][0])]
+    return tuple(tokenizer.convert_ids_to_tokens(ids))
+
+
+@pytest.mark.parametrize("kind", LANGUAGES)
+def test_the_languages_of_a_tokenizer_are_settings(kind, caplog):
+    source, target = LANGUAGES[kind]
+    model = save_tokenizer_of_languages(kind)
+    data = DATA | {"max_target_length": 20}
+    languages = {"source_language": target, "target_language": source}
+    run = make_run("seq2seq", model, data | languages)
+    assert language_tokens(run) == (target, source)
+    assert not find_problems(caplog, "no-language")
+    task_of(run).text_model.tokenizer.save_pretrained("exported")
+    again = make_run("seq2seq", model | {"tokenizer": "exported"}, data)
+    assert language_tokens(again) == (target, source)
+    assert not find_problems(caplog, "no-language")
+    for language in ({"source_language": "xx_XX"}, {"target_language": "xx_XX"}):
+        with expect_problem("unknown-language data.target_language xx_XX", RecipeError):
+            make_run("seq2seq", model, data | language)
+
+
+@pytest.mark.parametrize("tokenizer", [{"kind": "byte"}, "padding"])
+def test_languages_of_a_tokenizer_without_them_are_refused(tokenizer):
+    padding_tokenizer()
+    with expect_problem("unknown-language data.target_language", RecipeError):
+        make_run("seq2seq", MODEL | {"tokenizer": tokenizer}, DATA | {"target_language": "ron_Latn"})
+
+
+@pytest.mark.parametrize("kind", LANGUAGES)
+def test_a_language_that_the_tokenizer_does_not_name_is_named(kind, caplog):
+    source, target = LANGUAGES[kind]
+    data = DATA | {"max_target_length": 20}
+    for languages, unnamed in (
+        ({"src_lang": source, "tgt_lang": target}, None),
+        ({"src_lang": target}, f"targets '{target}'"),
+        ({"tgt_lang": target}, f"inputs '{source}'"),
+    ):
         caplog.clear()
-        run = make_run("seq2seq", model, DATA | {"max_target_length": 20})
-        tokenizer = task_of(run).text_model.tokenizer
-        sample = run.datasets["train"][0]
-        assert tokenizer.convert_ids_to_tokens(int(sample["input_ids"][0])) == source
-        assert tokenizer.convert_ids_to_tokens(int(sample["labels"][0])) == named.get("tgt_lang", source)
-        assert bool(find_problems(caplog, "no-target-language")) == (not named)
-    assert_problem(caplog, f"no-target-language model: '{source}' model.tokenizer=FOLDER")
+        run = make_run("seq2seq", save_tokenizer_of_languages(kind, **languages), data)
+        inputs = languages.get("src_lang", source)
+        assert language_tokens(run) == (inputs, languages.get("tgt_lang", inputs))
+        if unnamed is None:
+            assert not find_problems(caplog, "no-language")
+        else:
+            assert_problem(caplog, f"no-language data: {unnamed} data.source_language data.target_language")
 
 
 def test_weights_are_target_tokens_and_each_side_is_padded_to_its_longest():

@@ -240,6 +240,22 @@ def test_a_classifier_cannot_start_from_the_adapter_of_a_language_model_and_can_
     assert summary["test"]["loss"] > 0
 
 
+@pytest.mark.parametrize(
+    ("classes", "remedy"), [(("good", "fine", "bad"), "model.name"), (("bad", "fine", "great"), "Rename")]
+)
+def test_a_base_model_with_other_classes_than_the_adapters_is_refused(place, classes, remedy):
+    names = dict(enumerate(classes))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained("base", id2label=names, num_labels=3)
+    model.save_pretrained("base")
+    for split in ("train", "validation", "test"):
+        path = Path(f"{split}.csv")
+        path.write_text(path.read_text().replace(",good", f",{max(classes)}"))
+    with expect_problem(f"labels-differ plugins.lora: run/model 'good' '{max(classes)}' {remedy}", RecipeError):
+        built(recipe_of(place, {"adapter": str(place / "run" / "model")}, "base"))
+    if remedy == "model.name":
+        assert built(recipe_of(place, {})).unwrap_model().config.id2label == {0: "bad", 1: "fine", 2: "good"}
+
+
 def not_an_adapter(place):
     return recipe_of(place, {"adapter": str(place / "base")}, "base")
 
@@ -265,6 +281,12 @@ def another_kind(place):
 def invoked(place):
     path = place / "run" / "model" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alora_invocation_tokens": [5, 6]}))
+    return recipe_of(place, {})
+
+
+def half_a_pattern(place):
+    path = place / "run" / "model" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layers_pattern": ["layer"]}))
     return recipe_of(place, {})
 
 
@@ -300,6 +322,7 @@ REFUSED = {
     "adapter-differs DistilBert": another_base,
     "unsupported-adapter IA3 LORA": another_kind,
     "unsupported-adapter alora_invocation_tokens": invoked,
+    "file-unreadable run/model layers_pattern": half_a_pattern,
     "unsupported-adapter lora_bias: true q_proj": biased,
     "conflicting-values merge: false model.config.": from_scratch,
     "conflicting-values merge: false model.weights.": warm_start,

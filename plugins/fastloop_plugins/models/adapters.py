@@ -184,26 +184,19 @@ def quiet_peft() -> Iterator[None]:
 
 
 def read_settings(folder: Path, where: str) -> LoraConfig:
-    """The settings of an adapter.
+    """The settings of an adapter that ``find_adapter`` found.
 
     Raises:
-        RecipeError: The file cannot be read, or the adapter is of another kind.
+        RecipeError: The file cannot be read, or the adapter cannot be merged.
     """
     with importing_bitsandbytes():
-        from peft import LoraConfig, PeftConfig
+        from peft import LoraConfig
 
     try:
         with quiet_peft():
-            settings = PeftConfig.from_pretrained(str(folder))
+            settings: LoraConfig = LoraConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(f"{folder} cannot be loaded: {clause(error)}.", code="file-unreadable", place=where) from None
-    if not isinstance(settings, LoraConfig):
-        raise RecipeError(
-            f"{folder} holds an adapter of the type {settings.peft_type}.",
-            code="unsupported-adapter",
-            place=where,
-            expected="LORA",
-        )
     if getattr(settings, "alora_invocation_tokens", None) is not None:
         raise RecipeError(
             f"{folder} acts only after its alora_invocation_tokens, so it cannot be merged.",

@@ -216,9 +216,12 @@ def _check_classes(model: nn.Module, adapter: Adapter, where: str) -> None:
     ours = getattr(model.config, "id2label", None)
     theirs = getattr(AutoConfig.from_pretrained(str(adapter.base_config)), "id2label", None)
     if ours != theirs:
+        remedy = "Rename them in the data, or start a new adapter."
+        if ours and theirs and sorted(ours.values()) == sorted(theirs.values()):
+            remedy = "Name the adapter's folder as model.name, so that its order of classes is used."
         raise RecipeError(
             f"the adapter {adapter.folder} was trained for the classes {theirs}, and the model has {ours}.",
             code="labels-differ",
             place=where,
-            remedy="Name the adapter's folder as model.name, so that its classes are used, or start a new adapter.",
+            remedy=remedy,
         )

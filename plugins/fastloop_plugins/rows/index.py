@@ -341,6 +341,7 @@ def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bo
                         f"column {label!r} (data.label) has more than {LABELS} different labels, expected few.",
                         code="too-many-labels",
                         place=str(path),
+                        remedy="For regression: data.label_type=number." if str(value).isdecimal() else "",
                     )
             facts += file.facts()
         if total == start and any(dropped):

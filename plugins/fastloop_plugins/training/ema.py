@@ -137,8 +137,15 @@ class EMA(Plugin):
         from fastloop_plugins.training._batch_statistics import estimated
 
         if not self.updates:
+            first_update = (self.start // self.update_every + 1) * self.update_every
             self.log.warning(
-                Problem("training ended before the first update: the trained weights are used.", code="never-updated")
+                Problem(
+                    f"training ended after step {run.state.step}, and the first update is due after step "
+                    f"{first_update}: the trained weights are used.",
+                    code="never-updated",
+                    place=f"{run.recipe.where}: plugins.ema",
+                    remedy="Lower start or update_every.",
+                )
             )
             return
         self.exchange()

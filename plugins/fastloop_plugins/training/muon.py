@@ -73,7 +73,7 @@ class MuonOptimizer(Plugin):
             raise RecipeError(
                 "no 2-D weight is left for Muon.",
                 code="unsupported-model",
-                place=where,
+                place=where if self.adamw else f"{run.recipe.where}: train.optimizer",
                 remedy="Use another optimizer: train.optimizer=AdamW.",
             )
         if any(isinstance(weight, DTensor) for weight in matrices):

@@ -197,6 +197,12 @@ def test_balanced_weights_count_the_words_of_training():
     torch.testing.assert_close(task_of(run).criterion.weights, expected)
 
 
+def test_balanced_needs_words_of_each_tag():
+    loss = {"name": "focal", "class_weights": "balanced"}
+    with expect_problem("empty-class loss.class_weights: balanced: 'B-RARE'", RecipeError):
+        make(write_splits() | {"tag_names": [*TAGS, "B-RARE"]}, task={"loss": loss})
+
+
 def test_balanced_weights_count_the_words_of_the_folds_that_are_trained_on(caplog):
     loss = {"name": "focal", "class_weights": "balanced"}
     run = make(write_splits(), task={"loss": loss}, plugins=[{"folds": {"number": 1, "of": 3}}])

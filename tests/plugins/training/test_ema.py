@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import Plugin, hookimpl
-from fastloop.testing import tiny_data, tiny_model
+from fastloop.testing import assert_problem, tiny_data, tiny_model
 
 
 class Order(Plugin):
@@ -76,6 +76,12 @@ def test_training_weights_are_restored_after_failed_evaluation(tiny_run):
     with pytest.raises(Exception, match="on purpose"):
         tiny_run([{"ema": {"decay": 0.9}}, weights, Fails()], model=model)
     assert all(torch.equal(model.state_dict()[name].cpu(), tensor) for name, tensor in weights.steps[-1].items())
+
+
+def test_a_run_that_ends_before_the_first_update_warns(tiny_run, caplog):
+    result = tiny_run([{"ema": {"start": 20, "update_every": 6}}])
+    assert_problem(caplog, "never-updated plugins.ema: 18 24 start update_every")
+    assert all(torch.equal(result.weights[name], weight) for name, weight in tiny_run().weights.items())
 
 
 class Narrow(nn.Module):

@@ -61,7 +61,7 @@ def test_another_optimizer_is_left_alone():
             ["haed.*"],
             "no-match plugins.muon-optimizer.adamw 'haed 'head",
         ),
-        ("Muon", ["*"], "unsupported-model 2-D"),
+        ("Muon", ["*"], "unsupported-model plugins.muon-optimizer.adamw: 2-D"),
     ],
 )
 def test_errors_name_the_key(optimizer, patterns, message):

@@ -188,8 +188,9 @@ class ClassLoss:
             return
         counts = torch.bincount(classes[classes >= 0], minlength=len(names or ()))
         if not counts.all():
+            number = int(counts.argmin())
             raise RecipeError(
-                f"class {int(counts.argmin())} has no training sample.",
+                f"no training sample has the class {names[number] if names else number!r}.",
                 code="empty-class",
                 place=f"{self.where}: balanced",
                 remedy="Give a list of weights.",

@@ -199,6 +199,7 @@ def classifier_metrics(
                 f"{metric_classes[name].__name__} is for two classes, and the data has {num_classes}.",
                 code="wrong-metric",
                 place=f"{where}.{name}.type",
+                remedy="Use a metric of several classes: in torchmetrics, its name begins with Multiclass.",
             )
         metrics[name] = LambdaInputTransformer(metrics[name], decision.probability, decision.are_positive)
     return collect(metrics, where)

@@ -226,7 +226,7 @@ class StreamedSplit:
                     f"{paths[0]} has {counted(int(rows.sum()), 'sample')}, and data.lanes is {lanes}.",
                     code="too-few-rows",
                     place=f"{self.data.where}.{key}",
-                    remedy="Set data.lanes to fewer.",
+                    remedy=f"Set data.lanes to at most {int(rows.sum())}.",
                 )
 
     def put_end_to_end(self, run: Run, encode: Tokens, size: int, tokenizer: str | None) -> None:

@@ -16,6 +16,7 @@ from text_helpers import text_run
 from torch import Tensor
 from torchmetrics import AUROC, AveragePrecision, F1Score, MatthewsCorrCoef
 from torchmetrics.classification import (
+    BinaryAUROC,
     BinaryFBetaScore,
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -27,6 +28,8 @@ from torchmetrics.functional.classification import binary_auroc, binary_f1_score
 from training_runs import execute
 
 from fastloop.cli.summary import summary_rows
+from fastloop.errors import RecipeError
+from fastloop.testing import expect_problem
 from fastloop_plugins.tasks.shared.metrics import (
     classifier_metrics,
     names_of_scored_metrics,
@@ -64,6 +67,11 @@ def test_metrics_and_a_threshold_beside_the_built_in_ones():
     assert found["auroc"] == pytest.approx(binary_auroc(probability, labels).item(), abs=1e-6)
     assert found["recall"] == pytest.approx(multiclass_recall(logits, labels, 2).item())
     assert found["acc"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+
+
+def test_a_metric_of_two_classes_for_three_is_refused():
+    with expect_problem("wrong-metric r.m.type: BinaryAUROC 3 Multiclass", RecipeError):
+        classifier_metrics({"m": BinaryAUROC}, {"m": {}}, "r", 3, Decision())
 
 
 @pytest.mark.parametrize("make", [classifier_metrics, tag_metrics], ids=["texts", "words"])

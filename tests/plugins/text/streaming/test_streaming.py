@@ -274,6 +274,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"files": {"train": ["rows.jsonl", "rows.jsonl"]}, "mix": [1.0, 4e-4]},
         "wrong-weights data.mix[1]: 0.04% 1000",
     ),
+    "lanes": (
+        {"files": {"train": ["rows.jsonl", "more.jsonl"]}, "mix": [1.0, 1.0], "lanes": 64},
+        "too-few-rows data.mix: rows.jsonl 40 64 data.lanes",
+    ),
+    "many labels": (
+        {"files": {"train": "many.csv"}},
+        "too-many-labels many.csv: 'label' 10000 data.label_type=number",
+    ),
     "no files": ({"files": None, "module": "a.py:b"}, "missing-value data.streaming:"),
     "offline": ({"files": None, "name": "somewhere"}, "unreachable-url data.name: 'somewhere'"),
     "json": (
@@ -295,6 +303,8 @@ def test_settings_that_cannot_hold_are_refused_by_name(case):
     changes, expected = REFUSED[case]
     write_lines("rows.jsonl", rows(40, NAMES))
     Path("rows.json").write_text("[]")
+    write_lines("more.jsonl", rows(80, NAMES))
+    Path("many.csv").write_text("text,label\n" + "".join(f"a,{number}\n" for number in range(10_001)))
     with expect_problem(expected, RecipeError):
         classify("rows.jsonl", **changes)
 

@@ -405,10 +405,11 @@ def test_bench_reports_failing_plugin_as_row_and_continues(recipe, bench):
         (("asks",), (), "missing-plugin 'asks' 'honest'"),
         (({"honest": {"lr": 1}},), (), "unknown-option plugins.honest.lr"),
         (("honest",), ("--variants", "honset"), "unknown-plugin 'honest'"),
+        (("honest", "early"), ("--variants", "honest;early;honest"), "listed-twice --variants honest"),
         (("honest",), ("data.module=nowhere.py:data",), "file-missing nowhere.py"),
         (("honest",), ("output=elsewhere",), "no-effect output=elsewhere --output elsewhere"),
     ],
-    ids=["no plugin", "twice", "requires", "option", "ablation", "data", "output"],
+    ids=["no plugin", "twice", "requires", "option", "ablation", "variant twice", "data", "output"],
 )
 def test_bench_rejects_invalid_recipe_before_measuring(recipe, bench, plugins, arguments, expected):
     code, out, record = bench(recipe(*plugins), *SHORT, *arguments)
@@ -416,6 +417,12 @@ def test_bench_rejects_invalid_recipe_before_measuring(recipe, bench, plugins, a
     assert_problem(out, expected)
     assert record == {}
     assert not Path("ablation").exists()
+
+
+def test_sets_that_add_the_same_plugin_to_different_sets_have_their_own_titles(recipe):
+    sets = [["early"], ["honest"], ["honest", "early"]]
+    plan = make_ablation(load_recipe(recipe("honest", "early")), sets, leave_one_out=False)
+    assert [variant.title for variant in plan.variants] == ["baseline", "+ early", "honest", "honest, early"]
 
 
 def test_bench_stops_if_baseline_fails(recipe, bench):

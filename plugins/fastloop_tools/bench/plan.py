@@ -145,10 +145,11 @@ def _add_one_by_one(ablation: Ablation, tested: Sequence[str]) -> None:
 def _add_given_sets(ablation: Ablation, tested: Sequence[str], sets: Sequence[Sequence[str]]) -> None:
     """Add a variant for each given set of plugins.
 
-    The title names the plugins that it adds to the set before, ``+ amp``, or all of them if some of that set are gone.
+    The title names the plugins that it adds to the set before, ``+ amp``, or all of them if some of that set are gone
+    or another variant has this title: B; A; A,B are ``+ B``, ``A`` and ``A, B``.
 
     Raises:
-        UsageError: Two variants have the same title.
+        UsageError: A set is listed twice.
     """
     earlier: tuple[str, ...] = ()
     for names in sets:
@@ -157,14 +158,17 @@ def _add_given_sets(ablation: Ablation, tested: Sequence[str], sets: Sequence[Se
         title = ""
         if set(earlier) <= set(active):
             title = " ".join(f"+ {name}" for name in added)
-        title = title or ", ".join(active) or "no plugins"
-        if any(title == variant.title for variant in ablation.variants):
-            raise UsageError(
-                "the same set of plugins is listed twice in a row.",
-                code="listed-twice",
-                place="--variants",
-                remedy="Remove one.",
-            )
+        listed = ", ".join(active) or "no plugins"
+        for variant in ablation.variants:
+            if variant.kind != "baseline" and variant.plugins == active:
+                raise UsageError(
+                    f"the set {listed} is listed twice.",
+                    code="listed-twice",
+                    place="--variants",
+                    remedy="Remove one.",
+                )
+        if not title or any(title == variant.title for variant in ablation.variants):
+            title = listed
         absent = [ablation.absent[name] for name in active if name in ablation.absent]
         why_not = "; ".join(absent) if absent else unresolvable(ablation, active)
         before = ablation.full().title

@@ -68,6 +68,9 @@ class Rows(Dataset):
 
 def rows(wait=False):
     return {"train": Rows(wait), "validation": Rows()}
+
+def only_train():
+    return {"train": Rows()}
 """
 RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
@@ -436,6 +439,14 @@ def test_a_wrong_command_line_is_explained_before_the_first_run(arguments, expec
     assert done.returncode == 2
     assert_problem(done.stderr, expected)
     assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_a_recipe_without_validation_data_ends_the_sweep_after_one_run():
+    options = ["data.module=code.py:only_train", "--monitor", "loss", "--without", "progress"]
+    done = fastloop("sweep", "recipe.yaml", "--seeds", "2", *options)
+    assert done.returncode == 2
+    assert_problem(done.stderr, "unknown-split --monitor loss: Add one to the data.")
 
 
 @pytest.mark.slow

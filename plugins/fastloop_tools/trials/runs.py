@@ -157,7 +157,12 @@ class SweepSettings:
         if run.status == "finished" and self.monitor not in (run.metrics or {}):
             place = f"--monitor {self.monitor}"
             if not run.metrics:
-                raise UsageError("the validation split does not exist.", code="unknown-split", place=place)
+                raise UsageError(
+                    "there is no validation split to compare the runs on.",
+                    code="unknown-split",
+                    place=place,
+                    remedy="Add one to the data.",
+                )
             raise UsageError(
                 f"the validation split has no metric {self.monitor!r}.",
                 code="unknown-metric",

@@ -493,7 +493,7 @@ def test_a_parquet_whose_text_is_not_utf8_is_refused():
         use_dictionary=False,
     )
     Path("train.parquet").write_bytes(Path("train.parquet").read_bytes().replace(b"no cafe", b"no caf\xe9"))
-    with expect_problem("wrong-encoding train.parquet 'text' data.text 8", RecipeError):
+    with expect_problem("wrong-encoding train.parquet 'text' data.text 8 again", RecipeError):
         text_run(train="train.parquet")
 
 

@@ -200,6 +200,7 @@ def list_values(values: Any, where: str, key: str, name: str) -> list[Any]:
             f"the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason}).",
             code="wrong-encoding",
             place=where,
+            remedy="Write the file again as UTF-8.",
         ) from None
 
 

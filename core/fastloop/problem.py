@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -71,6 +72,12 @@ def agree(number: int, singular: str, plural: str) -> str:
     ``f"{counted_of(count, total, 'rows')} {agree(count, 'is', 'are')} left out"`` gives ``1 of 9 rows is left out``.
     """
     return singular if number == 1 else plural
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Names as a part of a sentence: ``a``, ``a and b``, ``a, b and c``."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def clause(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 
 from fastloop.cli.messages import print_error
 from fastloop.cli.summary import BRIEF_VARIABLE
-from fastloop.distributed.ranks import LOOPBACK, world_size
+from fastloop.distributed.ranks import LOOPBACK, unset_remedy, world_size
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
 from fastloop.errors import UsageError
 from fastloop.problem import Problem
@@ -140,7 +140,7 @@ def _check_options(nproc: int, nnodes: int, node_rank: int, master: str | None) 
             f"another launcher started this process, one of {world_size()}.",
             code="launched-twice",
             place=f"--nproc {nproc}",
-            remedy="Leave one of the two out.",
+            remedy=f"Leave one of the two out. {unset_remedy()}",
         )
     if nnodes > 1 and master is None:
         raise UsageError(

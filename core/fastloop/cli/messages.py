@@ -108,6 +108,13 @@ class OfWarnings(logging.Filter):
         return record.levelno >= logging.WARNING
 
 
+class OfMissingProcess(logging.Filter):
+    """Lets the warning pass that another process is missing, and drops other messages."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return isinstance(record.msg, Problem) and record.msg.code == "process-missing"
+
+
 @contextmanager
 def filtered_messages(messages_filter: logging.Filter) -> Iterator[None]:
     """Show only the messages that a filter lets pass."""
@@ -167,16 +174,16 @@ def print_error(problem: Problem) -> None:
 
 
 def show_messages() -> None:
-    """Show log messages from now on. With several processes, only the main process shows them. Repeated calls have no
-    effect."""
+    """Show log messages from now on. With several processes, only the main process shows them; the others only report
+    that it is missing. Repeated calls have no effect."""
     logger = logging.getLogger("fastloop")
-    if ranks.rank():
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
-        return
     if not any(isinstance(handler, Messages) for handler in logger.handlers):
-        logger.addHandler(Messages())
-    logger.setLevel(logging.INFO)
+        handler = Messages()
+        if ranks.rank():
+            handler.addFilter(OfMissingProcess())
+        logger.addHandler(handler)
+    if not ranks.rank():
+        logger.setLevel(logging.INFO)
     logger.propagate = False
 
 

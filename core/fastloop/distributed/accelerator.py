@@ -90,6 +90,7 @@ def _connect(device: str, settings: Settings, timeout: timedelta | None) -> None
 
     Raises:
         ProcessLost: Another process did not connect in time.
+        UsageError: See ``store_arguments``.
     """
     from accelerate.state import PartialState
 
@@ -101,7 +102,7 @@ def _connect(device: str, settings: Settings, timeout: timedelta | None) -> None
     connects = world_size() > 1
     is_connected = connects and torch.distributed.is_initialized()
     try:
-        if connects:
+        if connects and "init_method" not in connection:
             connection |= store_arguments(timeout)
         # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
         PartialState(cpu=device == "cpu", **connection)

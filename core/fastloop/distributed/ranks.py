@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
 from fastloop.errors import UsageError
-from fastloop.problem import agree
+from fastloop.problem import agree, join_names
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables with the number of processes: of torchrun and accelerate, Intel MPI, Open MPI and MVAPICH. Accelerate reads
@@ -20,8 +20,11 @@ SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
 """Variable of Slurm's srun with the number of processes that it started side by side. torch does not read it."""
 LOOPBACK = "127.0.0.1"
 """The address on which the processes of one machine meet. No other machine reaches it."""
-SET_ALL = "Start the processes with --nproc N or torchrun, which set all variables, or unset them for one process."
-"""The remedy for variables that do not fit."""
+LOCAL_RANK = "LOCAL_RANK"
+"""Variable with the index of this process on its machine, from 0. -1 stands for a single process. torch and Accelerate
+connect processes if it is set."""
+VARIABLES = (*WORLD_SIZES, *RANKS, LOCAL_RANK, "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which processes find each other."""
 
 
 def _from_environment(*names: str) -> int | None:
@@ -58,6 +61,21 @@ def rank() -> int:
     return _from_environment(*RANKS) or 0
 
 
+def launcher_variables() -> list[str]:
+    """The names of the variables that are set by which processes find each other."""
+    return [name for name in VARIABLES if os.environ.get(name)]
+
+
+def unset_remedy() -> str:
+    """The remedy for variables that are left over from another run."""
+    return f"If the variables are left over from another run, run `unset {' '.join(launcher_variables())}` first."
+
+
+def set_all_remedy() -> str:
+    """The remedy for variables that do not fit together."""
+    return f"Start the processes with --nproc N or torchrun, which set all variables. {unset_remedy()}"
+
+
 def torchrun_job() -> str | None:
     """The name of the torchrun job that started this process, equal on all of its restarts: the folder of its log
     files, which torchrun creates under a new name. None: torchrun did not start it."""
@@ -81,15 +99,16 @@ def check_variables(trains: bool) -> None:
     _check_numbers()
     sizes = [name for name in WORLD_SIZES if os.environ.get(name)]
     ranks = [name for name in RANKS if os.environ.get(name)]
-    if world_size() > 1:
-        _check_complete(sizes[0], has_rank=bool(ranks))
+    is_local = os.environ.get(LOCAL_RANK, "-1") not in ("-1", "")
+    if world_size() > 1 or is_local:
+        _check_complete(sizes, ranks)
     if rank() >= world_size():
         size = f"{sizes[0]} is {world_size()}" if sizes else "WORLD_SIZE is not set"
         raise UsageError(
             f"the environment variable {ranks[0]} is {rank()}, and {size}. Expected a rank below the number of "
             "processes.",
             code="wrong-environment",
-            remedy=SET_ALL,
+            remedy=set_all_remedy(),
         )
     tasks = _from_environment(SLURM_TASKS) or 1
     if trains and tasks > 1 and not sizes:
@@ -111,35 +130,47 @@ def _check_numbers() -> None:
     Raises:
         UsageError: One holds another text.
     """
-    for name in (*WORLD_SIZES, *RANKS, "MASTER_PORT"):
+    for name in (*WORLD_SIZES, *RANKS, LOCAL_RANK, "MASTER_PORT"):
         value = os.environ.get(name, "")
-        if value and not value.isdecimal():
+        is_number = value.isdecimal() or (name == LOCAL_RANK and value == "-1")
+        if value and not is_number:
             raise UsageError(
                 f"the environment variable {name} is {value!r}, expected a whole number.",
                 code="wrong-environment",
-                remedy=SET_ALL,
+                remedy=set_all_remedy(),
             )
 
 
-def _check_complete(size_name: str, has_rank: bool) -> None:
-    """Check that one of several processes has all variables that it needs.
+def _check_complete(sizes: Sequence[str], ranks: Sequence[str]) -> None:
+    """Check that a process of a launcher has all variables that it needs.
 
     Args:
-        size_name: The variable with the number of processes.
-        has_rank: Whether the environment has a variable with the index of this process.
+        sizes: The variables with the number of processes that are set.
+        ranks: Those with the index of this process.
 
     Raises:
         UsageError: Some are not set.
     """
-    missing = [] if has_rank else ["RANK"]
+    missing = []
+    if not sizes:
+        missing.append("WORLD_SIZE")
+    if not ranks:
+        missing.append("RANK")
+    if not os.environ.get("MASTER_ADDR"):
+        missing.append("MASTER_ADDR")
     # Accelerate has a default port for MPI
-    needed = ("MASTER_ADDR", "MASTER_PORT") if size_name == "WORLD_SIZE" else ("MASTER_ADDR",)
-    missing += [name for name in needed if not os.environ.get(name)]
-    if missing:
-        are = agree(len(missing), "is", "are")
-        raise UsageError(
-            f"the environment variable {size_name} is {world_size()}, and {' and '.join(missing)} {are} not set. Each "
-            "of several processes needs this.",
-            code="wrong-environment",
-            remedy=SET_ALL,
-        )
+    is_mpi = bool(sizes) and sizes[0] != "WORLD_SIZE"
+    if not is_mpi and not os.environ.get("MASTER_PORT"):
+        missing.append("MASTER_PORT")
+    if not missing:
+        return
+    present = [f"{name}={os.environ[name]}" for name in launcher_variables()]
+    variables = agree(len(present), "variable", "variables")
+    present_are = agree(len(present), "is", "are")
+    missing_are = agree(len(missing), "is", "are")
+    raise UsageError(
+        f"the environment {variables} {join_names(present)} {present_are} set, and {join_names(missing)} {missing_are} "
+        "not. Each process that a launcher starts needs all of them.",
+        code="wrong-environment",
+        remedy=set_all_remedy(),
+    )

@@ -2,76 +2,237 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
 
-from fastloop.distributed.ranks import LOOPBACK, rank, world_size
+from fastloop.distributed.ranks import LOOPBACK, launcher_variables, rank, unset_remedy, world_size
+from fastloop.errors import ProcessLost, UsageError
+from fastloop.problem import Problem, agree, clause, counted, join_names
+
+log = logging.getLogger("fastloop")
+
+LOG_AFTER = 10.0
+"""Seconds after which a process logs for which others it waits. Processes that are started together are together within
+a few seconds, on a loaded machine, too."""
+CONNECT_SECONDS = 30.0
+"""Seconds in which a store must answer that accepts connections already."""
+LONGEST_PAUSE = 1.0
+"""Seconds between two looks for the other processes, at most."""
+NAMED = 8
+"""Processes that a message lists at most."""
+START_ALL = (
+    "Start all processes with the same MASTER_ADDR and MASTER_PORT. If one has ended, its output has the reason."
+)
+"""The remedy if processes are missing."""
 
 
 def store_arguments(timeout: timedelta | None = None) -> dict[str, Any]:
-    """Arguments of ``PartialState``: a store on the loopback address for one machine, and a part of torchrun's store.
+    """Arguments of ``PartialState``: a store in which all processes of the run have met.
 
-    Torch binds the store to all addresses, and anyone who reaches it can write to it. The processes of one machine do
-    not need that.
+    torch waits for the others in C++, where Python handles no signal. Here, a process waits in Python, and logs for
+    which others.
+
+    Torch binds a store to all addresses, and anyone who reaches it can write to it. The processes of one machine do not
+    need that: their store is at the loopback address.
 
     Torchrun keeps the store when it starts processes again (torch 2.13). The default part still has the addresses of
-    the earlier processes, and a process that reads them waits for processes that have ended. Torchrun's count of
-    restarts does not identify a start: each machine has its own, and a machine that joins or leaves changes none.
+    the earlier processes, and a process that reads them waits for processes that have ended. So each start has a part
+    of its own. Torchrun's count of restarts does not identify a start: each machine has its own, and a machine that
+    joins or leaves changes none.
 
     Args:
-        timeout: How long a process waits for the store and for the answer of rank 0; None: torch's default.
+        timeout: How long a process waits for the others; None: torch's default.
 
     Returns:
-        ``store``, ``rank`` and ``world_size``. Empty if torch makes the store: several machines without torchrun, or
-        processes that are connected already.
+        ``store``, ``rank`` and ``world_size``. Empty if the processes are connected already.
+
+    Raises:
+        ProcessLost: Not all processes came in time, or another program answers at the address.
+        UsageError: The port is in use, or another process has the same rank.
     """
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host = os.environ.get("MASTER_ADDR", "")
-    if not (has_agent or host == LOOPBACK):
-        return {}
-    from torch.distributed import PrefixStore, TCPStore, default_pg_timeout, is_initialized  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, default_pg_timeout, is_initialized  # type: ignore[attr-defined]
 
     if is_initialized():  # by an earlier run of this process
         return {}
+    host = os.environ["MASTER_ADDR"]
     port = int(os.environ.get("MASTER_PORT") or 29500)
-    serves = not has_agent and rank() == 0
-    fd = socket.create_server((host, port)).detach() if serves else None
-    store = TCPStore(
-        host,
-        port,
-        is_master=serves,
-        wait_for_workers=False,
-        timeout=timeout or default_pg_timeout,
-        master_listen_fd=fd,
-    )
-    return {
-        "store": PrefixStore(_name_start(store), store) if has_agent else store,
-        "rank": rank(),
-        "world_size": world_size(),
-    }
+    meeting = Meeting(host, port, timeout or default_pg_timeout)
+    store = _open_store(meeting)
+    start_name = _name_start(store, meeting)
+    return {"store": PrefixStore(start_name, store), "rank": rank(), "world_size": world_size()}
 
 
-def _name_start(store: Any) -> str:
+class Meeting:
+    """How long a process has waited for the others, and where.
+
+    Args:
+        host: The address of the store.
+        port: Its port.
+        timeout: How long the process waits.
+    """
+
+    def __init__(self, host: str, port: int, timeout: timedelta) -> None:
+        self.host = host
+        self.port = port
+        self.timeout = timeout
+        self._began = monotonic()
+        self._is_logged = False
+
+    def pause(self, missing: Sequence[int], logs: bool = True) -> None:
+        """Sleep until the next look, a tenth of the time that the process has waited. Python handles signals here.
+
+        Args:
+            missing: The processes that have not come.
+            logs: Whether to log them after ``LOG_AFTER``, once.
+
+        Raises:
+            ProcessLost: The time is over.
+        """
+        waited = monotonic() - self._began
+        if waited > self.timeout.total_seconds():
+            raise ProcessLost(
+                f"process {rank()} of {world_size()} could not connect to the others: "
+                f"{self._explain(missing)} within {self.timeout.total_seconds():g} seconds.",
+                code="process-lost",
+                remedy=f"{START_ALL} If they start at different times, raise the option timeout of the strategy.",
+            )
+        if logs and waited > LOG_AFTER and not self._is_logged:
+            self._is_logged = True
+            log.warning(
+                Problem(
+                    f"process {rank()} of {world_size()} waits for the others: {self._explain(missing)} yet.",
+                    code="process-missing",
+                    remedy=f"{START_ALL} {unset_remedy()}",
+                )
+            )
+        sleep(min(max(waited / 10, 0.01), LONGEST_PAUSE))
+
+    def _explain(self, missing: Sequence[int]) -> str:
+        """Which processes are missing where, as a part of a sentence."""
+        numbers = ", ".join(map(str, missing[:NAMED]))
+        if len(missing) > NAMED:
+            numbers += ", ..."
+        named = agree(len(missing), f"process {numbers} has", f"processes {numbers} have")
+        asked = f"{counted(world_size(), 'process')} at {self.host}:{self.port}"
+        return f"{join_names(launcher_variables())} ask for {asked}, and {named} not come"
+
+
+def _open_store(meeting: Meeting) -> Any:
+    """The store at the address of the launcher. Rank 0 makes it, unless torchrun has done so; others wait until it
+    accepts connections.
+
+    Raises:
+        ProcessLost: There is no store, or another program answers.
+        UsageError: The port is in use.
+    """
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+    host, port = meeting.host, meeting.port
+    if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            fd = socket.create_server((host, port)).detach() if host == LOOPBACK else None
+            return TCPStore(
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=meeting.timeout,
+                multi_tenant=fd is None,  # a process whose earlier store still lives uses it again
+                master_listen_fd=fd,
+            )
+        except (OSError, DistError) as error:
+            is_in_use = getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)
+            if not is_in_use:
+                raise
+            raise UsageError(
+                f"the port {port} of MASTER_PORT is in use: another run or another program listens there.",
+                code="port-in-use",
+                remedy=f"End it, or give all processes of this run another MASTER_PORT. {unset_remedy()}",
+            ) from error
+    while not _accepts_connections(host, port):
+        meeting.pause([0])
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=min(meeting.timeout, timedelta(seconds=CONNECT_SECONDS)),
+        )
+    except DistError as error:
+        raise ProcessLost(
+            f"process {rank()} of {world_size()} could not connect to the others: the program at {host}:{port} does "
+            f"not answer as process 0 of a run does: {clause(error)}.",
+            code="process-lost",
+            remedy=START_ALL,
+        ) from error
+    store.set_timeout(meeting.timeout)
+    return store
+
+
+def _accepts_connections(host: str, port: int) -> bool:
+    """Whether a program accepts connections at an address."""
+    try:
+        socket.create_connection((host, port), timeout=LONGEST_PAUSE).close()
+    except OSError:
+        return False
+    return True
+
+
+def _name_start(store: Any, meeting: Meeting) -> str:
     """A new name from rank 0, the same on every process that starts now. Every process must call it.
 
     Each other process writes a random key, and rank 0 writes the name under that key. A key may be one that an earlier
     process left in the store, and its successor has not replaced yet: then nobody reads the answer. So rank 0 answers
-    again and again, until every process has confirmed that it has the name. At the store's timeout, rank 0 gives up,
-    and torch cannot connect the processes.
+    again and again, until every process has confirmed that it has the name.
+
+    Raises:
+        ProcessLost: Not all processes came in time.
+        UsageError: Another process has the same rank.
     """
     own_key = os.urandom(16).hex()
     if rank():
-        store.set(f"fastloop/{rank()}", own_key)
-        start_name: str = store.get(f"fastloop/{own_key}").decode()  # waits for the answer
-        store.add(start_name, 1)
-        return start_name
-    others = [f"fastloop/{other}" for other in range(1, world_size())]
-    deadline = monotonic() + store.timeout.total_seconds()
-    while store.add(own_key, 0) < len(others) and monotonic() < deadline:
-        answers = [f"fastloop/{key.decode()}" for key in store.multi_get(others)]
-        store.multi_set(answers, [own_key] * len(others))
-        sleep(0.1)
-    return own_key
+        return _wait_for_name(store, meeting, own_key)
+    others = {f"fastloop/{other}": other for other in range(1, world_size())}
+    missing = list(others)
+    while missing:
+        missing = [name for name in missing if not store.check([name])]
+        if missing:
+            meeting.pause([others[name] for name in missing])
+    names = list(others)
+    while True:
+        keys = [key.decode() for key in store.multi_get(names)]
+        store.multi_set([f"fastloop/{key}" for key in keys], [own_key] * len(keys))
+        confirmed = store.add(own_key, 0)
+        if confirmed >= len(keys):
+            return own_key
+        meeting.pause([*others.values()])
+
+
+def _wait_for_name(store: Any, meeting: Meeting, own_key: str) -> str:
+    """The name that rank 0 has written under ``own_key``.
+
+    Raises:
+        ProcessLost: Rank 0 did not write it in time.
+        UsageError: Another process has the same rank.
+    """
+    own_name = f"fastloop/{rank()}"
+    store.set(own_name, own_key)
+    while not store.check([f"fastloop/{own_key}"]):
+        if store.get(own_name).decode() != own_key:
+            raise UsageError(
+                f"another process has the same rank {rank()}, and has connected to process 0.",
+                code="wrong-environment",
+                place="RANK",
+                remedy=f"Give each of the {world_size()} processes a RANK of its own, from 0.",
+            )
+        meeting.pause([0], logs=False)  # rank 0 logs for which processes it waits
+    start_name: str = store.get(f"fastloop/{own_key}").decode()
+    store.add(start_name, 1)
+    return start_name

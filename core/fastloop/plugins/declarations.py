@@ -22,7 +22,7 @@ from fastloop.plugins.manager import origin
 from fastloop.plugins.order import predecessors, refers
 from fastloop.plugins.packages import PLUGINS, suggest_plugin
 from fastloop.plugins.plugin import Numerics, Plugin
-from fastloop.problem import Problem
+from fastloop.problem import Problem, join_names
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
 from fastloop.strategy import Strategy
@@ -127,8 +127,7 @@ def check_strategy(recipe: Recipe, plugins: Iterable[Plugin], processes: int) ->
 
 def _names(rivals: Sequence[Plugin]) -> str:
     """The names of plugins of which a run may have one: ``'a', 'b' and 'c'``."""
-    *others, last = (repr(plugin.name) for plugin in rivals)
-    return f"{', '.join(others)} and {last}"
+    return join_names([repr(plugin.name) for plugin in rivals])
 
 
 def _keep_one(rivals: Sequence[Plugin]) -> str:

@@ -224,6 +224,11 @@ REFUSED = [
         environment={"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
         names=["MASTER_PORT"],
     ),
+    Refused(
+        name="lone local rank",
+        environment={"LOCAL_RANK": "0"},
+        names=["LOCAL_RANK=0 is set", "WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT are not", "`unset LOCAL_RANK`"],
+    ),
     Refused(name="rank too high", environment={"WORLD_SIZE": "2", "RANK": "2", **ADDRESS}, names=["RANK", "2"]),
     Refused(name="no number", environment={"WORLD_SIZE": "two", "RANK": "0", **ADDRESS}, names=["WORLD_SIZE", "two"]),
     Refused(name="no world", environment={"RANK": "1", "LOCAL_RANK": "1", **ADDRESS}, names=["RANK", "WORLD_SIZE"]),

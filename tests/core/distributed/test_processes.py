@@ -41,7 +41,7 @@ def test_a_process_whose_peer_is_missing_ends_after_the_timeout_of_the_strategy(
     strategy = ("--with", "ddp", "plugins.ddp.timeout=2s")
     command = forked.Command(*train, *strategy, env=os.environ | variables)
     assert command.wait(120) != 0  # torch's default timeout is 30 minutes
-    assert_problem(command.stderr, f"process-lost process {rank} of 2 could not connect 2000ms")
+    assert_problem(command.stderr, f"process-lost process {rank} of 2 could not connect 2 seconds")
     assert "Traceback" not in command.stderr
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastloop.probing import has_values
     from fastloop.problem import clause, counted, typed_clause
     from fastloop.recipe.references import import_object
+    from fastloop.runtime.json_text import without_nan
     from fastloop.runtime.platform_support import cores, processors
     from fastloop_plugins._cache import private_cache
     from fastloop_plugins._foreign_load import ForeignLoad
@@ -45,6 +46,7 @@ PLACES = {
     "switch_dropout_off": "fastloop.cli.numerics",
     "transformers_model": "fastloop_plugins.models.wrapped",
     "typed_clause": "fastloop.problem",
+    "without_nan": "fastloop.runtime.json_text",
 }
 """Public name -> its module, which is imported at the first use."""
 
@@ -70,6 +72,7 @@ __all__ = [
     "switch_dropout_off",
     "transformers_model",
     "typed_clause",
+    "without_nan",
 ]
 
 

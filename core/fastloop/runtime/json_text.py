@@ -21,7 +21,7 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """The same value with None for NaN and infinity."""
+    """The same value of JSON, with None for each NaN and infinity in it, as JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -11,7 +11,7 @@ from grpo_cases import lines, tokenizer, write_model
 from grpo_runs import DATA, OPTIONS, sampled
 
 from fastloop_grpo.prompts import MARK, encode
-from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, check_parameters, sum_rewards
+from fastloop_grpo.rewards import RewardFunction, RewardInputs, check_parameters, sum_rewards
 
 CALLS = []
 """The arguments of each call of ``record``."""
@@ -217,10 +217,10 @@ def test_sums_leave_out_functions_that_do_not_apply():
 
 
 def test_a_function_gets_only_the_arguments_that_it_names():
-    scored = ScoredCompletions({"prompts": ["a"], "completions": ["b"], "completion_ids": [[3]], "answer": [7]}, 0, 1)
+    inputs = RewardInputs({"prompts": ["a"], "completions": ["b"], "completion_ids": [[3]], "answer": [7]}, 0, 1)
     for function, expected in ((lambda answer: answer, 7.0), (lambda completion_ids, other=2: completion_ids[0], 3.0)):
         parameters = check_parameters(function, "here", ["answer"])
-        assert RewardFunction("name", function, 1.0, parameters, "here")(scored) == [expected]
+        assert RewardFunction("name", function, 1.0, parameters, "here")(inputs) == [expected]
     with pytest.raises(RecipeError):
         check_parameters(lambda other: other, "here", ["answer"])
 

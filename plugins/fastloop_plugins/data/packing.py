@@ -6,8 +6,8 @@ A sequence is the token ids of one sample.
       - packing
 
 Only the shape of batches changes, from (samples, longest) to (1, all tokens). No sequence is cut or left out: the task
-does this before, by ``data.max_length`` (``MaskedSequences`` of ``text/chat/tokens.py``). For transformers models with
-selectable attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). A trial before training refuses a model
+does this before, by ``data.max_length`` (``SequencesWithTargets`` of ``text/chat/tokens.py``). For transformers models
+with selectable attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). A trial before training refuses a model
 whose results differ, as with a short sliding window.
 
 On CUDA in half precision one kernel computes a whole row, padded to a multiple of ``data.pad_to_multiple_of`` tokens,

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop_plugins.text.batches import PaddedCollator
     from fastloop_plugins.text.chat.prompts import PromptCollator
-    from fastloop_plugins.text.chat.tokens import MaskedSequences
+    from fastloop_plugins.text.chat.tokens import SequencesWithTargets
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.sequences import Sequences
     from fastloop_plugins.text.tokens import Split
@@ -103,7 +103,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     max_new_tokens: int = option("Tokens to generate for each text at most.", default=64, ge=1)
 
     settings: dict[str, Any]  # of ``generation``, checked
-    _checked: dict[str, MaskedSequences]  # part of the data -> its rows, until their answers are checked
+    _checked: dict[str, SequencesWithTargets]  # part of the data -> its rows, until their answers are checked
     tokens_per_character: dict[str, float]  # split of texts -> their ratio
     room: int | None  # tokens of a prompt at most
 
@@ -132,7 +132,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
         else:
             self.text_model = DecoderModel(recipe)
         self.settings = check_generation(self.generation, SHARED_SETTINGS, 1, recipe.where, f"plugins.{self.name}")
-        self._checked: dict[str, MaskedSequences] = {}
+        self._checked: dict[str, SequencesWithTargets] = {}
         self.adds_metrics = type(self).adds_metrics
         self.sees_all_rows = self.data.text_key == "prompt"  # a warning counts prompts that are tokenized apart
         # Bits per character need the tokens and the characters of a whole split. Conversations and answers have a loss
@@ -170,11 +170,11 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     def build_dataset(  # type: ignore[override]  # not static: token ids do not depend on ``data.max_length``
         self, split: Split, arguments: Mapping[str, Any]
     ) -> Sequences:
-        from fastloop_plugins.text.chat.tokens import MaskedSequences, block_sequences
+        from fastloop_plugins.text.chat.tokens import SequencesWithTargets, block_sequences
 
         size = self.data.options.max_length
         if self.data.masked:
-            return MaskedSequences(split.ids, split.lengths, size)
+            return SequencesWithTargets(split.ids, split.lengths, size)
         return block_sequences(split.ids, size)
 
     def check_dataset(self, split: str, dataset: Any) -> None:

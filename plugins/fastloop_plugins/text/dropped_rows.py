@@ -6,7 +6,7 @@ missing: null, NaN, or an empty text.
 No row is left out here because it is long: tokens after ``data.max_length`` are cut. Where depends on the task:
 
 text classification       # ``text.tokens``: the tokenizer cuts; ``SplitReader`` warns
-causal-lm                 # ``text.chat.tokens``: ``MaskedSequences`` cuts, and drops rows without a token with a loss
+causal-lm                 # ``text.chat.tokens``: ``SequencesWithTargets`` cuts, and drops rows without a loss
 seq2seq                   # ``text.sequences``: ``ColumnSequences`` cuts inputs and targets
 token-classification      # ``tasks.tags.batches``: ``cut_words``
 """

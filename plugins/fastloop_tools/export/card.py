@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.export.card import ModelCard, code_option, head_of_page, label_table
 
 if TYPE_CHECKING:
-    from fastloop_tools.export.onnx_model import Exported
+    from fastloop_tools.export.onnx_model import OnnxExport
 
 TOKENIZER_INPUTS = {"input_ids", "attention_mask", "token_type_ids"}
 """Inputs that a tokenizer makes from texts."""
@@ -23,7 +23,7 @@ for logits in outputs[0]:
     print(labels[int(logits.argmax())])"""
 
 
-def onnx_card(card: ModelCard, exported: Exported, config: Mapping[str, Any]) -> str:
+def onnx_card(card: ModelCard, exported: OnnxExport, config: Mapping[str, Any]) -> str:
     """A page of Markdown.
 
     Args:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fastloop.recipe import Recipe
-    from fastloop_tools.export.onnx_model import Exported
+    from fastloop_tools.export.onnx_model import OnnxExport
 
 log = logging.getLogger("fastloop")
 
@@ -197,7 +197,7 @@ def read_labels(config: Path) -> dict[int, str]:
     return {int(index): str(label) for index, label in names.items()}
 
 
-def write_readme(destination: Path, card: ModelCard, exported: Exported | None) -> None:
+def write_readme(destination: Path, card: ModelCard, exported: OnnxExport | None) -> None:
     """Write the README of an export. One that a user has written stays.
 
     Args:

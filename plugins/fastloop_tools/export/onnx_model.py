@@ -34,8 +34,8 @@ model.onnx.data."""
 
 
 @dataclass
-class Exported:
-    """The signature of an exported model, and the result of the comparison.
+class OnnxExport:
+    """The signature of a model that is exported to ONNX, and its comparison with the model of torch.
 
     Attributes:
         inputs: ``(name, dtype, shape)`` of each input. A shape has numbers, and names of sizes that may change.
@@ -111,7 +111,7 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def export_onnx(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported:
+def export_onnx(model: nn.Module, calls: Calls, folder: Path, where: str) -> OnnxExport:
     """Write ``model.onnx``, and compare it with the model.
 
     Args:
@@ -161,7 +161,9 @@ def export_onnx(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exp
     inputs = [(name, _dtype(tensor), _shape(tensor, calls.axes[name])) for name, tensor in example.items()]
     sizes = {value.name: str(value.shape).replace(",", ", ") for value in program.model.graph.outputs}
     described = [(name, _dtype(tensor), sizes[name]) for name, tensor in outputs.items()]
-    return Exported(inputs, described, difference, tolerance, shapes, calls.synthetic, program.model.opset_imports[""])
+    return OnnxExport(
+        inputs, described, difference, tolerance, shapes, calls.synthetic, program.model.opset_imports[""]
+    )
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from fastloop_plugins.toolkit import DropoutRates, counted, switch_dropout_off
 from fastloop_grpo import prompts
 from fastloop_grpo.completions import CompletionHooks, Sampling, check_completions, generate_by_model, seed_of
 from fastloop_grpo.data_section import GRPOData, grpo_options
-from fastloop_grpo.rewards import RewardFunction, ScoredCompletions, load_rewards, sum_rewards, try_functions
+from fastloop_grpo.rewards import RewardFunction, RewardInputs, load_rewards, sum_rewards, try_functions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -209,8 +209,8 @@ class GRPO(TextTask):
         ids = self.splits[0][0]["input_ids"].tolist()
         end = end_tokens(self.text_model.tokenizer)[:1]
         completions = [Completion(end, ended=True), Completion(ids, ended=False)]
-        scored = self.score([0], completions, ["", text], step=0, last_step=1)
-        try_functions(self.functions, scored)
+        inputs = self.reward_inputs([0], completions, ["", text], step=0, last_step=1)
+        try_functions(self.functions, inputs)
 
     def row_values(self, row: int) -> list[Any]:
         """The prompt with this number among all splits, and the values of its further columns."""
@@ -321,7 +321,7 @@ class GRPO(TextTask):
     def roll_out(
         self, run: Run, batches: Sequence[Mapping[str, Any]], count: int, draw: str, by_prompt: bool = False
     ) -> Rollout:
-        """Complete the prompts of batches, and score the completions.
+        """Complete the prompts of batches, and call the reward functions.
 
         Args:
             count: Completions of each prompt.
@@ -350,16 +350,17 @@ class GRPO(TextTask):
         vocabulary = max(len(tokenizer), config.vocab_size)  # a model may have more rows than its tokenizer tokens
         check_completions(completions, len(asked) * count, vocabulary)
         texts = tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)
-        scored = self.score(rows, completions, texts, run.state.step, run.total_steps or run.state.step)
+        last_step = run.total_steps or run.state.step
+        inputs = self.reward_inputs(rows, completions, texts, run.state.step, last_step)
         rewards = {}
         for function in self.functions:
-            rewards[function.name] = function(scored) if completions else []
+            rewards[function.name] = function(inputs) if completions else []
         sums = torch.tensor(sum_rewards(self.functions, rewards), dtype=torch.float64)
-        return Rollout(asked, completions, sums.view(len(asked), count), rewards, scored)
+        return Rollout(asked, completions, sums.view(len(asked), count), rewards, inputs)
 
-    def score(
+    def reward_inputs(
         self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int, last_step: int
-    ) -> ScoredCompletions:
+    ) -> RewardInputs:
         """The arguments of reward functions, for the completions of prompts with these numbers.
 
         Args:
@@ -380,7 +381,7 @@ class GRPO(TextTask):
         }
         for place, name in enumerate(self.data.names_of("columns"), start=1):
             arguments[name] = [value[place] for value in values]
-        return ScoredCompletions(arguments, step, last_step)
+        return RewardInputs(arguments, step, last_step)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ OWN_COLUMNS = ("step", "prompt", "completion", "tokens", "ended", "reward", "adv
 
 
 @dataclass
-class ScoredCompletions:
-    """Completions with the values that reward functions get, and what these log.
+class RewardInputs:
+    """The completions and other values that reward functions get as arguments, and what these functions log.
 
     Attributes:
         values: Argument -> a value for each completion, such as ``prompts`` and the further columns.
@@ -100,14 +100,14 @@ class RewardFunction:
     parameters: frozenset[str] | None
     place: str
 
-    def __call__(self, scored: ScoredCompletions) -> list[float]:
+    def __call__(self, inputs: RewardInputs) -> list[float]:
         """The rewards of completions; NaN where the function returned None: it does not apply.
 
         Raises:
             FastloopError: The function raised, or it returned something else than a number or None for each completion.
         """
         try:
-            result = self.function(**scored.arguments(self.parameters))
+            result = self.function(**inputs.arguments(self.parameters))
             if inspect.isawaitable(result):
                 result = asyncio.run(wait_for(result))
         except Exception as error:
@@ -115,24 +115,24 @@ class RewardFunction:
             line = [frame for frame in frames if frame.filename != __file__ or frame is frames[0]][-1]
             problem = f"raised {typed_clause(error)} ({line.filename}, line {line.lineno})"
             raise FastloopError(f"{self.place} {problem}.", code="call-failed") from error
-        return self.read(result, scored)
+        return self.read(result, inputs)
 
-    def read(self, result: Any, scored: ScoredCompletions) -> list[float]:
+    def read(self, result: Any, inputs: RewardInputs) -> list[float]:
         """The numbers that the function returned, see ``__call__``."""
         if hasattr(result, "tolist"):  # a tensor or an array
             result = result.tolist()
         if not isinstance(result, Sequence) or isinstance(result, str):
             kind = type(result).__name__
             raise FastloopError(
-                f"{self.place} returned a {kind}, expected a list of {scored.count} numbers.", code="wrong-result"
+                f"{self.place} returned a {kind}, expected a list of {inputs.count} numbers.", code="wrong-result"
             )
-        if len(result) != scored.count:
+        if len(result) != inputs.count:
             raise FastloopError(
-                f"{self.place} returned {counted(len(result), 'value')} for {counted(scored.count, 'completion')}.",
+                f"{self.place} returned {counted(len(result), 'value')} for {counted(inputs.count, 'completion')}.",
                 code="wrong-result",
             )
         rewards = []
-        for value, completion in zip(result, scored.values["completions"], strict=True):
+        for value, completion in zip(result, inputs.values["completions"], strict=True):
             if value is None:
                 rewards.append(math.nan)
             elif isinstance(value, Real) and math.isfinite(value):
@@ -146,7 +146,7 @@ class RewardFunction:
         return rewards
 
 
-def try_functions(functions: Sequence[RewardFunction], scored: ScoredCompletions) -> None:
+def try_functions(functions: Sequence[RewardFunction], inputs: RewardInputs) -> None:
     """Call reward functions before training.
 
     Raises:
@@ -154,7 +154,7 @@ def try_functions(functions: Sequence[RewardFunction], scored: ScoredCompletions
     """
     for function in functions:
         try:
-            function(scored)
+            function(inputs)
         except FastloopError as error:
             raise RecipeError(error.problem.text, code=error.problem.code) from error.__cause__
 
@@ -257,10 +257,14 @@ def check_parameters(function: Any, place: str, columns: Sequence[str]) -> froze
     return None if takes_all else frozenset(taken & known)
 
 
-def sum_rewards(functions: Sequence[RewardFunction], parts: Mapping[str, Sequence[float]]) -> list[float]:
-    """The weighted sum of the rewards of each completion, without those that do not apply; NaN: none applies."""
+def sum_rewards(functions: Sequence[RewardFunction], rewards: Mapping[str, Sequence[float]]) -> list[float]:
+    """The weighted sum of the rewards of each completion, without those that do not apply; NaN: none applies.
+
+    Args:
+        rewards: Name of a function -> its reward of each completion; NaN: it does not apply.
+    """
     sums = []
-    for values in zip(*(parts[function.name] for function in functions), strict=True):
+    for values in zip(*(rewards[function.name] for function in functions), strict=True):
         applied = []
         for function, value in zip(functions, values, strict=True):
             if not math.isnan(value):

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from fastloop_plugins.text import Completion, Ragged
+from fastloop_plugins.toolkit import without_nan
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fastloop_grpo.losses import advantages, deviations, equal_groups, loss_weight
 from fastloop_grpo.metrics import Mean
-from fastloop_grpo.rewards import ScoredCompletions
+from fastloop_grpo.rewards import RewardInputs
 
 NO_TARGET = -100
 """Target of a token whose next one is none of a completion."""
@@ -131,25 +132,25 @@ class Rollout:
     Attributes:
         prompts: The token ids of each prompt.
         completions: ``count`` of the first prompt, then those of the next ones.
-        rewards: The sums of the rewards, (prompts, count) float64; NaN: none applies.
-        parts: Name of a reward function -> its reward of each completion.
-        scored: The arguments of the reward functions.
+        reward_sums: The weighted sum of the rewards of each completion, (prompts, count) float64; NaN: none applies.
+        function_rewards: Name of a reward function -> its reward of each completion; NaN: it does not apply.
+        reward_inputs: The arguments of the reward functions, and what these have logged.
     """
 
     prompts: list[list[int]]
     completions: list[Completion]
-    rewards: Tensor
-    parts: dict[str, list[float]]
-    scored: ScoredCompletions
+    reward_sums: Tensor
+    function_rewards: dict[str, list[float]]
+    reward_inputs: RewardInputs
 
     @property
     def count(self) -> int:
         """Completions of each prompt."""
-        return self.rewards.shape[1]
+        return self.reward_sums.shape[1]
 
     def advantages(self, scale: bool) -> list[float]:
         """The advantage of each completion."""
-        values: list[float] = advantages(self.rewards, scale).flatten().tolist()
+        values: list[float] = advantages(self.reward_sums, scale).flatten().tolist()
         return values
 
     def samples(self, advantages: Sequence[float], mask_truncated: bool) -> list[CompletionSample]:
@@ -162,21 +163,21 @@ class Rollout:
 
     def means(self) -> dict[str, Mean]:
         """The values that a training step logs, by name."""
-        means = {"reward": Mean.of(self.rewards.flatten().tolist())}
-        for name, values in self.parts.items():
+        means = {"reward": Mean.of(self.reward_sums.flatten().tolist())}
+        for name, values in self.function_rewards.items():
             means[f"rewards/{name}"] = Mean.of(values)
-        means["reward_spread"] = Mean.of(deviations(self.rewards).tolist())
-        means["groups_without_signal"] = Mean.of(equal_groups(self.rewards).double().tolist())
+        means["reward_spread"] = Mean.of(deviations(self.reward_sums).tolist())
+        means["groups_without_signal"] = Mean.of(equal_groups(self.reward_sums).double().tolist())
         means["completion_tokens"] = Mean.of(self.sizes())
         means["truncated"] = Mean.of(self.truncated())
-        for name, values in self.scored.metrics.items():
+        for name, values in self.reward_inputs.metrics.items():
             means[name] = Mean.of(values)
         return means
 
     def group_values(self) -> tuple[list[str], Tensor]:
         """The names of the values of an evaluation, and their means of each prompt: (prompts, names) float32."""
-        columns = {"reward": self.rewards.flatten().tolist()}
-        for name, values in self.parts.items():
+        columns = {"reward": self.reward_sums.flatten().tolist()}
+        for name, values in self.function_rewards.items():
             columns[f"rewards/{name}"] = values
         columns |= {"completion_tokens": self.sizes(), "truncated": self.truncated()}
         table = torch.tensor([*columns.values()], dtype=torch.float64).view(len(columns), -1, self.count)
@@ -192,25 +193,20 @@ class Rollout:
 
     def rows(self, advantages: Sequence[float], most: int) -> list[dict[str, Any]]:
         """The first completions, as rows to log."""
-        rewards = self.rewards.flatten().tolist()
+        reward_sums = self.reward_sums.flatten().tolist()
         rows = []
         for place, completion in enumerate(self.completions[:most]):
             row = {
-                "prompt": self.scored.values["prompts"][place],
-                "completion": self.scored.values["completions"][place],
+                "prompt": self.reward_inputs.values["prompts"][place],
+                "completion": self.reward_inputs.values["completions"][place],
                 "tokens": len(completion.ids),
                 "ended": completion.ended,
-                "reward": rewards[place],
+                "reward": reward_sums[place],
                 "advantage": advantages[place],
             }
-            for name, values in self.parts.items():
+            for name, values in self.function_rewards.items():
                 row[f"rewards/{name}"] = values[place]
-            for name, extra in self.scored.extra.items():
+            for name, extra in self.reward_inputs.extra.items():
                 row[name] = extra[place] if place < len(extra) else None
-            rows.append({name: none_if_nan(value) for name, value in row.items()})
+            rows.append(without_nan(row))
         return rows
-
-
-def none_if_nan(value: Any) -> Any:
-    """None for NaN, which JSON has not."""
-    return None if isinstance(value, float) and value != value else value

@@ -153,7 +153,7 @@ def describe_special_tokens(tokenizer: PreTrainedTokenizerBase, form: str) -> st
     return "the chat template writes all special tokens"
 
 
-class MaskedSequences(Sequences):
+class SequencesWithTargets(Sequences):
     """Rows of which some tokens have a loss. A sample has ``input_ids`` and ``targets``, both (tokens,) int32; a target
     is the next token, or -100 where that has no loss.
 
@@ -236,7 +236,7 @@ def ends_of_losses(ids: NDArray[np.int32], starts: NDArray[np.int64], limits: ND
     the first one has a loss, at place 1.
 
     Args:
-        ids: See ``MaskedSequences``.
+        ids: See ``SequencesWithTargets``.
         starts: Where each row begins. Rows are in order.
         limits: Where each row ends at the latest.
     """
@@ -263,14 +263,14 @@ def find_ids(ids: NDArray[np.int32], matches: Callable[[NDArray[np.int32]], NDAr
     return np.concatenate(parts)
 
 
-def find_answers(dataset: MaskedSequences, most: int) -> list[Target]:
+def find_answers(dataset: SequencesWithTargets, most: int) -> list[Target]:
     """The last answer of ``most`` rows at most, evenly spaced, with the tokens before it."""
     step = max(-(-len(dataset) // most), 1)
     return [last_answer(dataset[index]) for index in range(0, len(dataset), step)]
 
 
 def last_answer(sample: Mapping[str, Any]) -> Target:
-    """The last answer of a sample of ``MaskedSequences``, with the tokens before it.
+    """The last answer of a sample of ``SequencesWithTargets``, with the tokens before it.
 
     For ids ``[5, 6, 7, 8]`` and targets ``[-100, 7, 8, -100]``, the answer ``[7, 8]`` follows the prompt ``[5, 6]``.
     """
@@ -290,7 +290,7 @@ def first_half(sample: Mapping[str, Any]) -> Target:
     return Target(prompt=ids[:size], tokens=ids[size : 2 * size])
 
 
-def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer: PreTrainedTokenizerBase) -> None:
+def warn_about_unknown_tokens(datasets: Mapping[str, SequencesWithTargets], tokenizer: PreTrainedTokenizerBase) -> None:
     """Log one warning for the answers of all splits that have unknown tokens."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in end_of(tokenizer):  # as GPT-2's, which ends each text
@@ -368,9 +368,9 @@ class LanguageRows(StreamedRows):
         return samples
 
 
-def row_sequences(split: Split, arguments: Mapping[str, Any]) -> MaskedSequences:
+def row_sequences(split: Split, arguments: Mapping[str, Any]) -> SequencesWithTargets:
     """A sample for each row."""
-    return MaskedSequences(split.ids, split.lengths, arguments["max_length"], drop=False)
+    return SequencesWithTargets(split.ids, split.lengths, arguments["max_length"], drop=False)
 
 
 def warn_about_long_rows(data: LanguageTextData, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any]) -> None:

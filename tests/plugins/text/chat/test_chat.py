@@ -31,7 +31,7 @@ from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat import tokens as _tokens
 from fastloop_plugins.text.chat.rows import Chat, read_chat
 from fastloop_plugins.text.chat.template import CHATML, ChatRenderer, answer_end
-from fastloop_plugins.text.chat.tokens import MaskedSequences, encode_rows
+from fastloop_plugins.text.chat.tokens import SequencesWithTargets, encode_rows
 
 MODEL = {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 DATA = {"files": {"train": "chats.jsonl", "validation": "chats.jsonl"}, "messages": "messages", "max_length": 64}
@@ -97,7 +97,9 @@ def test_a_template_that_rewrites_earlier_answers_needs_markers():
 
 def test_rows_are_cut_after_their_last_token_with_a_loss():
     rows = [[~1, ~2, 3, 4, ~5], [~1, ~2, ~3, ~4, 5], [6, ~7], [], [~1, 2]]
-    found = MaskedSequences(np.concatenate(rows).astype(np.int32), np.array([len(row) for row in rows]), max_length=3)
+    found = SequencesWithTargets(
+        np.concatenate(rows).astype(np.int32), np.array([len(row) for row in rows]), max_length=3
+    )
     assert [found[index]["input_ids"].tolist() for index in range(len(found))] == [[1, 2, 3], [1, 2]]
     assert [found[index]["targets"].tolist() for index in range(len(found))] == [[-100, 3, -100], [2, -100]]
     assert (found.cut, found.dropped, found.lengths.tolist()) == (2, 3, [3, 2])
@@ -110,7 +112,7 @@ def test_the_last_token_with_a_loss_is_the_same_for_any_number_of_ids_at_once(at
     monkeypatch.setattr(_tokens, "AT_ONCE", at_once)
     draw = np.random.default_rng(0)
     rows = [draw.integers(-5, 5, draw.integers(0, 9)).astype(np.int32) for _ in range(200)]
-    found = MaskedSequences(np.concatenate(rows), np.array([len(row) for row in rows]), max_length, drop)
+    found = SequencesWithTargets(np.concatenate(rows), np.array([len(row) for row in rows]), max_length, drop)
     expected = []
     for row in rows:
         kept = row[:max_length]
@@ -131,7 +133,7 @@ def test_the_memory_of_masks_does_not_grow_with_the_ids():
     ids = np.ones(rows * length, np.int32)
     lengths = np.full(rows, length)
     tracemalloc.start()
-    found = MaskedSequences(ids, lengths, max_length=100)
+    found = SequencesWithTargets(ids, lengths, max_length=100)
     found.rows_with(5)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from text_helpers import TINY_GPT
 
 from fastloop.errors import SaveError
-from fastloop.export.card import tokenized_columns
+from fastloop.export.text_inputs import TextInputs
 from fastloop.recipe import load_recipe
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_tools.export import folder as folders
@@ -628,7 +628,7 @@ def write_sections(recipe: Path, **sections: Any) -> Path:
 def test_only_a_pair_of_columns_is_a_pair_of_the_tokenizer(text, config, columns):
     if config is not None:
         Path("tokenizer_config.json").write_text(json.dumps(config))
-    assert tokenized_columns({"text": text}, Path()) == columns
+    assert list(TextInputs.of_export({"text": text}, Path()).columns) == columns
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 model           # the weights
 card            # the README
+text_inputs     # the texts that the model reads, in the README
 earlier_files   # files of an earlier export in the folder
 
 Tasks write the tokenizer or image processor beside the weights. The plugin ``lora`` writes adapters.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastloop import __version__
+from fastloop.export.text_inputs import TextInputs
 from fastloop.runtime.files import read_json_object
 
 BASE_CONFIG = "base_config.json"
@@ -53,9 +54,7 @@ class ModelCard:
         task: The name of the task; None: unknown.
         architecture: The class of the model, such as ``BertForTokenClassification``; None: that of ``config.json``.
         labels: Class id -> name; empty: the model does not classify.
-        tokenized: See ``tokenized_columns``.
-        max_length: See ``tokens_of_text``.
-        prefix: The text that the task puts before each text: ``data.prefix``.
+        texts: The texts that the model reads.
     """
 
     title: str
@@ -64,9 +63,7 @@ class ModelCard:
     task: str | None = None
     architecture: str | None = None
     labels: dict[int, str] = field(default_factory=dict)
-    tokenized: Sequence[str] = ("text",)
-    max_length: int | None = None
-    prefix: str = ""
+    texts: TextInputs = field(default_factory=TextInputs)
 
     def render(self, folder: Path) -> str:
         """The page in Markdown, for the files in a folder."""
@@ -74,12 +71,7 @@ class ModelCard:
         form = "adapter" if library == "peft" else "safetensors"
         lines = head_of_page(library, self.title, form, self.base, self.task)
         lines += ["```python", *code, "```", ""]
-        if self.prefix:
-            lines += [self.describe_prefix(), ""]
-        if self.max_length is not None and self.tokenizer_call("pt") in code:
-            lines += [self.describe_texts(), ""]
-        if self.labels:
-            lines += [*label_table(self.labels), ""]
+        lines += self.lines_below_code(self.texts.tokenizer_call("pt") in code)
         return "\n".join(lines)
 
     def _code(self, folder: Path) -> tuple[str, list[str]]:
@@ -117,29 +109,23 @@ class ModelCard:
             lines.append("processor = AutoImageProcessor.from_pretrained(folder)")
         return "transformers", [f"from transformers import {', '.join(sorted(names))}", "", *lines]
 
-    def tokenizer_call(self, tensors: str) -> str:
-        """The line of code that tokenizes two texts.
+    def lines_below_code(self, tokenizes_texts: bool) -> list[str]:
+        """The lines after the code: how texts begin, where they are cut, and the classes.
 
         Args:
-            tensors: ``return_tensors`` of the tokenizer.
+            tokenizes_texts: Whether the code has the line ``TextInputs.tokenizer_call``.
         """
-        limit = ""
-        if self.max_length is not None:
-            limit = f", max_length={self.max_length}"
-        texts = texts_to_tokenize(self.tokenized, self.prefix)
-        return f'inputs = tokenizer({texts}, padding=True, truncation=True{limit}, return_tensors="{tensors}")'
-
-    def describe_texts(self) -> str:
-        """The length of texts, and how the probabilities of a classifier compare with those of `fastloop predict`."""
-        text = f"Texts are cut at {self.max_length} tokens, as in training (`data.max_length`)."
+        lines = []
+        if self.texts.prefix:
+            lines += [self.texts.describe_prefix(), ""]
+        if tokenizes_texts and self.texts.max_length is not None:
+            text = self.texts.describe_limit()
+            if self.labels:
+                text += f" {EQUAL}"
+            lines += [text, ""]
         if self.labels:
-            text += f" {EQUAL}"
-        return text
-
-    def describe_prefix(self) -> str:
-        """How the texts of the model begin."""
-        prefix = json.dumps(self.prefix, ensure_ascii=False)
-        return f"The model was trained on texts that begin with {prefix} (`data.prefix`). It needs it before each text."
+            lines += [*label_table(self.labels), ""]
+        return lines
 
     def _adapter_code(self, folder: Path, place: str) -> list[str]:
         base = read_json_object(folder / "adapter_config.json").get("base_model_name_or_path") or self.base
@@ -191,9 +177,9 @@ class ModelCard:
         if auto == "AutoModelForCausalLM" and has_chat_template(folder):
             lines += CHAT.splitlines()
         elif auto == "AutoModelForSeq2SeqLM":
-            lines += ["", self.tokenizer_call("pt"), *WRITE.splitlines()]
+            lines += ["", self.texts.tokenizer_call("pt"), *WRITE.splitlines()]
         elif auto == "AutoModelForSequenceClassification" and len(self.labels) > 1:
-            lines += ["", self.tokenizer_call("pt")]
+            lines += ["", self.texts.tokenizer_call("pt")]
             lines.append("outputs = model(**inputs)")
             several = config.get("problem_type") == "multi_label_classification"
             lines += PRINT_CLASSES.splitlines() if several else PRINT_CLASS.splitlines()
@@ -216,45 +202,6 @@ def head_of_page(library: str, title: str, form: str, base: str | None, task: st
     if task is not None:
         lines += [f"- Base model: {base or 'none: trained from scratch'}", f"- Task: {task}", ""]
     return lines
-
-
-def tokenized_columns(data: Mapping[str, Any], folder: Path) -> list[str]:
-    """The columns whose texts the tokenizer in a folder gets: a pair that ``data.text`` names, else ``text``. Empty
-    without a tokenizer.
-
-    A tokenizer without a separator token makes no pair: fastloop joins the columns before.
-    """
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return []
-    columns = data.get("text")
-    if isinstance(columns, list) and len(columns) == 2 and read_json_object(file).get("sep_token"):
-        return [str(column) for column in columns]
-    return ["text"]
-
-
-def tokens_of_text(data: Mapping[str, Any], folder: Path) -> int | None:
-    """``data.max_length``: the tokens that a run reads of a text at most. None: the recipe leaves it out, or the folder
-    has no tokenizer.
-
-    The exported tokenizer cuts at the limit of the model, so that a later run may read longer texts.
-    """
-    length = data.get("max_length")
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    return length if has_tokenizer and isinstance(length, int) else None
-
-
-def texts_to_tokenize(columns: Sequence[str], prefix: str) -> str:
-    """The arguments of a tokenizer: two texts of each column, as Python code.
-
-    Args:
-        prefix: Begins each text.
-    """
-    arguments = []
-    for column in columns:
-        texts = [f"{prefix}the first {column}", f"{prefix}a second one"]
-        arguments.append(json.dumps(texts, ensure_ascii=False))
-    return ", ".join(arguments)
 
 
 def label_table(labels: Mapping[int, str]) -> list[str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.checkpoint.store import save_tensors
-from fastloop.export.card import ModelCard, is_own, tokenized_columns, tokens_of_text
+from fastloop.export.card import ModelCard, is_own
 from fastloop.export.earlier_files import find_exported, remove_unwritten
+from fastloop.export.text_inputs import TextInputs
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import files
 from fastloop.runtime.compiled_modules import without_compiled
@@ -65,9 +66,7 @@ def make_card(run: Run, folder: Path) -> ModelCard:
         task=run.plugins.in_slot("task"),
         architecture=type(model).__name__ if config is not None else None,
         labels={int(index): str(label) for index, label in labels.items()},
-        tokenized=tokenized_columns(run.recipe.data, folder),
-        max_length=tokens_of_text(run.recipe.data, folder),
-        prefix=str(run.recipe.data.get("prefix") or ""),
+        texts=TextInputs.of_export(run.recipe.data, folder),
     )
 
 

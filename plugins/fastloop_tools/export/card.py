@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastloop.export.card import ModelCard, code_option, head_of_page, label_table
+from fastloop.export.card import ModelCard, code_option, head_of_page
 
 if TYPE_CHECKING:
     from fastloop_tools.export.onnx_model import OnnxExport
@@ -47,12 +47,7 @@ def onnx_card(card: ModelCard, exported: OnnxExport, config: Mapping[str, Any]) 
     inputs = [key for key, _, _ in exported.inputs]
     code = _code(card, inputs, printed, code_option(config))
     lines += ["```python", *code, "```", ""]
-    if card.prefix:
-        lines += [card.describe_prefix(), ""]
-    if printed and card.max_length is not None and card.tokenizer_call("np") in code:
-        lines += [card.describe_texts(), ""]
-    if labels:
-        lines += [*label_table(labels), ""]
+    lines += card.lines_below_code(bool(printed) and card.texts.tokenizer_call("np") in code)
     return "\n".join(lines)
 
 
@@ -65,7 +60,7 @@ def _code(card: ModelCard, inputs: list[str], printed: Sequence[str], option: st
     """
     place = f"folder = {json.dumps(card.name)}"
     session = 'session = onnxruntime.InferenceSession(f"{folder}/model.onnx")'
-    if not card.tokenized or not TOKENIZER_INPUTS.issuperset(inputs):
+    if not card.texts.columns or not TOKENIZER_INPUTS.issuperset(inputs):
         arrays = ", ".join(f'"{key}": {key}' for key in inputs)
         return ["import onnxruntime", "", place, session, f"outputs = session.run(None, {{{arrays}}})  # numpy arrays"]
     return [
@@ -75,7 +70,7 @@ def _code(card: ModelCard, inputs: list[str], printed: Sequence[str], option: st
         place,
         session,
         f"tokenizer = AutoTokenizer.from_pretrained(folder{option})",
-        card.tokenizer_call("np"),
+        card.texts.tokenizer_call("np"),
         f"outputs = session.run(None, {{name: inputs[name] for name in {json.dumps(inputs)}}})",
         *printed,
     ]

@@ -13,7 +13,8 @@ import typer
 from fastloop.cli.arguments import NoCode, With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
-from fastloop.export.card import BASE_CONFIG, ModelCard, is_own, rename, tokenized_columns, tokens_of_text
+from fastloop.export.card import BASE_CONFIG, ModelCard, is_own, rename
+from fastloop.export.text_inputs import TextInputs
 from fastloop.plugins.installed import installed_version
 from fastloop_tools.inference.evaluate import Arguments, Target
 
@@ -181,9 +182,7 @@ def write_export(recipe: Recipe, model_folder: Path, destination: Path, to: str,
         base=None if base is None else str(base),
         task=task,
         labels=read_labels(config),
-        tokenized=tokenized_columns(recipe.data, destination),
-        max_length=tokens_of_text(recipe.data, destination),
-        prefix=str(recipe.data.get("prefix") or ""),
+        texts=TextInputs.of_export(recipe.data, destination),
     )
     write_readme(destination, card, exported)
     return "" if exported is None else str(exported)

@@ -2,6 +2,7 @@
 
 Modules:
     core/fastloop/export/card.py
+    core/fastloop/export/text_inputs.py
     core/fastloop/export/model.py
 """
 

@@ -180,7 +180,17 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """A suggestion such as ``" Did you mean 'lr'?"``. Without a close match: all choices if there are at most 24, else
     an empty string."""
     choices = sorted(choices)
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean {close[0]!r}?"
+    close_match = find_close_match(name, choices)
+    if close_match is not None:
+        return f" Did you mean {close_match!r}?"
     return f" Expected one of: {', '.join(choices)}." if 0 < len(choices) <= 24 else ""
+
+
+def find_close_match(name: str, choices: Iterable[str], similarity: float = 0.6) -> str | None:
+    """The choice that is most similar to a name; None: none is.
+
+    Args:
+        similarity: The least similarity of a match: difflib's ratio, in [0, 1], of 1 for equal names.
+    """
+    matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=similarity)
+    return matches[0] if matches else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import graphlib
 import inspect
@@ -14,7 +13,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 from fastloop import hookspecs
-from fastloop.errors import PluginError, did_you_mean
+from fastloop.errors import PluginError, did_you_mean, find_close_match
 from fastloop.metric_modes import MetricMode
 from fastloop.plugins.hook_checks import implementations
 from fastloop.plugins.installed import load
@@ -32,8 +31,8 @@ log = logging.getLogger("fastloop")
 REFERENCES = ("conflicts", "requires", "runs_after", "runs_before")
 """Declarations that name other plugins or ``slot:NAME``."""
 CLOSE = 0.8
-"""Similarity (difflib's ratio, in [0, 1]) from which an unknown name in a declaration is reported as misspelled. Higher
-than difflib's 0.6, because the name may be that of an optional plugin that is not installed."""
+"""Similarity (see ``find_close_match``) from which an unknown name in a declaration is reported as misspelled. Higher
+than the usual 0.6, because the name may be that of an optional plugin that is not installed."""
 RESEMBLES = 0.9
 """Similarity from which an attribute of a plugin's class is reported as a misspelled declaration: one letter more, less
 or other in ten. Lower values would report attributes of a plugin's own, such as ``published`` and ``required``."""
@@ -241,8 +240,7 @@ def _closest(name: str, known: Collection[str]) -> str:
     """The known name that is most similar to a name; empty if none is similar."""
     if name in known:  # most names are, and a comparison with each name takes a millisecond
         return name
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=CLOSE)
-    return close[0] if close else ""
+    return find_close_match(name, known, CLOSE) or ""
 
 
 def check_declarations(plugin: Plugin, where: str) -> None:
@@ -354,8 +352,7 @@ def _find_similar(name: str) -> str | None:
     for known in _DECLARATIONS:
         if sorted(name) == sorted(known):  # two letters in the wrong order
             return known
-    close = difflib.get_close_matches(name, _DECLARATIONS, n=1, cutoff=RESEMBLES)
-    return close[0] if close else None
+    return find_close_match(name, _DECLARATIONS, RESEMBLES)
 
 
 @functools.cache

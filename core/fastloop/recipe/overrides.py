@@ -6,13 +6,12 @@ They are applied before keys are checked. Here, only the section and the plugin 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastloop.errors import RecipeError, did_you_mean
+from fastloop.errors import RecipeError, did_you_mean, find_close_match
 from fastloop.plugins.installed import defaults
 from fastloop.problem import clause
 from fastloop.recipe import interpolation, safe_yaml, secrets
@@ -131,7 +130,9 @@ def _check_plugin(override: Override, plugins: Mapping[str, Any], where: str) ->
     if isinstance(plugins.get(name), Mapping) or name in on_by_default:
         return
     known = [plugin for plugin, options in plugins.items() if options is not False]
-    known += difflib.get_close_matches(name, on_by_default)
+    close_match = find_close_match(name, on_by_default)
+    if close_match is not None:
+        known.append(close_match)
     raise RecipeError(
         f"the recipe {where} does not list {name!r}.",
         code="plugin-not-listed",

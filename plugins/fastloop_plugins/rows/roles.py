@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
+
+from fastloop.errors import find_close_match
 
 SENDERS = {
     "human": "user",
@@ -45,8 +46,7 @@ def meant_role(name: str) -> str | None:
     plain = name.strip().casefold()
     if plain in MEANINGS:
         return MEANINGS[plain]
-    close = difflib.get_close_matches(plain, ROLES, n=1, cutoff=ALIKE)
-    return close[0] if close else None
+    return find_close_match(plain, ROLES, ALIKE)
 
 
 def parse_messages(value: Any) -> Any:

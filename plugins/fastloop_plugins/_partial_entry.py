@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastloop.runtime.files import naming, write
+from fastloop.runtime.files import naming, partial_folder, write
 from fastloop.runtime.platform_support import sync
 
 try:
@@ -169,7 +169,7 @@ def partial_entry(entry: Path, facts: dict[str, int], is_narrow: bool = False) -
     process continues there. While another process writes the same entry, this one writes all rows, too.
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
-    folder = entry.with_name(f".{entry.name}.partial")
+    folder = partial_folder(entry)
     lock = _lock(folder)
     if lock is None:
         folder = Path(tempfile.mkdtemp(prefix=".", dir=entry.parent))  # readable by this user only

@@ -37,9 +37,9 @@ from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
 from fastloop.problem import clause
-from fastloop.runtime.files import apply_umask, read_again, sync_folder
+from fastloop.runtime.files import partial_folder, read_again, replace_folder
 from fastloop.runtime.platform_support import sync
-from fastloop.runtime.step_folders import MANIFEST, checkpoints, leftovers, step_of
+from fastloop.runtime.step_folders import MANIFEST, checkpoints, leftovers, remove_old_checkpoints, step_of
 
 VISIBLE_SECONDS = 90.0
 """Seconds until every host sees a new checkpoint: NFS caches the entries of a folder for up to 60 s (``acdirmax`` in
@@ -138,7 +138,7 @@ def write(
         SaveError: The files cannot be written. Raised on every process if tensors are sharded, else on the main
             process.
     """
-    aside = folder.with_name(f".{folder.name}.partial")
+    aside = partial_folder(folder)
     tensors: dict[str, Tensor] = {}
     packed = pack(state, tensors, "state")
     named = {f"model.{name}": tensor for name, tensor in model.items()} | tensors
@@ -200,17 +200,9 @@ def _finish(aside: Path, folder: Path) -> None:
 
 
 def _rename(aside: Path, folder: Path) -> None:
-    """Sync all files of a checkpoint, and give its folder the final name."""
-    apply_umask(aside)
-    sync_folder(aside)
-    old = folder.with_name(f".{folder.name}.old.partial")
-    if folder.exists():  # the step is saved again after a resume: replace the old checkpoint
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    aside.rename(folder)
-    for parent in (folder.parent, folder.parent.parent):
-        sync(parent)
-    shutil.rmtree(old, ignore_errors=True)  # after the sync: a loss of power must not undo the renames alone
+    """Give a complete checkpoint its final name. If its step was saved before a resume, it replaces the old one."""
+    sync(folder.parent.parent)  # the first save has made the folder ``checkpoints``
+    replace_folder(aside, folder)
 
 
 def copy(source: Path, folder: Path) -> None:
@@ -219,7 +211,7 @@ def copy(source: Path, folder: Path) -> None:
     Raises:
         SaveError: The files cannot be read or written.
     """
-    aside = folder.with_name(f".{folder.name}.partial")
+    aside = partial_folder(folder)
     try:
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(source, aside, symlinks=True)
@@ -451,16 +443,11 @@ def steps_to_keep(steps: Iterable[int], keep: int, newest: int) -> list[int]:
 def rotate(folder: Path, keep: int, newest: int) -> None:
     """After a save at the step ``newest``, remove the checkpoints of a run beyond ``steps_to_keep``, and leftovers of
     interrupted saves. Other files stay."""
-    steps: dict[Path, int] = {}  # oldest first
+    steps = []
     for path in checkpoints(folder):
         step = step_of(path)
         if step is not None:
-            steps[path] = step
-    kept_steps = steps_to_keep(steps.values(), keep, newest)
-    for path, step in steps.items():
-        if step not in kept_steps:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in leftovers(folder):
-        shutil.rmtree(path, ignore_errors=True)
-    if any(step > newest for step in steps.values()):  # they must not return after a loss of power
+            steps.append(step)
+    remove_old_checkpoints(folder, steps_to_keep(steps, keep, newest))
+    if any(step > newest for step in steps):  # they must not return after a loss of power
         sync(folder / "checkpoints")

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -269,6 +270,34 @@ def apply_umask(folder: Path) -> None:
     for path in folder.rglob("*.safetensors"):
         if path.is_file() and not path.is_symlink():
             path.chmod(usual)
+
+
+def partial_folder(folder: Path) -> Path:
+    """The hidden folder beside ``folder`` in which its files are written, before ``replace_folder`` renames it."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def replace_folder(aside: Path, folder: Path) -> None:
+    """Give a new folder the name ``folder``, and remove an old one of that name: after a loss of power, one of both is
+    complete. While the old one is replaced, its name is ``.NAME.old.partial``.
+
+    Raises:
+        OSError: It cannot be written. An old folder keeps its name.
+    """
+    apply_umask(aside)
+    sync_folder(aside)
+    old = folder.with_name(f".{folder.name}.old.partial")
+    try:
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        aside.rename(folder)
+    except BaseException:  # a signal may raise between the two renames
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)  # after the sync: a loss of power must not undo the renames alone
 
 
 def missing_folders(folder: Path) -> list[Path]:

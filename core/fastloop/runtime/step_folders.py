@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 MANIFEST = "manifest.json"
 """The file that is written last into a checkpoint, so it marks a complete one. See ``fastloop.checkpoint.store``."""
 JOB_FILE = ".torchrun-job"
 """The file in a run folder with the name of the torchrun job that trained the run last."""
-_NAME = re.compile(r"step-(\d+)|\.step-(\d+)(?:\.old)?\.partial")
-"""A complete checkpoint, one that is being written, or an old one that is being replaced."""
+Kind = Literal["step", "best"]
+"""How the name of a checkpoint begins: ``step`` to resume from it, ``best`` for the weights that ``checkpoint-best``
+keeps."""
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
@@ -22,15 +26,18 @@ def step_folder(run_folder: Path, step: int) -> Path:
     return run_folder / "checkpoints" / f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int | None:
-    """The step in the name of a complete or incomplete checkpoint's folder; None for any other name."""
-    match = _NAME.fullmatch(path.name)
+def step_of(path: Path, kind: Kind = "step") -> int | None:
+    """The step in the name of a complete or incomplete checkpoint's folder; None for any other name.
+
+    An incomplete one is being written, ``.step-4.partial``, or replaced, ``.step-4.old.partial``.
+    """
+    match = re.fullmatch(rf"{kind}-(\d+)|\.{kind}-(\d+)(?:\.old)?\.partial", path.name)
     return int(match[1] or match[2]) if match else None
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def checkpoints(folder: Path, kind: Kind = "step") -> list[Path]:
     """Folders of a run's complete checkpoints, oldest step first."""
-    return _by_step(folder, "step-*")
+    return _by_step(folder, f"{kind}-*", kind)
 
 
 def manifest_digests(folder: Path) -> dict[str, str]:
@@ -53,15 +60,26 @@ def resume_remedy(folder: Path) -> str:
     return "Continue from the newest checkpoint with `--resume`." if checkpoints(folder) else ""
 
 
-def leftovers(folder: Path) -> list[Path]:
+def leftovers(folder: Path, kind: Kind = "step") -> list[Path]:
     """Folders of interrupted saves, oldest step first."""
-    return _by_step(folder, ".step-*.partial")
+    return _by_step(folder, f".{kind}-*.partial", kind)
 
 
-def _by_step(folder: Path, pattern: str) -> list[Path]:
+def remove_old_checkpoints(folder: Path, kept_steps: Collection[int], kind: Kind = "step") -> None:
+    """Remove a run's checkpoints of other steps than ``kept_steps``, and leftovers of interrupted saves. Other files
+    stay."""
+    unneeded = leftovers(folder, kind)
+    for path in checkpoints(folder, kind):
+        if step_of(path, kind) not in kept_steps:
+            unneeded.append(path)
+    for path in unneeded:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _by_step(folder: Path, pattern: str, kind: Kind) -> list[Path]:
     steps: dict[Path, int] = {}
     for path in (folder / "checkpoints").glob(pattern):
-        step = step_of(path)
+        step = step_of(path, kind)
         if step is not None:
             steps[path] = step
     return sorted(steps, key=steps.__getitem__)

@@ -16,7 +16,6 @@ from fastloop import Problem, checkpoint
 from fastloop.errors import CheckpointError
 from fastloop.problem import typed_clause
 from fastloop.runtime import files
-from fastloop.runtime.platform_support import sync
 
 logger = logging.getLogger("fastloop")
 
@@ -121,7 +120,7 @@ class RemoteFolder:
             None, the problem if it is damaged, or an empty string if its manifest is not complete. On a store that is a
             file system, a kill may leave a part of a manifest.
         """
-        aside = target.with_name(f".{target.name}.partial")
+        aside = files.partial_folder(target)
         shutil.rmtree(aside, ignore_errors=True)
         manifest = self.manifest(folder) or b""
         try:
@@ -146,10 +145,7 @@ class RemoteFolder:
         if problem is not None:
             shutil.rmtree(aside)
             return problem
-        files.sync_folder(aside)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
-        sync(target.parent)
+        files.replace_folder(aside, target)
         return None
 
     def get_newest(self, folder: Path) -> bool:

@@ -84,9 +84,7 @@ class Uploader(threading.Thread):
         has a position in them, and the best checkpoints that it names."""
         ended = (self.folder / "summary.json").exists()  # before the search: its last checkpoint is there, too
         newest = checkpoint.checkpoints(self.folder)[-1:]
-        best = sorted(
-            path for path in (self.folder / "checkpoints").glob("best-*") if (path / checkpoint.MANIFEST).exists()
-        )
+        best = [path for path in checkpoint.checkpoints(self.folder, "best") if (path / checkpoint.MANIFEST).exists()]
         new = [
             path
             for path in (*newest, *best)

@@ -13,13 +13,13 @@ another run folder copies the best ones from there.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, Problem, UsageError, hookimpl, option
 from fastloop.errors import SaveError
+from fastloop.runtime.step_folders import remove_old_checkpoints
 from fastloop_plugins.training._monitor import Monitor
 
 if TYPE_CHECKING:
@@ -255,14 +255,7 @@ class CheckpointBest(Plugin):
         needed_steps = {kept.step for kept in self.kept}
         for best_steps in self.best_at_saves.values():
             needed_steps.update(best_steps)
-        folder = run.folder / "checkpoints"
-        unneeded = list(folder.glob(".best-*.partial"))  # of a process that was killed while it wrote
-        for best in folder.glob("best-*"):
-            step = best.name.removeprefix("best-")
-            if step.isdecimal() and int(step) not in needed_steps:
-                unneeded.append(best)
-        for path in unneeded:
-            shutil.rmtree(path, ignore_errors=True)
+        remove_old_checkpoints(run.folder, needed_steps, "best")
 
 
 def remaining_saves(

@@ -11,8 +11,7 @@ from safetensors import SafetensorError
 
 from fastloop.errors import SaveError, UsageError
 from fastloop.problem import clause
-from fastloop.runtime.files import apply_umask, naming, refuse_full_disk, sync_folder
-from fastloop.runtime.platform_support import sync
+from fastloop.runtime.files import naming, partial_folder, refuse_full_disk, replace_folder
 
 
 def check(folder: Path, overwrite: bool, source: Path) -> None:
@@ -54,23 +53,14 @@ def written(folder: Path) -> Iterator[Path]:
     Raises:
         SaveError: The files cannot be written.
     """
-    aside, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old.partial"))
+    aside = partial_folder(folder)
     try:
-        for leftover in (aside, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         with naming(folder):
             yield aside
-        apply_umask(aside)
-        sync_folder(aside)
-        if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-        sync(folder.parent)  # before the old files are removed: a loss of power must not undo the rename
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(aside, folder)
     except BaseException as error:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
         refuse_full_disk(error, folder)
         if isinstance(error, OSError | SafetensorError):

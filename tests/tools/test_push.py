@@ -181,6 +181,20 @@ def test_a_second_push_removes_the_weights_of_the_first_in_the_same_commit(train
     assert loaded.classifier.bias.tolist() == [7, 7, 7]
 
 
+def test_the_configuration_of_an_earlier_adapter_stays_with_a_warning(trained, cli, hub):
+    """With it, transformers loads no whole model."""
+    pytest.importorskip("peft")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "base", "target_modules": ["q_lin"], "r": 2}
+    hub.files["adapter_config.json"] = json.dumps(adapter).encode()
+    out = push(cli, trained / "run", "--out", "out")
+    assert_problem(out, "several-exports --push me/model: adapter_config.json")
+    assert "adapter_config.json" in hub.files
+    with pytest.raises(OSError, match="adapter_model"):
+        AutoModelForSequenceClassification.from_pretrained(hub.write(Path("clone")))
+    del hub.files["adapter_config.json"]
+    assert "several-exports" not in push(cli, trained / "run", "--out", "again")
+
+
 def test_shards_of_a_first_push_are_removed_with_their_index(trained, cli, hub):
     save_file({"weight": torch.ones(1)}, "old.safetensors")
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):

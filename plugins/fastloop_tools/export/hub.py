@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fastloop import Problem
 from fastloop.errors import FastloopError, UsageError
 from fastloop.export.card import is_own, load_from_hub
 from fastloop.problem import clause
@@ -20,6 +21,8 @@ WEIGHTS = (
 )  # fmt: skip
 """Patterns of files with weights, and of their indexes. Libraries choose among them by their names: transformers reads
 an old model.safetensors, and not the new shards beside it."""
+KINDS = ("config.json", "adapter_config.json")
+"""The files by which libraries know a whole model, and an adapter."""
 TOKEN = "Log in by `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
@@ -83,7 +86,8 @@ def upload(folder: Path, repository: str) -> str:
     api: Any = HfApi()
     try:
         address = str(api.create_repo(repository, private=True, exist_ok=True))
-        earlier = find_earlier_weights(api.list_repo_files(repository), folder)
+        names = api.list_repo_files(repository)
+        earlier = find_earlier_weights(names, folder)
         api.upload_folder(
             repo_id=repository,
             folder_path=folder,
@@ -99,7 +103,30 @@ def upload(folder: Path, repository: str) -> str:
         ) from error
     for name in earlier:
         log.info("removed %s from %s: the weights of an earlier upload, which its history keeps", name, repository)
+    warn_about_other_kind(names, folder, repository)
     return address
+
+
+def warn_about_other_kind(names: Iterable[str], folder: Path, repository: str) -> None:
+    """Warn if a repository has kept the configuration of an adapter beside that of a whole model.
+
+    Args:
+        names: All files of the repository before the upload.
+        folder: The upload.
+    """
+    kept = [name for name in KINDS if name in names and not (folder / name).exists()]
+    if not kept or not any((folder / name).exists() for name in KINDS):
+        return
+    log.warning(
+        Problem(
+            f"the repository still has the {kept[0]} of an earlier upload. transformers takes a folder with both of "
+            f"{' and '.join(KINDS)} for an adapter.",
+            code="several-exports",
+            place=f"--push {repository}",
+            remedy="Remove it:",
+            command=f"hf repos delete-files {repository} {kept[0]}",
+        )
+    )
 
 
 def find_earlier_weights(names: Iterable[str], folder: Path) -> list[str]:

@@ -19,6 +19,8 @@ log = logging.getLogger("fastloop")
 def set_rates_of_length(scheduler: Any, where: str) -> None:
     """Set the learning rates of the optimizer to those of a restored scheduler at its step, in a run of another length.
 
+    A resume calls it after it has loaded the state of the scheduler.
+
     A checkpoint has the rates of the schedule that saved it, and the next step would use them. A schedule that computes
     a rate from the step alone, such as ``LambdaLR``, has another rate now. One that changes the rate before it, such as
     ``ExponentialLR``, continues from there. For a class that is not torch's, this is a warning, because its rates may

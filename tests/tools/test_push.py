@@ -104,7 +104,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     class Handler(RangeHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            before, _, name = self.path.partition(f"/resolve/{served.sha()}/")
+            # transformers asks for `main`, and for a commit once it knows one
+            path = self.path.replace("/resolve/main/", f"/resolve/{served.sha()}/")
+            before, _, name = path.partition(f"/resolve/{served.sha()}/")
             if before == "/me/model" and name in served.files:
                 self.send_file(served.files[name], {"X-Repo-Commit": served.sha()})
                 return

@@ -51,7 +51,9 @@ class Condition:
         value = getattr(self, self.key)
         values = value if isinstance(value, list) else [value]
         self.wanted = set(map(_plain, values)) if self.key in ("equals", "first_role") else set()
-        self.booleans = [value for value in values if isinstance(value, bool)] if self.key == "equals" else []
+        self.booleans = []
+        if self.key == "equals":
+            self.booleans = [value for value in values if isinstance(value, bool)]
 
     def __str__(self) -> str:
         if self.empty:

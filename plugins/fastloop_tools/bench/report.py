@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 from fastloop.cli.numerics import BROKEN, FAILED
-from fastloop.problem import counted
+from fastloop.problem import agree, counted
 from fastloop_tools.shared.tables import markdown_table
 from fastloop_tools.trials.measure import LOUD
 
@@ -155,10 +155,10 @@ def quality_table(record: dict[str, Any]) -> Table:
         full = metrics["full"][name]
         if not full:
             continue  # not trained yet
-        without_value = [_without_value("baseline", baseline), _without_value("full set", full)]
+        failures = list(filter(None, [_without_value("baseline", baseline), _without_value("full set", full)]))
         difference = ""
-        if any(without_value):
-            verdict = "; ".join(filter(None, without_value))
+        if failures:
+            verdict = "; ".join(failures)
         else:
             change = fmean(full) - fmean(baseline)
             spread = max(max(full) - min(full), max(baseline) - min(baseline))
@@ -173,18 +173,24 @@ def _without_value(variant: str, values: list[float | None]) -> str:
     2)``; empty: there are none."""
     seeds = []
     for number, value in enumerate(values, start=1):
-        if value is None or not math.isfinite(value):  # the written record has None in place of NaN and infinity
+        if not _is_finite(value):
             seeds.append(str(number))
     if not seeds:
         return ""
-    listed = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}"
-    return f"{variant}: no finite value in {len(seeds)} of {counted(len(values), 'training')} ({listed})"
+    trainings = counted(len(values), "training")
+    noun = agree(len(seeds), "seed", "seeds")
+    return f"{variant}: no finite value in {len(seeds)} of {trainings} ({noun} {', '.join(seeds)})"
+
+
+def _is_finite(value: float | None) -> TypeGuard[float]:
+    """Whether a training has a finite value of a metric. The written record has None in place of NaN and infinity."""
+    return value is not None and math.isfinite(value)
 
 
 def _with_range(values: list[float | None]) -> str:
     """The mean of a metric over the seeds with a finite value, and its range: ``0.9120 (0.9080 to 0.9160)``; empty: no
     seed has one."""
-    finite = [value for value in values if value is not None and math.isfinite(value)]
+    finite = [value for value in values if _is_finite(value)]
     if not finite:
         return ""
     return f"{fmean(finite):.4f} ({min(finite):.4f} to {max(finite):.4f})"

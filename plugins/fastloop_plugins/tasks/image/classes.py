@@ -40,12 +40,8 @@ def class_of_train(name: str, classes: Sequence[str], folder: Path) -> int:
     remedy = ""
     if alike is not None:
         remedy = f"If it is the class {written_label(alike)}, rename its folder, {written_label(name)}, to that. "
-    raise RecipeError(
-        f"the class {name!r} is not in train, which has: {', '.join(classes)}.",
-        code="unknown-label",
-        place=str(folder / name),
-        remedy=f"{remedy}Add images of it to train, or remove the folder.",
-    )
+    remedy += "Add images of it to train, or remove the folder."
+    raise _unknown_class("in train", name, classes, folder, remedy)
 
 
 def class_of_model(name: str, classes: Sequence[str], folder: Path) -> int:
@@ -63,9 +59,18 @@ def class_of_model(name: str, classes: Sequence[str], folder: Path) -> int:
     alike = find_alike(name, classes)
     if alike is not None and not alike_classes(classes):
         return classes.index(str(alike))
-    raise RecipeError(
-        f"the class {name!r} is not in the model, which has: {', '.join(classes)}.",
+    raise _unknown_class("in the model", name, classes, folder, "Rename or remove the folder.")
+
+
+def _unknown_class(where: str, name: str, classes: Sequence[str], folder: Path, remedy: str) -> RecipeError:
+    """The error for a folder whose class is not known.
+
+    Args:
+        where: Where the class is missing: ``in train``.
+    """
+    return RecipeError(
+        f"the class {name!r} is not {where}, which has: {', '.join(classes)}.",
         code="unknown-label",
         place=str(folder / name),
-        remedy="Rename or remove the folder.",
+        remedy=remedy,
     )

@@ -226,6 +226,67 @@ def test_the_code_of_an_uploaded_card_loads_the_repository(trained, cli, hub, fo
         assert len(names["outputs"][0]) == 2
 
 
+@pytest.mark.parametrize("edit", ["a line", "its labels", "another page"])
+def test_an_edited_page_of_the_repository_stays_with_a_warning(trained, cli, hub, edit):
+    push(cli, trained / "run", "--out", "first")
+    first = hub.files["README.md"].decode()
+    edited = {
+        "a line": first.replace("# run\n", "# run\n\nMy notes.\n"),
+        "its labels": first.replace("tags: [fastloop]", "tags: [fastloop]\nlicense: mit"),
+        "another page": "# Mine\n",
+    }[edit]
+    assert edited != first
+    hub.files["README.md"] = edited.encode()
+    out = push(cli, trained / "run", "--out", "second")
+    assert_problem(out, "page-kept --push me/model: README.md")
+    assert "hf upload me/model second/README.md README.md" in out
+    assert hub.files["README.md"].decode() == edited
+    assert Path("second/README.md").read_text() == first
+    assert hub.files["model.safetensors"] == Path("second/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_page_that_nobody_edited_is_replaced(trained, cli, hub, ends):
+    push(cli, trained / "run", "--out", "out")
+    page = hub.files["README.md"]
+    hub.files["README.md"] = page.replace(b"\n", ends.encode()) + ends.encode()
+    assert "page-kept" not in push(cli, trained / "run", "--out", "again")
+    assert hub.files["README.md"] == page
+
+
+def test_a_page_of_the_user_is_uploaded(trained, cli, hub):
+    shutil.copytree(trained / "run/model", "model")
+    Path("model/README.md").write_text("# Mine\n")
+    for out in ("first", "second"):
+        assert "page-kept" not in push(cli, "model", trained / "recipe.yaml", "--out", out)
+        assert hub.files["README.md"] == b"# Mine\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft uses this name of transformers
+@pytest.mark.parametrize("merge", [True, False])
+def test_an_uploaded_page_names_no_folder_of_this_machine(tmp_path, cli, hub, merge, monkeypatch):
+    """The folder of the base model is named beside the recipe, and the command starts elsewhere."""
+    pytest.importorskip("peft")
+    train(write_recipe(tmp_path, output=str(tmp_path / "base")))
+    lora = {"lora": {"r": 2, "target_modules": ["q_lin", "v_lin"], "merge": merge}}
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path, [lora], model={"name": "base/model"})
+    train(recipe)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for model in (("../run",), ("../run/model", str(recipe))):
+        out = push(cli, *model, "--to", "safetensors" if merge else "adapter", "--out", "out", "--overwrite")
+        page = hub.files["README.md"].decode()
+        assert "base/model" not in page
+        assert "base_model" not in page
+        assert str(tmp_path) not in page
+        if merge:
+            assert "base-model-missing" not in out
+        else:
+            assert_problem(out, "base-model-missing --push me/model: base/model")
+            assert 'from_pretrained("FOLDER-OF-THE-BASE-MODEL"' in page
+
+
 def test_a_failed_upload_keeps_the_folder(trained, cli, hub):
     hub.answers[COMMIT] = (403, {"error": "no room"})
     error = push(cli, trained / "run", "--out", "out", code=1)

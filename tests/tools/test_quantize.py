@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,19 @@ def check_page(page: str, to: str) -> None:
     assert "probabilities equal" not in page
     assert page.count("equals torch") == page.count("Before the weights were rounded, onnxruntime")
     assert page.count("equals torch") == int(to == "onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torchao
+def test_a_page_of_the_user_stays_with_a_warning(trained, cli):
+    pytest.importorskip("torchao")
+    shutil.copytree(trained / "model", "model")
+    Path("model/README.md").write_text("# Mine\n")
+    recipe = str(trained.parent / "recipe.yaml")
+    code, out, err = cli("export", "model", recipe, "--quantize", "int8", "--out", "out")
+    assert code == 0, err
+    assert_problem(out, "page-kept --quantize int8: README.md")
+    assert Path("out/README.md").read_text() == "# Mine\n"
 
 
 def test_what_cannot_be_quantized_is_refused(trained, cli, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -15,8 +16,19 @@ from fastloop.runtime.files import read_json_object
 
 BASE_CONFIG = "base_config.json"
 """In an adapter that fastloop exported: the configuration of the base model, with the classes of the task."""
+BASE_LINE = "- Base model: "
+"""How the line of a card about its base model begins."""
+FROM_SCRATCH = "none: trained from scratch"
+"""The rest of this line without a base model."""
 MARK = "tags: [fastloop]"
 """A line of every card. A README without it is a user's own, and stays."""
+CHECKSUM = "<!-- Written by fastloop, which keeps this page once it was edited. SHA-256 of the text above: "
+"""How the last line of a card begins. The checksum of the other lines follows, so that fastloop replaces a card only if
+nobody has edited it."""
+HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
+"""A regular expression for the name of a model on the hub: ``name`` or ``owner/name``."""
+OTHER_BASE = "FOLDER-OF-THE-BASE-MODEL"
+"""In the code of an uploaded card: the place of a base model that the hub does not have."""
 IMPORT_HUB = "import huggingface_hub"
 """The first line of the code of a card that downloads a repository."""
 EQUAL = "The probabilities equal those of `fastloop predict --without amp`, up to rounding in float32."
@@ -50,7 +62,8 @@ class ModelCard:
     Attributes:
         title: The name of the run or model.
         name: The folder to load, as users name it.
-        base: The model that training began from; None: unknown, or trained from scratch.
+        base: The model that training began from, as the recipe names it; None: unknown, or trained from scratch.
+        base_is_folder: Whether ``base`` is a folder of this machine, and no name of the hub.
         task: The name of the task; None: unknown.
         architecture: The class of the model, such as ``BertForTokenClassification``; None: that of ``config.json``.
         labels: Class id -> name; empty: the model does not classify.
@@ -60,6 +73,7 @@ class ModelCard:
     title: str
     name: str
     base: str | None = None
+    base_is_folder: bool = False
     task: str | None = None
     architecture: str | None = None
     labels: dict[int, str] = field(default_factory=dict)
@@ -69,10 +83,10 @@ class ModelCard:
         """The page in Markdown, for the files in a folder."""
         library, code = self._code(folder)
         form = "adapter" if library == "peft" else "safetensors"
-        lines = head_of_page(library, self.title, form, self.base, self.task)
+        lines = self.head(library, form)
         lines += ["```python", *code, "```", ""]
         lines += self.lines_below_code(self.texts.tokenizer_call("pt") in code)
-        return "\n".join(lines)
+        return add_checksum("\n".join(lines))
 
     def _code(self, folder: Path) -> tuple[str, list[str]]:
         """``(library, lines)``: the library that loads the model, and the code."""
@@ -108,6 +122,21 @@ class ModelCard:
             names.append("AutoImageProcessor")
             lines.append("processor = AutoImageProcessor.from_pretrained(folder)")
         return "transformers", [f"from transformers import {', '.join(sorted(names))}", "", *lines]
+
+    def head(self, library: str, form: str) -> list[str]:
+        """The lines above the code.
+
+        Args:
+            library: The library that loads the model.
+            form: The form of the export, such as ``safetensors``.
+        """
+        lines = ["---", f"library_name: {library}"]
+        if self.base is not None and not self.base_is_folder:
+            lines.append(f"base_model: {json.dumps(self.base)}")
+        lines += [MARK, "---", f"# {self.title}", "", f"Exported by fastloop {__version__} as {form}.", ""]
+        if self.task is not None:
+            lines += [f"{BASE_LINE}{self.base or FROM_SCRATCH}", f"- Task: {self.task}", ""]
+        return lines
 
     def lines_below_code(self, tokenizes_texts: bool) -> list[str]:
         """The lines after the code: how texts begin, where they are cut, and the classes.
@@ -186,24 +215,6 @@ class ModelCard:
         return lines
 
 
-def head_of_page(library: str, title: str, form: str, base: str | None, task: str | None) -> list[str]:
-    """The lines of a card above its code.
-
-    Args:
-        library: The library that loads the model.
-        form: The form of the export, such as ``safetensors``.
-        base: See ``ModelCard``.
-        task: See ``ModelCard``.
-    """
-    lines = ["---", f"library_name: {library}"]
-    if base is not None and not Path(base).exists():  # a name of the hub
-        lines.append(f"base_model: {json.dumps(base)}")
-    lines += [MARK, "---", f"# {title}", "", f"Exported by fastloop {__version__} as {form}.", ""]
-    if task is not None:
-        lines += [f"- Base model: {base or 'none: trained from scratch'}", f"- Task: {task}", ""]
-    return lines
-
-
 def label_table(labels: Mapping[int, str]) -> list[str]:
     """The lines of a Markdown table of the classes, in the order of their ids. A label keeps its row and its column."""
     lines = ["| id | label |", "|---:|---|"]
@@ -256,23 +267,65 @@ def has_chat_template(folder: Path) -> bool:
     return bool(read_json_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
+def is_hub_name(name: str) -> bool:
+    """Whether a name could exist on the hub."""
+    return re.fullmatch(HUB_NAME, name) is not None
+
+
+def is_local(name: str, folder: Path) -> bool:
+    """Whether the name of a base model is a folder of this machine, and none of the hub.
+
+    Args:
+        folder: The place of a folder of this name.
+    """
+    return folder.exists() or not is_hub_name(name)
+
+
+def add_checksum(page: str) -> str:
+    """A card with its checksum as the last line."""
+    text = page.rstrip()
+    return f"{text}\n\n{CHECKSUM}{hashlib.sha256(text.encode()).hexdigest()} -->\n"
+
+
+def remove_checksum(page: str) -> str:
+    """A card without its last line."""
+    return page.rpartition(CHECKSUM)[0].rstrip()
+
+
+def is_unedited(readme: Path) -> bool:
+    """Whether a README is a card as fastloop has written it. Line ends, and empty lines at the end, do not count."""
+    if not readme.is_file():
+        return False
+    text = readme.read_text(encoding="utf-8", errors="replace").rstrip()
+    return CHECKSUM in text and add_checksum(remove_checksum(text)).rstrip() == text
+
+
 def is_own(readme: Path) -> bool:
-    """Whether a README is a card, and no user's own page."""
-    return readme.is_file() and MARK in readme.read_text(encoding="utf-8").splitlines()[:6]
+    """Whether a README is a card, maybe an edited one, and no user's own page."""
+    return readme.is_file() and MARK in readme.read_text(encoding="utf-8", errors="replace").splitlines()[:6]
 
 
 def rename(page: str, name: str) -> str:
     """A card whose code loads another folder."""
-    page = page.replace(f"{IMPORT_HUB}\n", "", 1)
-    return re.sub(r"^folder = .*$", lambda _: f"folder = {json.dumps(name)}", page, count=1, flags=re.M)
+    page = remove_checksum(page).replace(f"{IMPORT_HUB}\n", "", 1)
+    page = re.sub(r"^folder = .*$", lambda _: f"folder = {json.dumps(name)}", page, count=1, flags=re.M)
+    return add_checksum(page)
 
 
-def load_from_hub(page: str, repository: str) -> str:
+def load_from_hub(page: str, repository: str, local_base: str | None) -> str:
     """A card whose code loads a repository of the Hugging Face hub. It downloads the files that it opens by their
-    path."""
-    page = rename(page, repository)
-    if "{folder}/" not in page:  # libraries take the name of a repository like that of a folder
-        return page
-    page = page.replace("```python\n", f"```python\n{IMPORT_HUB}\n", 1)
-    place = json.dumps(repository)
-    return page.replace(f"folder = {place}", f"folder = huggingface_hub.snapshot_download({place})", 1)
+    path, and names no folder of this machine.
+
+    Args:
+        local_base: The folder of the base model that the code of an adapter loads; None: there is none.
+    """
+    page = remove_checksum(rename(page, repository))
+    if "\nbase_model: " not in page:
+        page = re.sub(rf"^{BASE_LINE}(?!{FROM_SCRATCH}).*\n", "", page, count=1, flags=re.M)
+    if local_base is not None:
+        page = page.replace(f"from_pretrained({json.dumps(local_base)}", f'from_pretrained("{OTHER_BASE}"')
+    if "{folder}/" in page:  # libraries take the name of a repository like that of a folder
+        page = page.replace("```python\n", f"```python\n{IMPORT_HUB}\n", 1)
+        place = json.dumps(repository)
+        page = page.replace(f"folder = {place}", f"folder = huggingface_hub.snapshot_download({place})", 1)
+    return add_checksum(page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.checkpoint.store import save_tensors
-from fastloop.export.card import ModelCard, is_own
+from fastloop.export.card import ModelCard, is_local, is_own, is_unedited
 from fastloop.export.earlier_files import find_exported, remove_unwritten
 from fastloop.export.text_inputs import TextInputs
 from fastloop.plugins.plugin import hookimpl
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
     from fastloop.run import Run
 
+logger = logging.getLogger("fastloop")
+
 
 @hookimpl(trylast=True)
 def export_model(run: Run, folder: Path) -> Path:
@@ -32,19 +35,23 @@ def export_model(run: Run, folder: Path) -> Path:
 @hookimpl(wrapper=True, tryfirst=True, specname="export_model")
 def finish_export(run: Run, folder: Path) -> Generator[None, Path, Path]:
     """Remove the files of an earlier export of fastloop that the new one has not written. Then write the README of the
-    exported model, unless a user has written one. It replaces the empty form of PEFT."""
+    exported model, unless a user has written or edited one. It replaces the empty form of PEFT."""
     readme = folder / "README.md"
-    has_readme = readme.exists()
-    is_own_export = has_readme and is_own(readme)
+    has_readme = readme.is_file()
+    page_of_user = None
+    if has_readme and not is_unedited(readme):
+        page_of_user = readme.read_bytes()
     earlier_files = {}
-    if run.is_main and is_own_export:  # other files may be a user's
+    if run.is_main and is_own(readme):  # other files may be a user's
         earlier_files = find_exported(folder)
     path = yield
     if not run.is_main or not folder.is_dir():
         return path
     remove_unwritten(folder, earlier_files)
-    is_written_by_user = has_readme and not is_own_export
-    if not is_written_by_user:
+    if page_of_user is not None:
+        logger.info("%s stays, since fastloop has not written it, or it was edited", readme)
+        readme.write_bytes(page_of_user)  # PEFT adds its form to a page
+    else:
         files.write(readme, make_card(run, folder).render(folder))
     return path
 
@@ -59,10 +66,12 @@ def make_card(run: Run, folder: Path) -> ModelCard:
     if type(model).__name__.endswith("Classification"):
         labels = getattr(config, "id2label", None) or {}
     name = run.recipe.model.get("name")
+    base = None if name is None else str(name)
     return ModelCard(
         title=run.folder.name,
         name=str(folder),
-        base=None if name is None else str(name),
+        base=base,
+        base_is_folder=base is not None and is_local(base, run.recipe.find(base)),
         task=run.plugins.in_slot("task"),
         architecture=type(model).__name__ if config is not None else None,
         labels={int(index): str(label) for index, label in labels.items()},

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastloop.export.card import ModelCard, code_option, head_of_page
+from fastloop.export.card import ModelCard, add_checksum, code_option
 
 if TYPE_CHECKING:
     from fastloop_tools.export.onnx_model import OnnxExport
@@ -32,7 +32,7 @@ def onnx_card(card: ModelCard, exported: OnnxExport, config: Mapping[str, Any]) 
         config: The configuration beside the model; empty: it is no model of transformers.
     """
     labels = card.labels
-    lines = head_of_page("onnx", card.title, f"ONNX with opset {exported.opset}", card.base, card.task)
+    lines = card.head("onnx", f"ONNX with opset {exported.opset}")
     lines += ["| | name | dtype | shape |", "|---|---|---|---|"]
     for kind, rows in (("input", exported.inputs), ("output", exported.outputs)):
         lines += [f"| {kind} | `{key}` | {dtype} | `{shape}` |" for key, dtype, shape in rows]
@@ -48,7 +48,7 @@ def onnx_card(card: ModelCard, exported: OnnxExport, config: Mapping[str, Any]) 
     code = _code(card, inputs, printed, code_option(config))
     lines += ["```python", *code, "```", ""]
     lines += card.lines_below_code(bool(printed) and card.texts.tokenizer_call("np") in code)
-    return "\n".join(lines)
+    return add_checksum("\n".join(lines))
 
 
 def _code(card: ModelCard, inputs: list[str], printed: Sequence[str], option: str) -> list[str]:

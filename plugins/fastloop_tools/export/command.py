@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fastloop import Problem
 from fastloop.cli.arguments import NoCode, With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
-from fastloop.export.card import BASE_CONFIG, ModelCard, is_own, rename
+from fastloop.export.card import BASE_CONFIG, ModelCard, add_checksum, is_local, is_unedited, remove_checksum, rename
 from fastloop.export.text_inputs import TextInputs
 from fastloop.plugins.installed import installed_version
 from fastloop_tools.inference.evaluate import Arguments, Target
@@ -105,7 +106,7 @@ def export(
         if quantize:
             write_int8(recipe, model_folder, unfinished, to, comparison)
         if push is not None:
-            hub.name_repository(unfinished / "README.md", push)
+            hub.name_repository(unfinished, push)
     typer.echo(f"written to {out}")
     if push is not None:
         typer.echo(f"uploaded to {hub.upload(out, push)}")
@@ -175,11 +176,13 @@ def write_export(recipe: Recipe, model_folder: Path, destination: Path, to: str,
             exported = onnx_model.export_onnx(run.unwrap_model(), recorded, destination, source_name)
     shutil.copytree(model_folder, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*ignored))
     config = model_folder / (BASE_CONFIG if to == "adapter" else "config.json")
-    base = recipe.model.get("name")
+    given = recipe.model.get("name")
+    base = None if given is None else str(given)
     card = ModelCard(
         title=source_name,
         name=name,
-        base=None if base is None else str(base),
+        base=base,
+        base_is_folder=base is not None and is_local(base, recipe.find(base)),
         task=task,
         labels=read_labels(config),
         texts=TextInputs.of_export(recipe.data, destination),
@@ -197,7 +200,7 @@ def read_labels(config: Path) -> dict[int, str]:
 
 
 def write_readme(destination: Path, card: ModelCard, exported: OnnxExport | None) -> None:
-    """Write the README of an export. One that a user has written stays.
+    """Write the README of an export. One that a user has written or edited stays.
 
     Args:
         card: Its content. The task is that of an ONNX model only.
@@ -211,7 +214,7 @@ def write_readme(destination: Path, card: ModelCard, exported: OnnxExport | None
         page = onnx_card(card, exported, read_json_object(destination / "config.json"))
     elif not readme.exists():  # a model of another program, or of an earlier version
         page = card.render(destination)
-    elif is_own(readme):
+    elif is_unedited(readme):
         page = rename(readme.read_text(encoding="utf-8"), card.name)
     else:
         return
@@ -219,7 +222,8 @@ def write_readme(destination: Path, card: ModelCard, exported: OnnxExport | None
 
 
 def write_int8(recipe: Recipe, model_folder: Path, destination: Path, to: str, comparison: str) -> None:
-    """Quantize the files of an export, and print the metrics before and after.
+    """Quantize the files of an export, and print the metrics before and after. The README has them, too, unless a user
+    has written or edited it.
 
     Args:
         model_folder: The folder of the exported model.
@@ -242,5 +246,17 @@ def write_int8(recipe: Recipe, model_folder: Path, destination: Path, to: str, c
     rows = int8.describe(metrics, size_before, int8.size_of(destination))
     show_table(int8.HEAD, rows)
     readme = destination / "README.md"
-    page = int8.describe_rounding(readme.read_text(encoding="utf-8"), comparison)
-    readme.write_text("\n".join([page, *markdown_table(int8.HEAD, rows)]), encoding="utf-8")
+    if not is_unedited(readme):
+        log.warning(
+            Problem(
+                "the page stays, since fastloop has not written it, or it was edited. It does not say that the weights "
+                "are rounded.",
+                code="page-kept",
+                place="--quantize int8: README.md",
+                remedy="Add the table above.",
+            )
+        )
+        return
+    page = int8.describe_rounding(remove_checksum(readme.read_text(encoding="utf-8")), comparison)
+    page = "\n".join([page, *markdown_table(int8.HEAD, rows)])
+    readme.write_text(add_checksum(page), encoding="utf-8")

@@ -11,8 +11,9 @@ from typing import Any
 
 from fastloop import Problem
 from fastloop.errors import FastloopError, UsageError
-from fastloop.export.card import is_own, load_from_hub
+from fastloop.export.card import OTHER_BASE, is_local, is_unedited, load_from_hub
 from fastloop.problem import clause
+from fastloop.runtime.files import read_json_object
 
 log = logging.getLogger("fastloop")
 
@@ -64,16 +65,48 @@ def check(repository: str) -> None:
         ) from None
 
 
-def name_repository(readme: Path, repository: str) -> None:
-    """Let the code in the README of an export load the repository. A README that a user has written stays."""
-    if is_own(readme):
-        page = readme.read_text(encoding="utf-8")
-        readme.write_text(load_from_hub(page, repository), encoding="utf-8")
+def name_repository(folder: Path, repository: str) -> None:
+    """Let the code in the README of an export load the repository. A README that a user has written or edited stays.
+
+    Warns of an adapter whose base model is a folder of this machine: others cannot load it.
+    """
+    base = read_json_object(folder / "adapter_config.json").get("base_model_name_or_path")
+    local_base = None
+    if isinstance(base, str) and is_local(base, Path(base)):
+        local_base = base
+        log.warning(
+            Problem(
+                f"the base model of the adapter is the folder {base}, which the hub does not have. The code in the "
+                f"README names {OTHER_BASE} in its place.",
+                code="base-model-missing",
+                place=f"--push {repository}",
+                remedy="Upload the base model and name it in model.name, or merge the adapter: --to safetensors.",
+            )
+        )
+    readme = folder / "README.md"
+    if is_unedited(readme):
+        page = load_from_hub(readme.read_text(encoding="utf-8"), repository, local_base)
+        readme.write_text(page, encoding="utf-8")
+
+
+def keeps_page(api: Any, repository: str, readme: Path) -> bool:
+    """Whether the README of a repository stays: it differs from the new one, and fastloop has not written it, or it was
+    edited.
+
+    Args:
+        api: A client of the hub.
+        readme: The new one.
+
+    Raises:
+        Exception: It cannot be read, with an error of the HTTP library.
+    """
+    current = Path(api.hf_hub_download(repository, "README.md"))
+    return not is_unedited(current) and current.read_bytes() != readme.read_bytes()
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Upload the files of a folder, and remove the weights of an earlier upload that it does not have. A repository
-    that does not exist is created as a private one.
+    """Upload the files of a folder, and remove the weights of an earlier upload that it does not have. A README that
+    was edited in the repository stays. A repository that does not exist is created as a private one.
 
     Returns:
         The address of the repository.
@@ -88,10 +121,12 @@ def upload(folder: Path, repository: str) -> str:
         address = str(api.create_repo(repository, private=True, exist_ok=True))
         names = api.list_repo_files(repository)
         earlier = find_earlier_weights(names, folder)
+        page_stays = "README.md" in names and keeps_page(api, repository, folder / "README.md")
         api.upload_folder(
             repo_id=repository,
             folder_path=folder,
             commit_message="Upload a model exported by fastloop",
+            ignore_patterns=["README.md"] if page_stays else None,
             delete_patterns=[glob.escape(name) for name in earlier],
         )
     except Exception as error:  # the HTTP library's own errors, too
@@ -103,6 +138,16 @@ def upload(folder: Path, repository: str) -> str:
         ) from error
     for name in earlier:
         log.info("removed %s from %s: the weights of an earlier upload, which its history keeps", name, repository)
+    if page_stays:
+        log.warning(
+            Problem(
+                "the README.md of the repository stays, since fastloop has not written it, or it was edited.",
+                code="page-kept",
+                place=f"--push {repository}",
+                remedy="Replace it:",
+                command=f"hf upload {repository} {folder / 'README.md'} README.md",
+            )
+        )
     warn_about_other_kind(names, folder, repository)
     return address
 

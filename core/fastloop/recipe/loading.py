@@ -28,7 +28,11 @@ from fastloop.recipe.recipe import SECTIONS, Recipe, Train
 
 
 def load_recipe(
-    name: str, overrides: Iterable[str] = (), with_plugins: Iterable[str] = (), without_plugins: Iterable[str] = ()
+    name: str,
+    overrides: Iterable[str] = (),
+    with_plugins: Iterable[str] = (),
+    without_plugins: Iterable[str] = (),
+    variants: Iterable[str] = (),
 ) -> Recipe:
     """Read a recipe file and apply the command line's additions.
 
@@ -37,6 +41,7 @@ def load_recipe(
         overrides: Dotlist items such as ``train.lr=1e-4`` or ``plugins.amp.dtype=fp16``.
         with_plugins: Plugins to add, as a recipe lists them. A plugin that the recipe lists keeps its options.
         without_plugins: Plugins to leave out, also default ones.
+        variants: Plugins to add, too, which ``fastloop bench --variants`` names.
 
     Raises:
         RecipeError: The file cannot be read, or a key is invalid; names file, key and the expected value.
@@ -44,11 +49,12 @@ def load_recipe(
     path = find_recipe(name)
     references: dict[str, str] = {}
     tree = _read(path, [], references)
-    for reference in with_plugins:
-        plugin = plugin_name(reference, "--with", path, references)
-        if plugin not in tree["plugins"] and split_file(reference) is None:
-            find_entry_point(reference, "--with")  # a misspelled name is reported where it was written
-        tree["plugins"][plugin] = tree["plugins"].get(plugin) or {}
+    for option, added in (("--with", with_plugins), ("--variants", variants)):
+        for reference in added:
+            plugin = plugin_name(reference, option, path, references)
+            if plugin not in tree["plugins"] and split_file(reference) is None:
+                find_entry_point(reference, option)  # a misspelled name is reported where it was written
+            tree["plugins"][plugin] = tree["plugins"].get(plugin) or {}
     listed = set(tree["plugins"])
     tree = apply_overrides(tree, overrides, str(path), references)
     overridden = [plugin for plugin in tree["plugins"] if plugin not in listed]

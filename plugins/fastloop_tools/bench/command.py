@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from shlex import quote
@@ -169,8 +169,7 @@ def bench(
             budget=allowed,
         )
         sets = [names(listed) for listed in variants.split(";")] if variants else []
-        added = list(dict.fromkeys([*names(with_), *chain.from_iterable(sets)]))
-        loaded = load(recipe, overrides, added, without)
+        loaded = load(recipe, overrides, names(with_), without, chain.from_iterable(sets))
         options = {
             "--with": names(with_),
             "--without": names(without),
@@ -194,12 +193,18 @@ def bench(
     raise typer.Exit(0 if complete else 1)
 
 
-def load(recipe: str, overrides: list[str] | None, added: list[str], without: list[str] | None) -> Recipe:
+def load(
+    recipe: str,
+    overrides: list[str] | None,
+    added: list[str],
+    without: list[str] | None,
+    variants: Iterable[str] = (),
+) -> Recipe:
     """The recipe to measure. Messages are shown from now on."""
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
 
-    loaded = load_recipe(recipe, overrides or (), added, names(without))
+    loaded = load_recipe(recipe, overrides or (), added, names(without), variants)
     show_messages()
     return loaded
 

@@ -1,6 +1,8 @@
 """Several processes.
 
 ranks, rendezvous, groups      # who they are, where they meet, and who shares the samples of a step
+signs_of_life                  # whether they still run while gloo connects them
+watched_calls                  # calls of the store that may never return
 accelerator                    # connects them, with the timeout of a strategy; places models and batches
 processes                      # their collective operations
 at_exit                        # the end of their connection in a script

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +12,9 @@ import torch
 from fastloop.distributed.at_exit import group_at_exit
 from fastloop.distributed.groups import check_groups
 from fastloop.distributed.processes import Processes, is_connection_error
-from fastloop.distributed.ranks import check_variables, rank, world_size
+from fastloop.distributed.ranks import LOCAL_RANK, check_variables, rank, world_size
 from fastloop.distributed.rendezvous import store_arguments
+from fastloop.distributed.signs_of_life import connect_gloo
 from fastloop.errors import PluginError, ProcessLost, UsageError
 from fastloop.problem import clause, counted
 from fastloop.recipe import Recipe
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 PRECISIONS = ("no", "bf16", "fp16")
 """Accelerate's mixed precisions that keep the model's parameters. Its fp8 replaces them after the optimizer was
 built."""
+
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables that restrict the devices that a process sees."""
 
 
 def build_accelerator(recipe: Recipe, settings: Settings) -> tuple[Accelerator, Processes]:
@@ -46,6 +52,8 @@ def build_accelerator(recipe: Recipe, settings: Settings) -> tuple[Accelerator, 
     check_variables(trains=recipe.inference is None)
     check_groups(recipe, settings, world_size() if recipe.inference is None else 1)
     device = this_machine(recipe.train.device).device
+    if device != "cpu":
+        check_local_rank(device, torch.accelerator.device_count())
     _forget_earlier_run(device, settings.mixed_precision)
     timeout = None
     if settings.process_timeout is not None:
@@ -68,6 +76,29 @@ def build_accelerator(recipe: Recipe, settings: Settings) -> tuple[Accelerator, 
     # transformers' TrainingArguments clears the state that all share
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)
     return accelerator, Processes(accelerator, timeout)
+
+
+def check_local_rank(device: str, devices: int) -> None:
+    """Check that this process has a device of its own. Accelerate would give it that of another process.
+
+    A launcher may show each process only its own device: then all use device 0, and the variable that does so is set.
+
+    Args:
+        devices: Number of devices of the type ``device`` that this process sees.
+
+    Raises:
+        UsageError: There are more processes on this machine than devices.
+    """
+    local_rank = int(os.environ.get(LOCAL_RANK) or 0)
+    is_restricted = any(os.environ.get(name) for name in VISIBLE_DEVICES)
+    if local_rank < devices or (devices == 1 and is_restricted):
+        return
+    raise UsageError(
+        f"the environment variable {LOCAL_RANK} is {local_rank}, and this process sees "
+        f"{counted(devices, 'device')} of type {device}. Each process of a machine needs one of its own.",
+        code="wrong-environment",
+        remedy=f"Start at most {counted(devices, 'process')} on this machine, or train with train.device=cpu.",
+    )
 
 
 def _forget_earlier_run(device: str, mixed_precision: str) -> None:
@@ -104,6 +135,9 @@ def _connect(device: str, settings: Settings, timeout: timedelta | None) -> None
     try:
         if connects and "init_method" not in connection:
             connection |= store_arguments(timeout)
+        if "store" in connection and uses_gloo(device, connection):
+            connect_gloo(**connection)
+            connection.clear()
         # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
         PartialState(cpu=device == "cpu", **connection)
     except (RuntimeError, torch.distributed.DistError) as error:
@@ -119,6 +153,11 @@ def _connect(device: str, settings: Settings, timeout: timedelta | None) -> None
         ) from error
     if connects:
         group_at_exit.begin(is_made=not is_connected)
+
+
+def uses_gloo(device: str, connection: Mapping[str, Any]) -> bool:
+    """Whether Accelerate would connect processes by gloo, given these arguments of ``PartialState``."""
+    return device == "cpu" and "backend" not in connection and not torch.distributed.is_mpi_available()
 
 
 def restore_shared_state(accelerator: Accelerator) -> None:

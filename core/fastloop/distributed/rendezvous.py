@@ -12,6 +12,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from fastloop.distributed.ranks import LOOPBACK, launcher_variables, rank, unset_remedy, world_size
+from fastloop.distributed.watched_calls import call_watched
 from fastloop.errors import ProcessLost, UsageError
 from fastloop.problem import Problem, agree, clause, counted, join_names
 
@@ -21,11 +22,15 @@ LOG_AFTER = 10.0
 """Seconds after which a process logs for which others it waits. Processes that are started together are together within
 a few seconds, on a loaded machine, too."""
 CONNECT_SECONDS = 30.0
-"""Seconds in which a store must answer that accepts connections already."""
+"""Seconds in which a store must answer a process that waits."""
 LONGEST_PAUSE = 1.0
 """Seconds between two looks for the other processes, at most."""
 NAMED = 8
 """Processes that a message lists at most."""
+SIZE = "fastloop/size"
+"""Key of the number of processes for which process 0 waits, in a store that it has made."""
+BEGUN = "fastloop/begun"
+"""Key that says that all processes have met, in a store that process 0 has made."""
 START_ALL = (
     "Start all processes with the same MASTER_ADDR and MASTER_PORT. If one has ended, its output has the reason."
 )
@@ -35,8 +40,8 @@ START_ALL = (
 def store_arguments(timeout: timedelta | None = None) -> dict[str, Any]:
     """Arguments of ``PartialState``: a store in which all processes of the run have met.
 
-    torch waits for the others in C++, where Python handles no signal. Here, a process waits in Python, and logs for
-    which others.
+    torch waits for the others in C++, where Python handles no signal, and for an answer of the store without a limit.
+    Here, a process waits in Python, and logs for which others.
 
     Torch binds a store to all addresses, and anyone who reaches it can write to it. The processes of one machine do not
     need that: their store is at the loopback address.
@@ -53,19 +58,39 @@ def store_arguments(timeout: timedelta | None = None) -> dict[str, Any]:
         ``store``, ``rank`` and ``world_size``. Empty if the processes are connected already.
 
     Raises:
-        ProcessLost: Not all processes came in time, or another program answers at the address.
-        UsageError: The port is in use, or another process has the same rank.
+        ProcessLost: Not all processes came in time, or another program listens at the address.
+        UsageError: The port is in use, another process has the same rank, or processes have different world sizes.
     """
-    from torch.distributed import PrefixStore, default_pg_timeout, is_initialized  # type: ignore[attr-defined]
+    from torch.distributed import (  # type: ignore[attr-defined]
+        DistNetworkError,
+        PrefixStore,
+        default_pg_timeout,
+        is_initialized,
+    )
 
     if is_initialized():  # by an earlier run of this process
         return {}
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ.get("MASTER_PORT") or 29500)
     meeting = Meeting(host, port, timeout or default_pg_timeout)
-    store = _open_store(meeting)
-    start_name = _name_start(store, meeting)
-    return {"store": PrefixStore(start_name, store), "rank": rank(), "world_size": world_size()}
+
+    def meet() -> Any:
+        store = _open_store(meeting)
+        return PrefixStore(_name_start(store, meeting), store)
+
+    try:
+        store = call_watched(meet, meeting.check_answers)
+    except DistNetworkError as error:
+        maker = "process 0" if meeting.has_own_store else "torchrun"
+        raise ProcessLost(
+            f"process {rank()} of {world_size()} could not connect to the others: {maker}, which made the store at "
+            f"{host}:{port} in which processes meet, has ended.",
+            code="process-lost",
+            remedy="Its output has the reason.",
+        ) from error
+    finally:
+        meeting.is_over = True
+    return {"store": store, "rank": rank(), "world_size": world_size()}
 
 
 class Meeting:
@@ -75,35 +100,50 @@ class Meeting:
         host: The address of the store.
         port: Its port.
         timeout: How long the process waits.
+
+    Attributes:
+        is_over: Whether this process has given up. The thread that still waits then ends, too.
+        has_own_store: Whether process 0 makes the store, for the processes of this run only. Torchrun's own store has
+            the entries of earlier starts, too.
     """
 
     def __init__(self, host: str, port: int, timeout: timedelta) -> None:
         self.host = host
         self.port = port
         self.timeout = timeout
+        self.is_over = False
+        self.has_own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._began = monotonic()
-        self._is_logged = False
+        self._answered = self._began
+        self._logged: Sequence[int] = ()
 
-    def pause(self, missing: Sequence[int], logs: bool = True) -> None:
-        """Sleep until the next look, a tenth of the time that the process has waited. Python handles signals here.
+    @property
+    def waited(self) -> float:
+        """Seconds since the process began to wait."""
+        return monotonic() - self._began
+
+    def pause(self, missing: Sequence[int], logs: bool = True, since: float | None = None) -> None:
+        """Sleep until the next look, a tenth of the time that the process has waited.
 
         Args:
             missing: The processes that have not come.
             logs: Whether to log them after ``LOG_AFTER``, once.
+            since: The time from which the tenth counts; None: from the beginning.
 
         Raises:
             ProcessLost: The time is over.
         """
-        waited = monotonic() - self._began
-        if waited > self.timeout.total_seconds():
+        self._answered = monotonic()
+        waited = self.waited
+        if self.is_over or waited > self.timeout.total_seconds():
             raise ProcessLost(
                 f"process {rank()} of {world_size()} could not connect to the others: "
                 f"{self._explain(missing)} within {self.timeout.total_seconds():g} seconds.",
                 code="process-lost",
                 remedy=f"{START_ALL} If they start at different times, raise the option timeout of the strategy.",
             )
-        if logs and waited > LOG_AFTER and not self._is_logged:
-            self._is_logged = True
+        if logs and waited > LOG_AFTER and not set(missing) <= set(self._logged):
+            self._logged = missing
             log.warning(
                 Problem(
                     f"process {rank()} of {world_size()} waits for the others: {self._explain(missing)} yet.",
@@ -111,7 +151,27 @@ class Meeting:
                     remedy=f"{START_ALL} {unset_remedy()}",
                 )
             )
+        if since is not None:
+            waited = monotonic() - since
         sleep(min(max(waited / 10, 0.01), LONGEST_PAUSE))
+
+    def check_answers(self) -> None:
+        """Check that the store answers.
+
+        Raises:
+            ProcessLost: It has not done so for too long.
+        """
+        limit = min(self.timeout.total_seconds(), CONNECT_SECONDS)
+        if monotonic() - self._answered > limit + LONGEST_PAUSE:
+            raise ProcessLost(
+                f"process {rank()} of {world_size()} could not connect to the others: the program at "
+                f"{self.host}:{self.port} accepts connections, and has not answered for {limit:g} seconds.",
+                code="process-lost",
+                remedy=(
+                    "If it is another program, give all processes of this run another MASTER_PORT. If it is process 0 "
+                    f"of a run, it is stopped: end it. {unset_remedy()}"
+                ),
+            )
 
     def _explain(self, missing: Sequence[int]) -> str:
         """Which processes are missing where, as a part of a sentence."""
@@ -134,7 +194,7 @@ def _open_store(meeting: Meeting) -> Any:
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     host, port = meeting.host, meeting.port
-    if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if rank() == 0 and meeting.has_own_store:
         try:
             fd = socket.create_server((host, port)).detach() if host == LOOPBACK else None
             return TCPStore(
@@ -190,29 +250,40 @@ def _name_start(store: Any, meeting: Meeting) -> str:
 
     Each other process writes a random key, and rank 0 writes the name under that key. A key may be one that an earlier
     process left in the store, and its successor has not replaced yet: then nobody reads the answer. So rank 0 answers
-    again and again, until every process has confirmed that it has the name.
+    again and again, until every process has confirmed that it has the name. Then rank 0 writes that the run has begun,
+    and all continue together.
 
     Raises:
         ProcessLost: Not all processes came in time.
-        UsageError: Another process has the same rank.
+        UsageError: Another process has the same rank, or another number of processes.
     """
     own_key = os.urandom(16).hex()
     if rank():
         return _wait_for_name(store, meeting, own_key)
-    others = {f"fastloop/{other}": other for other in range(1, world_size())}
-    missing = list(others)
+    if meeting.has_own_store:
+        store.delete_key(BEGUN)  # of an earlier run of this process
+        store.set(SIZE, str(world_size()))
+    others = range(1, world_size())
+    missing = [*others]
     while missing:
-        missing = [name for name in missing if not store.check([name])]
+        come = [other for other in missing if store.check([f"fastloop/{other}"])]
+        for other in come:
+            key = store.get(f"fastloop/{other}").decode()
+            store.set(f"fastloop/{key}", f"{own_key} {world_size()}")
+        missing = []
+        for other in others:
+            confirmation = f"{own_key}/{other}"
+            if not store.check([confirmation]):
+                missing.append(other)
+                continue
+            _check_size(other, int(store.get(confirmation)))
         if missing:
-            meeting.pause([others[name] for name in missing])
-    names = list(others)
-    while True:
-        keys = [key.decode() for key in store.multi_get(names)]
-        store.multi_set([f"fastloop/{key}" for key in keys], [own_key] * len(keys))
-        confirmed = store.add(own_key, 0)
-        if confirmed >= len(keys):
-            return own_key
-        meeting.pause([*others.values()])
+            awaited = [other for other in missing if other not in come]
+            meeting.pause(awaited or missing)
+    store.set(f"{own_key}/begun", "")
+    if meeting.has_own_store:
+        store.set(BEGUN, "")
+    return own_key
 
 
 def _wait_for_name(store: Any, meeting: Meeting, own_key: str) -> str:
@@ -220,19 +291,64 @@ def _wait_for_name(store: Any, meeting: Meeting, own_key: str) -> str:
 
     Raises:
         ProcessLost: Rank 0 did not write it in time.
-        UsageError: Another process has the same rank.
+        UsageError: Another process has the same rank, or another number of processes.
     """
     own_name = f"fastloop/{rank()}"
     store.set(own_name, own_key)
-    while not store.check([f"fastloop/{own_key}"]):
-        if store.get(own_name).decode() != own_key:
-            raise UsageError(
-                f"another process has the same rank {rank()}, and has connected to process 0.",
-                code="wrong-environment",
-                place="RANK",
-                remedy=f"Give each of the {world_size()} processes a RANK of its own, from 0.",
-            )
-        meeting.pause([0], logs=False)  # rank 0 logs for which processes it waits
-    start_name: str = store.get(f"fastloop/{own_key}").decode()
-    store.add(start_name, 1)
-    return start_name
+
+    def wait_for(key: str, is_named: bool) -> None:
+        since = monotonic()
+        while not store.check([key]):
+            if store.get(own_name).decode() != own_key:
+                raise UsageError(
+                    f"another process has the same rank {rank()}, and has connected to process 0.",
+                    code="wrong-environment",
+                    place="RANK",
+                    remedy=f"Give each of the {world_size()} processes a RANK of its own, from 0.",
+                )
+            if not is_named and meeting.has_own_store and meeting.waited > LOG_AFTER:
+                _explain_silence(store, meeting)
+            meeting.pause([0], logs=False, since=since)  # rank 0 logs for which processes it waits
+
+    wait_for(f"fastloop/{own_key}", is_named=False)
+    start_name, size = store.get(f"fastloop/{own_key}").decode().split()
+    store.set(f"{start_name}/{rank()}", str(world_size()))
+    _check_size(0, int(size))
+    wait_for(f"{start_name}/begun", is_named=True)
+    return str(start_name)
+
+
+def _explain_silence(store: Any, meeting: Meeting) -> None:
+    """Check why rank 0 does not answer this process.
+
+    Raises:
+        UsageError: It waits for fewer processes, or they have begun already.
+    """
+    if store.check([SIZE]):
+        _check_size(0, int(store.get(SIZE)))
+    if store.check([BEGUN]):
+        raise UsageError(
+            f"process {rank()} of {world_size()} came too late: all {world_size()} processes have connected to "
+            f"process 0 at {meeting.host}:{meeting.port}, and one of them has the same rank {rank()}.",
+            code="wrong-environment",
+            place="RANK",
+            remedy=(
+                f"Give each of the {world_size()} processes a RANK of its own, from 0. For another run, set another "
+                "MASTER_PORT."
+            ),
+        )
+
+
+def _check_size(other: int, size: int) -> None:
+    """Check that another process has the same number of processes.
+
+    Raises:
+        UsageError: It has not.
+    """
+    if size != world_size():
+        raise UsageError(
+            f"process {rank()} is one of {world_size()}, and process {other} is one of {size}.",
+            code="wrong-environment",
+            place="WORLD_SIZE",
+            remedy="Give all processes of a run the same WORLD_SIZE. For another run, set another MASTER_PORT.",
+        )

@@ -15,7 +15,9 @@ import forked
 import pytest
 
 from fastloop.cli import launch
-from fastloop.testing import assert_problem
+from fastloop.distributed.accelerator import check_local_rank
+from fastloop.errors import UsageError
+from fastloop.testing import assert_problem, expect_problem
 
 
 @pytest.mark.slow
@@ -43,6 +45,29 @@ def test_a_process_whose_peer_is_missing_ends_after_the_timeout_of_the_strategy(
     assert command.wait(120) != 0  # torch's default timeout is 30 minutes
     assert_problem(command.stderr, f"process-lost process {rank} of 2 could not connect 2 seconds")
     assert "Traceback" not in command.stderr
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "devices", "visible"),
+    [("1", 2, ""), ("0", 1, ""), ("3", 1, "3"), ("", 1, ""), ("-1", 1, "")],
+)
+def test_a_process_has_a_device_of_its_own(monkeypatch, local_rank: str, devices: int, visible: str):
+    """Only the arithmetic: this machine has no accelerator."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    check_local_rank("cuda", devices)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "devices", "visible", "named"),
+    [("2", 2, "", "2 devices"), ("1", 1, "", "1 device"), ("2", 2, "0,1", "2 devices")],
+)
+def test_more_processes_than_devices_are_refused(monkeypatch, local_rank: str, devices: int, visible: str, named: str):
+    """Only the arithmetic: this machine has no accelerator."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with expect_problem(f"wrong-environment LOCAL_RANK {local_rank} {named} cuda", UsageError):
+        check_local_rank("cuda", devices)
 
 
 SAMPLER = """import torch

@@ -1,7 +1,9 @@
-"""Processes that meet: those that torchrun starts again, late ones, and one whose partner never comes.
+"""Processes that meet: those that torchrun starts again, late ones, and some whose partner never comes or ends.
 
 Modules:
     core/fastloop/distributed/rendezvous.py
+    core/fastloop/distributed/signs_of_life.py
+    core/fastloop/distributed/watched_calls.py
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import signal
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import forked
 import pytest
@@ -18,8 +21,11 @@ import torch
 from torch.distributed import TCPStore
 
 from fastloop.cli import launch
+from fastloop.distributed import rendezvous, signs_of_life
 from fastloop.distributed.rendezvous import store_arguments
-from fastloop.testing import assert_problem
+from fastloop.errors import FastloopError, ProcessLost
+from fastloop.testing import assert_problem, expect_problem
+from fastloop.testing.starting import start
 
 
 def join(port: int) -> tuple[int, int]:
@@ -38,6 +44,87 @@ def test_restarted_processes_use_a_new_part_of_the_store(processes):
     for world_size in (2, 2, 3):
         ended = processes(world_size, join, store.port)
         assert [process.result for process in ended] == [(rank, sum(range(world_size))) for rank in range(world_size)]
+
+
+def test_a_program_that_never_answers_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        for name, value in launch.process_variables(1, 2, "127.0.0.1", str(port)).items():
+            monkeypatch.setenv(name, value)
+        with expect_problem(f"process-lost process 1 of 2 127.0.0.1:{port} answered another MASTER_PORT", ProcessLost):
+            store_arguments(timedelta(seconds=0.5))
+
+
+def shown(error: FastloopError) -> str:
+    """An error as a command prints it."""
+    return f"error: {error} [{error.problem.code}]"
+
+
+def end_while_connecting(ends: int) -> str:
+    """Connect this process by gloo. Process ``ends`` ends as soon as all have met."""
+    signs_of_life.LOST_AFTER = 2.0
+    try:
+        connection = store_arguments()
+        if connection["rank"] == ends:
+            os._exit(0)
+        signs_of_life.connect_gloo(**connection)
+    except ProcessLost as error:
+        return shown(error)
+    return ""
+
+
+@pytest.mark.parametrize("ends", [0, 1, 2])
+def test_a_process_that_ends_while_gloo_connects_is_named(tmp_path: Path, ends: int):
+    ended = start(3, end_while_connecting, ends, folder=tmp_path, limit=60)
+    for rank, process in enumerate(ended):
+        if rank != ends:
+            assert_problem(process.result or process.output, f"process-lost process {rank} of 3 connect process {ends}")
+
+
+def meet_as(ranks: list[int], sizes: list[int], is_late: list[bool], seconds: float = 60.0) -> str:
+    """Meet the others with another rank and another number of processes. A late process comes after the run has
+    begun. Returns the error."""
+    rendezvous.LOG_AFTER = 0.5
+    own = int(os.environ["RANK"])
+    os.environ |= {"RANK": str(ranks[own]), "WORLD_SIZE": str(sizes[own])}
+    begun = Path("begun")
+    deadline = time.monotonic() + 60
+    while is_late[own] and not begun.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    connection = None
+    error = ""
+    try:
+        connection = store_arguments(timedelta(seconds=seconds))
+    except FastloopError as caught:
+        error = shown(caught)
+    begun.touch()
+    end = Path("end")
+    if is_late[own]:
+        end.touch()
+    while any(is_late) and not end.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    del connection  # process 0 has held the store
+    return error
+
+
+def test_a_second_process_of_a_rank_that_comes_late_is_refused(processes):
+    first, second, late = processes(3, meet_as, [0, 1, 1], [2, 2, 2], [False, False, True], limit=100)
+    assert (first.result, second.result) == ("", "")
+    assert_problem(late.result, "wrong-environment RANK process 1 of 2 too late another MASTER_PORT")
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [3, 3, 2]])
+def test_processes_of_different_world_sizes_are_refused(processes, sizes: list[int]):
+    count = len(sizes)
+    ended = processes(count, meet_as, [*range(count)], sizes, [False] * count, 10.0, limit=100)
+    for rank in (0, count - 1):
+        assert_problem(ended[rank].result, f"wrong-environment WORLD_SIZE one of {sizes[0]} one of {sizes[-1]}")
+
+
+def test_a_process_beyond_the_world_size_of_process_0_is_refused(processes):
+    first, third = processes(2, meet_as, [0, 2], [2, 3], [False, False], 4.0, limit=100)
+    assert_problem(first.result, "process-lost process 0 of 2 process 1 has not come")
+    assert_problem(third.result, "wrong-environment WORLD_SIZE process 2 one of 3 process 0 one of 2")
 
 
 TRAIN = ("-m", "fastloop", "train", "digits_module", "train.device=cpu", "output=out", "--with", "ddp")

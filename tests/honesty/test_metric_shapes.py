@@ -158,6 +158,25 @@ def test_an_iterable_split_is_not_read_ahead_and_its_first_evaluation_names_the_
     assert summary["validation"]["loss"] > 0
 
 
+class TakesFourSamples(nn.Module):
+    """Fails in an evaluation as torch does on a CPU without memory, for more than four samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not self.training and len(inputs) > 4:
+            torch.empty(1 << 50)
+        return self.net(inputs)
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_left_to_auto_micro_batch(caplog):
+    train({"a": MulticlassAccuracy(3)}, None, "auto-micro-batch", model=TakesFourSamples(), epochs=1)
+    assert_problem(caplog, "out-of-memory a batch of validation metrics were not tried")
+    assert_problem(caplog, "out-of-memory auto-micro-batch: validation 4 samples from here on")
+
+
 def test_without_metric_check_the_first_evaluation_fails_and_names_the_split():
     metrics = {"fine": MulticlassAccuracy(3), "top": MulticlassAccuracy(3, average=None)}
     assert_problem(refused(metrics, None, {"metric-check": False}, steps=2), "metric-not-a-number 'top'")

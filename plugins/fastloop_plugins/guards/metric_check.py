@@ -72,6 +72,7 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
     from fastloop.evaluation_results import evaluating
     from fastloop.probing import probing, reshard
     from fastloop_plugins.guards._metric_problems import find_problem
+    from fastloop_plugins.memory._out_of_memory import is_out_of_memory
 
     try:
         with probing(run.unwrap_model()), evaluating(run.model), run.scalars.paused():
@@ -79,8 +80,9 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
             [[batch]] = run.to_device([first_batches])
             output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             return find_problem(run, split, output) if batch.samples else None
-    except torch.OutOfMemoryError:
-        if run.world_size > 1:  # other processes may wait in a collective operation of the model
+    except Exception as error:
+        # of several processes, the others may wait in a collective operation of the model
+        if run.world_size > 1 or not is_out_of_memory(error):
             raise
         logger.warning(
             Problem(f"a batch of {split} does not fit into memory: its metrics were not tried.", code="out-of-memory")

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from fastloop import Batch, Run
     from fastloop.checkpoint import ResumePoint
+    from fastloop.plugins.manager import PluginSet
+    from fastloop.recipe import Recipe
     from fastloop_plugins.guards._numbers import SavedBuffer
 
 logger = logging.getLogger("fastloop")
@@ -78,9 +80,9 @@ class NanGuard(Plugin):
         self.high_log_points = 0  # in a row, up to the newest
 
     @hookimpl
-    def check_run(self, run: Run) -> None:
-        names = run.plugins.names()
-        place = f"{run.recipe.where}: plugins.nan-guard.action: {self.action}"
+    def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
+        names = plugins.names()
+        place = f"{recipe.where}: plugins.nan-guard.action: {self.action}"
         if self.action == "skip" and "deepspeed" in names:
             raise PluginError(
                 "'deepspeed' does not expose the gradients.",

@@ -6,9 +6,12 @@ Modules:
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 
-from fastloop import FastloopError
+from fastloop import FastloopError, PluginError
 from fastloop.testing import expect_problem
 
 
@@ -38,6 +41,26 @@ def test_it_fails_with_action_error(tiny_run):
     guard = {"nan-guard": {"max_loss": 5.0, "max_loss_action": "error", "action": "skip"}}
     with expect_problem(f"high-loss plugins.nan-guard.max_loss 7 {FOUND}", FastloopError):
         tiny_run([guard], loss=scripted(HIGH), log_every=1)
+
+
+@pytest.mark.parametrize(
+    ("action", "plugin", "expected"),
+    [
+        pytest.param(
+            "skip",
+            "deepspeed",
+            "unsupported-strategy plugins.nan-guard.action: skip: 'deepspeed'",
+            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+        ),
+        ("rollback", "sample-audit", "excluded-plugin plugins.nan-guard.action: rollback: 'sample-audit'"),
+    ],
+)
+def test_plugins_that_an_action_does_not_work_with_are_refused_before_data_is_loaded(
+    tiny_run, hook_calls, action, plugin, expected
+):
+    with expect_problem(expected, PluginError):
+        tiny_run([{"nan-guard": {"action": action}}, plugin])
+    assert "build_datasets" not in [call.hook for call in hook_calls]
 
 
 def test_only_log_points_count_and_a_resumed_run_keeps_the_count(tiny_run):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, Problem, UsageError, hookimpl, option
 from fastloop.errors import SaveError
-from fastloop.runtime.step_folders import remove_old_checkpoints
+from fastloop.runtime.step_folders import remove_old_checkpoints, resume_remedy
 from fastloop_plugins.training._monitor import Monitor
 
 if TYPE_CHECKING:
@@ -139,7 +139,12 @@ class CheckpointBest(Plugin):
         run.processes.barrier()  # until the main process has written them
         damage = checkpoint.verify(path, wait=not run.is_main)
         if damage is not None:
-            raise UsageError(f"the best weights cannot be used: {damage}.", code="damaged-checkpoint", place=str(path))
+            raise UsageError(
+                f"the best weights cannot be used: {damage}.",
+                code="damaged-checkpoint",
+                place=str(path),
+                remedy=resume_remedy(run.folder),
+            )
         weights, _ = checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)
         run.strategy.load_model_state(run, weights)
         run.state.model_step = best.step

@@ -24,13 +24,29 @@ from torch import nn
 from fastloop import Plugin, Trainer, UsageError, checkpoint, hookimpl
 from fastloop.checkpoint import saving
 from fastloop.cli.summary import show_summary
-from fastloop.testing import expect_problem, tiny_data, tiny_model
+from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
 from fastloop_plugins.checkpoints.async_save import HostCopies, snapshot
 from fastloop_plugins.checkpoints.checkpoint_best import remaining_saves
 
 
 def best(**options):
     return {"checkpoint-best": {"monitor": "score", **options}}
+
+
+def cut_weights(folder: Path) -> None:
+    """Remove the last byte of the weights of all best checkpoints."""
+    for path in folder.glob("checkpoints/best-*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+class CutsAtTheEnd(Plugin):
+    """Damages the best weights after the last evaluation."""
+
+    name = "cuts-at-the-end"
+
+    @hookimpl(tryfirst=True)
+    def after_fit(self, run) -> None:
+        cut_weights(run.folder)
 
 
 class DiesInAStep(Plugin):
@@ -258,6 +274,22 @@ def test_the_best_of_a_checkpoint_that_is_still_written_stays_beside_those_of_a_
     assert resumed.summary["best"]["step"] == 6
     names = sorted(path.name for path in Path("run/checkpoints").iterdir())
     assert names == ["best-00000005", "best-00000006", "step-00000005", "step-00000006"]
+
+
+def test_best_weights_that_a_resumed_run_finds_damaged_are_no_longer_the_best(tiny_run, caplog):
+    tiny_run([best(), ScriptedScore(0.9)], epochs=1, output="run")
+    cut_weights(Path("run"))
+    resumed = tiny_run([best(), ScriptedScore(0.5)], epochs=2, output="run", resume=True)
+    assert_problem(caplog, "damaged-checkpoint checkpoints/best-00000009 lost: model.safetensors")
+    assert resumed.summary["best"]["step"] == 18
+
+
+def test_best_weights_that_are_damaged_at_the_end_are_refused_and_the_run_can_be_resumed(tiny_run):
+    damaged = "damaged-checkpoint run/checkpoints/best-00000009: model.safetensors `--resume`"
+    with expect_problem(damaged, UsageError):
+        tiny_run([best(), ScriptedScore(0.9, 0.5), CutsAtTheEnd()], output="run")
+    resumed = tiny_run([best(), ScriptedScore(0.5)], output="run", resume=True)
+    assert resumed.summary["status"] == "completed"
 
 
 def test_unknown_metric_error_lists_available_metrics(tiny_run):

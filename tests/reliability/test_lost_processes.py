@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import Any
 import forked
 import pytest
 import yaml
+from fault_runs import until
 from log_lines import find_lines
 from long_form import LONG
 from safetensors.torch import load_file
 
+from fastloop.cli import launch
 from fastloop.testing import assert_problem
 
 pytestmark = pytest.mark.slow
@@ -194,6 +197,23 @@ def test_killed_process_stops_all(fault, rank):
     done = do(*FASTLOOP, PATIENT, "--nproc", "2", fault=fault, rank=rank)
     assert done.returncode == (137 if fault == "kill" else 1), done.stderr
     assert_problem(done.stderr, "process-killed SIGKILL" if fault == "kill" else "reading-failed ZeroDivisionError")
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_killed_process_with_a_busy_worker_is_missed_at_once(rank):
+    """a rank is killed while its worker waits for data, and no launcher ends the other: the other one ends"""
+    port = str(launch.free_port())
+    data = f"data.arguments={{fault: sleep, rank: '{rank}', once: stuck}}"
+    workers = ("--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1")
+    commands = []
+    for member in (0, 1):
+        variables = launch.process_variables(member, 2, launch.LOOPBACK, port)
+        commands.append(forked.Command(*FASTLOOP, *workers, PATIENT, data, env=os.environ | variables))
+    until(lambda: Path("stuck").exists() or any(command.poll() is not None for command in commands))
+    commands[rank].send_signal(signal.SIGKILL)
+    other = commands[1 - rank]
+    assert other.wait(HANGS) == 1, other.stderr
+    assert_problem(other.stderr, f"process-lost process {1 - rank} of 2")
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import multiprocessing
 import os
 import re
 import shutil
@@ -69,6 +70,8 @@ OPEN_FILES = 16
 EXIT_SECONDS = 5.0
 """Seconds to wait for a worker's exit code after its connections broke, and for the error of its dataset if it did not
 end."""
+PARENT_SECONDS = 1.0
+"""Seconds between two looks of a worker whether the training process still lives."""
 NAMED_WORKERS = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 """The start of torch's error about workers that ended. ``DataLoader worker (pid(s) 71, 72) exited unexpectedly`` gives
 ``71, 72``."""
@@ -380,17 +383,30 @@ def _send_error(queue: Any, error: Exception, item: Any) -> None:
 
 def _ignore_signals() -> None:
     """Leave stop signals to the training process: they often reach a complete process group. Accept SIGTERM only from
-    that process."""
+    that process. End soon after it, also while the dataset waits."""
     for number in platform_support.existing_signals("SIGINT", "SIGUSR1", "SIGHUP"):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # Linux
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        trainer = multiprocessing.parent_process()
+        assert trainer is not None
+        threading.Thread(target=_end_with_parent, args=(os.getppid(), trainer.pid), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
-        pass
+def _end_with_parent(parent: int, trainer: int | None) -> None:
+    """End this worker when the training process sends SIGTERM, or has ended.
+
+    A worker that is forked has the connections of the training process. As long as it lives, the other processes of the
+    run do not see that the training process was killed.
+
+    Args:
+        parent: The process that has started this one: the training process, or Python's fork server.
+        trainer: The training process.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait([signal.SIGTERM], PARENT_SECONDS)
+        if received is not None and received.si_pid == trainer:
+            break
     os._exit(0)
 
 

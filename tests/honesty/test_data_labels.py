@@ -2,6 +2,7 @@
 
 Modules:
     plugins/fastloop_plugins/text/label_column.py
+    plugins/fastloop_plugins/text/label_lists.py
     plugins/fastloop_plugins/text/label_names.py
     plugins/fastloop_plugins/text/label_warnings.py
     plugins/fastloop_plugins/text/labels.py
@@ -157,6 +158,53 @@ def test_a_map_names_or_numbers_classes(write_file):
 def test_a_map_names_labels_of_several_kinds():
     assert names(csv_file(["0", "1", "3+"]), label_map={"3+": 2}) == ["0", "1", "2"]
     assert names(jsonl_file([True, False]), label_map={"true": "yes", "false": "no"}) == ["yes", "no"]
+
+
+LISTS = {
+    "commas": ["a", "b", "a,b", "c", "a,b", "b,c"],
+    "spaces": ["a", "b", "a, b", "c", "a, b", "b, c"],
+    "semicolons": ["a", "b", "a;b", "a;b"],
+    "bars": ["drama|war", "drama", "war", "drama|war|crime", "crime"],
+    "lists alone": ["a,b", "b,c", "a,c"],
+    "both orders": ["a,b", "b,a", "a,b"],
+    "written lists": ["['a']", "['b']", "['a', 'b']", "['a', 'b']"],
+}
+"""Labels of rows that are lists of classes."""
+NAMES = {
+    "plain": ["a", "b", "a"],
+    "names with commas": ["Boston, MA", "Salem, MA", "Albany, NY", "Boston, MA"],
+    "recurring at one place": ["Paris, France", "Paris, Texas", "Austin, Texas", "Lyon, France"],
+    "one part recurs": ["Arts", "Arts, Culture", "Arts, Culture", "Sports"],
+    "one row": ["a", "b", "a", "b", "a,b"],
+    "the same part twice": ["a", "a,a", "a", "a,a"],
+    "an empty part": ["a", "a,", "a", "a,"],
+    "codes": ["A|1", "A|2", "B|1", "B|2"],
+}
+"""Labels that are names of classes."""
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_labels_that_are_lists_of_classes_warn_with_the_forms_of_several_classes(case, caplog):
+    text_data(jsonl_file(LISTS[case])).load()
+    assert_problem(caplog, "doubtful-labels train.jsonl data.label_type=classes data.label=[")
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_with_separators_are_no_lists_of_classes(case, caplog):
+    text_data(jsonl_file(NAMES[case])).load()
+    assert "data.label_type=classes" not in caplog.text
+
+
+def test_errors_about_labels_that_are_lists_propose_several_classes():
+    mixed = problem_of(csv_file(["0", "1", '"0,1"', '"0,1"']))
+    assert_problem(mixed, "mixed-labels train.csv data.label_type=classes data.label=[0,1]")
+    pairs = [f"{first},{second}" for first in "abcdef" for second in "abcdef" if first < second]
+    assert_problem(problem_of(jsonl_file(pairs)), "too-many-labels train.jsonl data.label_type=classes")
+
+
+def test_the_proposed_lists_are_read_as_several_classes():
+    data = text_data(jsonl_file([["a"], ["b"], ["a", "b"]]), label_type="classes")
+    assert data.load()["train"].labels.tolist() == [[1, 0], [0, 1], [1, 1]]
 
 
 # -- rows without a label ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ targets                             # labels by ``data.label_type``: numbers, se
 labels, label_column                # one class a row, and the column that holds it
 class_numbers                       # numbers the classes of all splits in the order of those of train
 label_names, label_warnings         # names of classes, and classes that are probably mistakes
+label_lists                         # labels that are probably lists of classes
 dropped_rows, repeats               # whole rows that are left out: by a label, by ``data.drop``, as repeated ones
 row_places                          # the file and the line of a row
 tokenizers                          # trains a tokenizer, and checks a saved one; ``model`` loads tokenizer and model

@@ -1,4 +1,4 @@
-"""Warnings about classes that are probably mistakes in the data: rare, alike, or named as a missing value."""
+"""Warnings about classes that are probably mistakes: rare, alike, lists, or named as a missing value."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastloop_plugins.rows.table import same_name, visible_name
+from fastloop_plugins.text.label_lists import find_label_lists
 from fastloop_plugins.text.label_names import MISSING, SHOWN, Label, written_label
 
 if TYPE_CHECKING:
@@ -25,8 +26,12 @@ def warn_about_classes(ids: NDArray[np.int64], classes: Sequence[str]) -> list[s
     """
     counts = np.bincount(ids, minlength=len(classes))
     groups = alike_classes(classes)
-    renamed = _common_names(groups, dict(zip(classes, counts.tolist(), strict=True)))
+    rows = dict(zip(classes, counts.tolist(), strict=True))
+    renamed = _common_names(groups, rows)
+    lists = find_label_lists(rows)
     warnings = [_rare_classes(counts, classes), _alike_warning(groups, renamed), _missing_value(classes, renamed)]
+    if lists is not None:
+        warnings.append(lists.describe())
     return [warning for warning in warnings if warning is not None]
 
 

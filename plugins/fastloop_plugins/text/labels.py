@@ -6,9 +6,12 @@ as 01 and 02, are names of classes. In other sources, a number is a number and t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fastloop.errors import RecipeError
 from fastloop_plugins._mapped import concatenate
@@ -25,6 +28,7 @@ from fastloop_plugins.text.label_column import (
     read_label_column,
     whole_number,
 )
+from fastloop_plugins.text.label_lists import find_label_lists
 from fastloop_plugins.text.label_names import SHOWN, Label, has_unnamed_classes, list_labels, written_label
 from fastloop_plugins.text.label_warnings import find_alike, warn_about_classes
 
@@ -297,12 +301,21 @@ def _mixed_labels(values: Sequence[PartLabels], labels_of_kind: Mapping[Kind, Se
     pairs: list[str] = []
     for label in sorted(rarer, key=str)[:SHOWN]:
         pairs.append(f"{written_label(label)}: {_number_beside_spaces(label) or 'NAME'}")
+    remedy = f"Write all one way, or name them: data.label_map={{{', '.join(pairs)}}}."
+    rows: dict[str, int] = {}
+    for part in values:
+        counts = np.bincount(part.codes, minlength=len(part.labels))
+        for label, count in zip(part.labels, counts.tolist(), strict=True):
+            rows[str(label)] = rows.get(str(label), 0) + count
+    lists = find_label_lists(rows)
+    if lists is not None:
+        remedy = lists.describe()
     return RecipeError(
         f"{column} mixes text and numbers: it holds {text_row.label!r}, and {number_row.place} holds "
         f"{number_row.label!r}.",
         code="mixed-labels",
         place=text_row.place,
-        remedy=f"Write all one way, or name them: data.label_map={{{', '.join(pairs)}}}.",
+        remedy=remedy,
     )
 
 
@@ -362,8 +375,16 @@ def _check_few_classes(labels: Sequence[Label], rows: int, column: str, files: s
         "would be a class of its own. Expected a column with few different values.",
         code="too-many-labels",
         place=files,
-        remedy="" if isinstance(labels[0], str) else " For regression: data.label_type=number.",
+        remedy=_remedy_for_many_classes(labels),
     )
+
+
+def _remedy_for_many_classes(labels: Sequence[Label]) -> str:
+    """The option that reads labels of nearly every row another way; empty if there is none."""
+    if not isinstance(labels[0], str):
+        return " For regression: data.label_type=number."
+    lists = find_label_lists(Counter(map(str, labels)))
+    return "" if lists is None else f" {lists.describe()}"
 
 
 def _classes_of_texts(labels: Set[Label], options: DataOptions, files: str) -> Classes:

@@ -14,6 +14,8 @@ from fastloop.errors import RecipeError
 MAX_SIZE = 1_000_000
 """Maximum characters of all values, with expanded interpolations. A value counts as one more, and an interpolation as
 100 more."""
+LONGEST_FOUND = 60
+"""Characters of a text in a message, at most."""
 _RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
 _REFERENCE = re.compile(r"\$\{\s*(\.*)([^{}]*)\}")
 
@@ -27,7 +29,8 @@ def measure(tree: Any, where: str, path: tuple[Any, ...], sizes: dict[tuple[Any,
         sizes: The size of each path that is known. Gets more of them.
 
     Raises:
-        RecipeError: A resolver is in the value, or the value is larger than ``MAX_SIZE``; names the key.
+        RecipeError: A resolver is in the value, OmegaConf cannot read an interpolation, or the value is larger than
+            ``MAX_SIZE``; names the key.
         RecursionError: A chain of interpolations is too long.
     """
     if path in sizes:
@@ -75,6 +78,23 @@ def _key(path: tuple[Any, ...]) -> str:
     return f":{key}" if path else ""
 
 
+def _find_refused(text: str) -> str | None:
+    """The resolver in a text, or the text from its first ``${`` on if OmegaConf cannot read it; None: all is well."""
+    from omegaconf.errors import GrammarParseError
+    from omegaconf.grammar_parser import parse
+
+    if "${" not in text:
+        return None
+    resolver = _RESOLVER.search(text)
+    if resolver is not None:
+        return resolver[0]
+    try:
+        parse(text)
+    except GrammarParseError:
+        return text[text.index("${") :][:LONGEST_FOUND]
+    return None
+
+
 def _references(text: str, path: tuple[Any, ...], place: str) -> list[tuple[Any, ...]]:
     """The paths that the interpolations of a text stand for.
 
@@ -82,14 +102,14 @@ def _references(text: str, path: tuple[Any, ...], place: str) -> list[tuple[Any,
     ``${.seed}`` is ``("train", "seed")``.
 
     Raises:
-        RecipeError: A resolver is in the text.
+        RecipeError: A resolver is in the text, or an interpolation that OmegaConf cannot read.
     """
-    resolver = _RESOLVER.search(text)
-    if resolver is not None:
+    refused = _find_refused(text)
+    if refused is not None:
         raise RecipeError(
             code="wrong-format",
             place=place,
-            found=repr(resolver[0]),
+            found=repr(refused),
             expected="${...} with the name of another key of the recipe in it, and no more",
         )
     references = []

@@ -141,16 +141,40 @@ def _check_plugin(override: Override, plugins: Mapping[str, Any], where: str) ->
     )
 
 
+def _find_list(tree: Any, key: str) -> str:
+    """The key of the list in which an override would set a value; empty: there is none.
+
+    For ``data.drop[0].column`` and ``data.drop.0``, it is ``data.drop``.
+    """
+    for separator in re.finditer(r"[.\[]", key):
+        above = key[: separator.start()]
+        name = re.split(r"[.\[]", above)[-1]
+        if not isinstance(tree, dict) or name not in tree:
+            return ""
+        tree = tree[name]
+        if isinstance(tree, list):
+            return above
+    return ""
+
+
 def _merge_override(config: Any, override: Override, where: str) -> Any:
     """OmegaConf's configuration with the value of an override.
 
     Raises:
-        RecipeError: The value is no YAML, or does not fit the recipe.
+        RecipeError: The value is no YAML, or the key is that of a part of a list, or does not fit the recipe.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     interpolation.measure(override.text, override.key, (), {})
+    above = _find_list(OmegaConf.to_container(config, resolve=False), override.key)
+    if above:
+        raise RecipeError(
+            f"{above} is a list, and an override cannot set a part of it.",
+            code="override-failed",
+            place=override.text,
+            remedy="Set the whole list, or change the file.",
+        )
     last_key = override.key.rpartition(".")[2]
     secrets.remember({last_key: override.value}, override.key)
     try:

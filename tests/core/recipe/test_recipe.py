@@ -85,7 +85,7 @@ UNREADABLE = {
     "nothing": ("", "wrong-type r.yaml: model, data, train, plugins, output"),
     "a list": ("- train", "wrong-type r.yaml:"),
     "a number": ("3", "wrong-type r.yaml:"),
-    "half an interpolation": ("output: ${train.", "invalid-recipe r.yaml:"),
+    "half an interpolation": ("output: ${train.", "wrong-format r.yaml: output: '${train.'"),
 }
 
 
@@ -178,6 +178,12 @@ def test_dangling_interpolations_are_rejected():
 def bomb(first: Any, grow: Callable[[str], Any], level: str = "${.a%d}") -> str:
     """A recipe in which eight values each expand to ten times the one before."""
     return write(yaml.safe_dump({"data": {"a": {"a0": first} | {f"a{i + 1}": grow(level % i) for i in range(8)}}}))
+
+
+@pytest.mark.parametrize("text", ["${", "a ${b", "${output.}", "${}", "{{ x }} ${", "${x y}", "${ref(x)}"])
+def test_interpolations_that_cannot_be_read_are_refused_with_their_key(text):
+    name = write(yaml.safe_dump({"data": {"deep": [{"template": text}]}}))
+    assert_problem(problem_of(name), f"wrong-format r.yaml data.deep[0].template: {text[text.index('${') :]}")
 
 
 def test_interpolations_that_grow_without_bound_are_refused():
@@ -336,6 +342,10 @@ OVERRIDES = {
     "plugins.am.dtype=fp16": "plugin-not-listed plugins.am.dtype=fp16: r.yaml 'am' 'amp' --with",
     "plugins.log.on_error=disable": "plugin-not-listed plugins.log.on_error=disable: r.yaml 'log'",
     "plugins=[ema]": "not-an-override plugins=[ema]: plugins.NAME.OPTION=value --with",
+    "model.sizes[1]=4": "override-failed model.sizes[1]=4: model.sizes list",
+    "model.sizes.1=4": "override-failed model.sizes.1=4: model.sizes list",
+    "model.config.parts.0.width=4": "override-failed model.config.parts.0.width=4: model.config.parts list",
+    "model.name=${": "wrong-format model.name: '${'",
     "plugins.amp=fp16": "wrong-type r.yaml: plugins.amp: 'fp16'",
 }
 
@@ -343,7 +353,7 @@ OVERRIDES = {
 @pytest.mark.parametrize(("override", "expected"), OVERRIDES.items(), ids=OVERRIDES.keys())
 def test_invalid_override_is_rejected(override, expected):
     with expect_problem(expected, RecipeError):
-        load_recipe(write(BASE), [override])
+        load_recipe(write(BASE.replace("width: 8}", "width: 8, parts: [{width: 4}]}, sizes: [1, 2]")), [override])
 
 
 def test_with_adds_without_removes_and_an_added_plugin_takes_overrides():

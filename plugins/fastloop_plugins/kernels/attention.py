@@ -85,11 +85,21 @@ class Attention(Plugin):
         try:
             inner.set_attn_implementation(wanted)
         except (ValueError, ImportError) as error:
+            reason_of_transformers = clause(error).partition(". ")[0]  # advice for its own users follows
             raise PluginError(
-                f"{wanted!r} does not serve this model: {clause(error)}.",
+                f"{wanted!r} does not serve this model: {reason_of_transformers}.",
                 code="unsupported-model",
                 place=f"{run.recipe.where}: plugins.attention.implementation",
+                remedy="Use eager.",
             ) from None
+        if not has_implementation(inner, wanted):
+            raise PluginError(
+                f"{type(inner).__name__} computes attention in its own way, which transformers cannot replace by "
+                f"{wanted!r}.",
+                code="unsupported-model",
+                place=f"{run.recipe.where}: plugins.attention.implementation",
+                remedy="Use eager.",
+            )
         self.log.info("%s, since %s", wanted, reason)
 
     @staticmethod
@@ -114,6 +124,15 @@ class Attention(Plugin):
         if not getattr(model, "_supports_flash_attn", False):
             return "sdpa", f"{type(model).__name__} does not support FlashAttention 2"
         return FLASH, "the device is cuda and the precision is half"
+
+
+def has_implementation(model: nn.Module, wanted: str) -> bool:
+    """Whether a transformers model, or one that it contains, computes attention by an implementation."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == wanted:
+            return True
+    return False
 
 
 def _has_blocked_attention() -> bool:

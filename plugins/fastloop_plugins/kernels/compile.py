@@ -273,12 +273,17 @@ class Compile(Plugin):
                 )
             )
         again = totals["recompilations"]
-        if again >= self.recompile_limit:
+        # with a limit of 3, a function has its first graph and 2 recompilations before it runs eagerly
+        if again > 0 and again >= self.recompile_limit - 1:
             self.log.warning(
                 Problem(
-                    f"{counted(again, 'recompilation')}: shapes vary too much.",
+                    f"{counted(again, 'recompilation')}: shapes vary too much. Above "
+                    f"{counted(self.recompile_limit, 'graph')} of a function, it runs eagerly for other shapes.",
                     code="many-recompilations",
-                    remedy="Raise data.pad_to_multiple_of or set dynamic: true.",
+                    remedy=(
+                        "Raise data.pad_to_multiple_of, set plugins.compile.dynamic=true, or raise "
+                        "plugins.compile.recompile_limit."
+                    ),
                 )
             )
 

@@ -25,10 +25,10 @@ DATA = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "m
 STILL = TINY | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
 
 
-def run(*objects, output="run"):
+def run(*objects, config=STILL):
     Path("a.csv").write_text("text,label\n" + "".join(f"{'good ' * (1 + i % 9)},{i % 2}\n" for i in range(32)))
     return make_run(
-        "text-classification", {"config": STILL, "tokenizer": {"kind": "word"}}, DATA, objects=list(objects)
+        "text-classification", {"config": config, "tokenizer": {"kind": "word"}}, DATA, objects=list(objects)
     )
 
 
@@ -75,6 +75,19 @@ def test_with_compile_it_is_torchs(caplog):
 def test_a_model_that_is_not_transformers_is_left_alone(tiny_run, caplog):
     tiny_run([Attention()], epochs=1)
     assert_problem(caplog, "no-effect")
+
+
+FNET = {"model_type": "fnet", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+XLNET = {"model_type": "xlnet", "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("config", [FNET, XLNET], ids=["fnet", "xlnet"])
+def test_an_implementation_that_the_model_does_not_have_is_refused(config, implementation):
+    expected = f"unsupported-model plugins.attention.implementation: {implementation!r} ForSequenceClassification eager"
+    with expect_problem(expected, PluginError) as raised:
+        run(Attention(implementation=implementation), config=config)
+    assert "http" not in str(raised.value)
 
 
 def test_flash_attention_is_refused_where_it_cannot_be():

@@ -197,30 +197,47 @@ def test_an_unknown_backend_is_refused_with_those_there_are(tiny_run):
         tiny_run([eager(backend="inducter")])
 
 
+class Pooled(nn.Module):
+    """Takes samples of any number of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        return self.head(torch.tanh(self.embed(inputs[..., None])).mean(1))
+
+
+class Varying(torch.utils.data.Dataset):
+    """Samples of 1, 2, ... features."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.full((index + 1,), 0.1), index % 3
+
+
 @pytest.mark.slow
 def test_lengths_that_vary_do_not_recompile_for_ever(tiny_run):
     """Batches of every width from 1 to 40 features long: a handful of graphs, not forty."""
-
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(1, 8)
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, inputs):
-            return self.head(torch.tanh(self.embed(inputs[..., None])).mean(1))
-
-    class Varying(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 40
-
-        def __getitem__(self, index):
-            return torch.full((index + 1,), 0.1), index % 3
-
-    report = tiny_run([eager()], model=Pooled(), data=Varying(), batch_size=1, epochs=1).summary["compile"]
+    report = tiny_run([eager()], model=Pooled(), data=Varying(40), batch_size=1, epochs=1).summary["compile"]
     assert 1 < report["graphs"] <= 6
     assert report["recompilations"] <= 4
     assert report["failure"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shapes", "is_reported"), [(1, False), (2, True), (5, True)])
+def test_a_function_that_has_all_of_its_graphs_is_one_warning(tiny_run, caplog, shapes, is_reported):
+    plugin = {"compile": {"backend": "eager", "dynamic": False, "recompile_limit": 3}}
+    tiny_run([plugin], model=Pooled(), data=Varying(shapes), batch_size=1, epochs=1)  # an evaluation has a graph, too
+    reported = "many-recompilations compile: 2 3 plugins.compile.dynamic=true plugins.compile.recompile_limit"
+    assert len(find_problems(caplog, reported)) == is_reported
 
 
 @pytest.mark.slow

@@ -238,12 +238,6 @@ class Configuration:
         for kind in ("bf16", "fp16"):
             self._check_same(f"{kind}.enabled", says, precision == kind)
         self._check_same("torch_autocast.enabled", says, precision == "bf16" and not self.half)
-        if precision not in ("no", "bf16", "fp16"):
-            raise PluginError(
-                f"works in fp32, bf16 or fp16, and the recipe's precision is {precision!r}.",
-                code="unsupported-precision",
-                place="plugins.deepspeed",
-            )
         if self.half and self.stage == 0:
             raise PluginError(
                 "0 keeps no fp32 copy of half-precision weights.",

@@ -111,6 +111,13 @@ class DeepSpeed(TimedStrategy):
             problem = f"build_optimizer returned several optimizers, {names}, and DeepSpeed steps one. Use ddp or fsdp."
             raise PluginError(problem, code="unsupported-model", place=f"{run.recipe.where}: plugins.deepspeed")
         refuse_scalars(model, f"{run.recipe.where}: plugins.deepspeed")  # DeepSpeed cannot exchange them
+        if not all(group["params"] for group in optimizer.param_groups):
+            raise PluginError(
+                "the optimizer has a parameter group without parameters.",
+                code="empty-group",
+                place="plugins.deepspeed",
+                remedy="Leave it out of build_optimizer.",
+            )
         config = self.configuration.build(run, model)
         stage = self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
@@ -120,13 +127,6 @@ class DeepSpeed(TimedStrategy):
                 place="plugins.deepspeed",
                 remedy="Start it with a launcher:",
                 command="fastloop train RECIPE --nproc 1",
-            )
-        if not all(group["params"] for group in optimizer.param_groups):
-            raise PluginError(
-                "the optimizer has a parameter group without parameters.",
-                code="empty-group",
-                place="plugins.deepspeed",
-                remedy="Leave it out of build_optimizer.",
             )
         deepspeed = imported(run.device.type)
         self.sharded = Sharded(optimizer)

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from strategy_helpers import COMPILER, logged_norms, of_this_form, same, save_at_end
 from strategy_runs import MODELS, all_of, data
 
-from fastloop import checkpoint
-from fastloop.testing import ProcessResult, assert_problem
+from fastloop import Plugin, PluginError, checkpoint, hookimpl
+from fastloop.testing import ProcessResult, assert_problem, expect_problem
 
 pytestmark = [pytest.mark.slow, *COMPILER]
 
@@ -348,6 +348,21 @@ def test_offload_to_the_host_is_refused_on_a_cpu(cli):
     )
     assert code == 2
     assert_problem(err, "requirement-missing 'fsdp' cuda xpu cpu --without fsdp")
+
+
+class Half(Plugin):
+    """Sets the precision, as ``amp`` does where the device can compute in fp16."""
+
+    name = "half"
+
+    @hookimpl
+    def configure(self) -> dict[str, Any]:
+        return {"mixed_precision": "fp16"}
+
+
+def test_fp16_is_refused_with_fsdp(tiny_run):
+    with expect_problem("unsupported-precision plugins.fsdp: bf16 'fp16'", PluginError):
+        tiny_run(["fsdp", Half()], device="cpu")
 
 
 def test_tied_weights_in_two_blocks_are_refused(results):

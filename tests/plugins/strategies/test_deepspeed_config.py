@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastloop import PluginError
+from fastloop import Plugin, PluginError, hookimpl
 from fastloop.recipe import make_recipe
 from fastloop.testing import assert_problem, expect_problem, tiny_data, tiny_model
 from fastloop_plugins.strategies.deepspeed import DeepSpeed
@@ -158,6 +158,11 @@ def test_a_file_that_is_not_there_is_named():
         DeepSpeed(config="nowhere.json").check_recipe(make_recipe({}))
 
 
+def test_a_stage_that_does_not_exist_is_refused():
+    with expect_problem("unknown-choice ds.json: zero_optimization.stage: 4 0, 1, 2 or 3", PluginError):
+        check({"zero_optimization": {"stage": 4}})
+
+
 def test_a_key_that_is_not_known_is_passed_on_with_a_warning(caplog):
     check({"quantum_entanglement": True})
     assert_problem(caplog, "unknown-key deepspeed: 'quantum_entanglement'")
@@ -192,3 +197,38 @@ def test_parameters_without_dimensions_are_refused_by_name(tiny_run, stage):
     model.scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
     with expect_problem("unsupported-parameters plugins.deepspeed", PluginError):
         tiny_run([{"deepspeed": {"stage": stage}}], model=model)
+
+
+class Half(Plugin):
+    """Sets the precision, as ``amp`` does where the device can compute in fp16."""
+
+    name = "half"
+
+    @hookimpl
+    def configure(self) -> dict[str, Any]:
+        return {"mixed_precision": "fp16"}
+
+
+class EmptyGroup(Plugin):
+    """Gives the optimizer a group without parameters."""
+
+    name = "empty-group"
+
+    @hookimpl
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": []}, {"params": list(model.parameters())}])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize(
+    ("stage", "plugins", "expected"),
+    [
+        (0, [Half()], "unsupported-stage plugins.deepspeed.stage: 0 stage 1"),
+        (1, [EmptyGroup()], "empty-group plugins.deepspeed: build_optimizer"),
+        (1, [], "no-launcher plugins.deepspeed: fastloop train RECIPE --nproc 1"),
+    ],
+    ids=["fp16", "empty group", "no launcher"],
+)
+def test_runs_that_deepspeed_cannot_start_are_refused(tiny_run, stage, plugins, expected):
+    with expect_problem(expected, PluginError):
+        tiny_run([{"deepspeed": {"stage": stage}}, *plugins], device="cpu")

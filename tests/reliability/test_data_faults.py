@@ -225,6 +225,20 @@ def test_skipped_micro_batches_have_zero_weight(tiny_run):
     assert all(bool(tensor.isfinite().all()) for tensor in step.weights.values())
 
 
+class Stream(IterableDataset):
+    """Samples that can only be read in their order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = tiny_data()
+        return iter([data[index] for index in range(16)])
+
+
+def test_a_stream_whose_samples_cannot_be_skipped_is_reported(tiny_run, caplog):
+    """skip-unreadable with an iterable dataset: a warning says that it has no effect"""
+    tiny_run([SKIP], data=Stream(), epochs=1)
+    assert_problem(caplog, "no-effect skip-unreadable: Stream iterable")
+
+
 def test_without_corrupt_rows_nothing_changes(tiny_run):
     """control: without corrupt rows, the same bits with skip-unreadable as without"""
     plain, skipping = tiny_run([], data=Rows()), tiny_run([SKIP], data=Rows())

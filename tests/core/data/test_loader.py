@@ -21,7 +21,7 @@ from fastloop.data import Loader
 from fastloop.data.datasets import fingerprint
 from fastloop.data.sampler import AHEAD
 from fastloop.errors import DataError
-from fastloop.testing import expect_problem
+from fastloop.testing import expect_problem, find_problems, tiny_data
 
 
 class Stream(IterableDataset[Any]):
@@ -66,6 +66,19 @@ class Positions(IterableDataset[Any]):
             yield [(self.size - 1 - position, torch.tensor(epoch * 1000 + position)) for position in positions]
 
 
+class Grows(TensorDataset):
+    """16 samples, and 20 from the first that is read on."""
+
+    size = 16
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        self.size = 20
+        return super().__getitem__(index)
+
+
 class Noisy(TensorDataset):
     """Each sample with a random number, as an augmentation draws them."""
 
@@ -97,6 +110,12 @@ def loader(
 
 def contents(batches: Any) -> list[Any]:
     return [batch.inputs.tolist() for batch in batches]
+
+
+def test_a_dataset_that_grows_is_one_warning_and_keeps_its_first_length(tiny_run, caplog):
+    ran = tiny_run(data=Grows(*tiny_data(20).tensors))
+    assert ran.summary["samples"] == 2 * 16
+    assert len(find_problems(caplog, "wrong-length Grows 20 16")) == 1
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import torch
 
 import fastloop
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop.testing import expect_problem
+from fastloop.testing import expect_problem, find_problems
 from fastloop_plugins.observe.log import _LogFile
 
 
@@ -205,6 +205,21 @@ def test_rows_are_in_a_file_of_their_name(tiny_run):
     rows = sample_lines(folder)
     assert [row["step"] for row in rows] == [3, 3, 6, 6, 9, 9, 12, 12, 15, 15, 18, 18]
     assert rows[:2] == [{"step": 3, "prompt": "step 3", "ids": [1, None]}, {"step": 3, "prompt": "ä|b"}]
+
+
+class BlocksRows(Plugin):
+    """Makes a file where the folder of the rows would be."""
+
+    name = "blocks-rows"
+
+    @hookimpl
+    def before_fit(self, run: Any) -> None:
+        (run.folder / "rows").touch()
+
+
+def test_rows_that_cannot_be_written_are_one_warning(tiny_run, caplog):
+    assert tiny_run(["log", BlocksRows(), Samples()], epochs=1).summary["status"] == "completed"
+    assert len(find_problems(caplog, "file-not-writable log: rows/samples.jsonl")) == 1
 
 
 def test_a_resumed_run_repeats_no_rows(tiny_run):

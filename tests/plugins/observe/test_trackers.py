@@ -311,6 +311,13 @@ def test_names_that_are_replaced_alike_stay_apart():
     assert names.metrics(dict(reversed(metrics.items()))) == first, "the same names at each step"
 
 
+def test_a_param_that_is_too_long_is_cut_with_a_warning(caplog):
+    names = TrackerNames("mlflow", TRACKERS["mlflow"])
+    assert names.params({"short": "x" * 6000, "long": "y" * 6001}) == {"short": "x" * 6000, "long": "y" * 6000}
+    (problem,) = find_problems(caplog, "value-cut plugins.trackers: mlflow 6000")
+    assert "'long' has 6001" in str(problem)
+
+
 @TRACKERS_OWN_WARNINGS
 def test_wandb_accepts_a_replaced_project(tiny_run, tmp_path, wandb_offline):
     project = "a/b\\c#d?e%f:g" + "h" * 200

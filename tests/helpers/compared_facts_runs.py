@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import FastloopError, Plugin, Strategy, Trainer, hookimpl
 from fastloop.distributed.ranks import rank, world_size
@@ -56,6 +56,16 @@ class Empty(Declared):
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__() if rank() == 0 else iter(())
+
+
+class Rows(Dataset):
+    """The samples, by index."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return sample(index)
 
 
 class Noisy(IterableDataset):
@@ -119,6 +129,43 @@ def run(name: str, split: str, workers: int) -> dict[str, Any]:
 def all_of(cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
     """The result of each case, on this process."""
     return [run(*case) for case in cases]
+
+
+OTHER_KEYS: dict[str, Any] = {
+    "batch_size": 12,
+    "epochs": 1,
+    "evaluate_every": 2,
+    "log_every": 1,
+    "lr": 0.5,
+    "max_grad_norm": 1.0,
+    "max_steps": 1,
+    "save_every": 1,
+    "seed": 1,
+}
+"""Key of ``train`` -> its value on process 1 alone."""
+
+
+def train_with_other_keys() -> dict[str, str]:
+    """Train once for each of ``OTHER_KEYS``, which has another value on process 1. Returns key -> error."""
+    errors = {}
+    for key, value in OTHER_KEYS.items():
+        settings: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch_size": 2, "save_every": None}
+        if rank() == 1:
+            settings[key] = value
+        try:
+            Trainer(
+                nn.Linear(8, 1),
+                Rows(),
+                Rows(),
+                loss=nn.functional.mse_loss,
+                plugins=["ddp"],
+                output=f"other-{key}",
+                device="cpu",
+                **settings,
+            ).fit()
+        except FastloopError as error:
+            errors[key] = str(error)
+    return errors
 
 
 class Alone(Strategy):

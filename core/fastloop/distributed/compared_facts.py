@@ -54,7 +54,8 @@ REMEDIES = {
     "micro-batches of a step": "Let the dataset and the sampler have the same length on each process.",
     "first sample": STREAM_REMEDY,
 }
-"""Fact -> what to do if processes disagree on it."""
+"""Fact -> what to do if processes disagree on it. A fact about a key of a recipe has none here."""
+RECIPE_REMEDY = "Give each process the same recipe, and the same overrides."
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,30 @@ def check_step(run: Run, batches: Sequence[Batch]) -> None:
         if batch.samples:  # else a filler, which repeats a sample with weight 0
             ids += batch.ids
     parameters = json.dumps(run.settings_record.parameters).encode()
+    equal = {
+        "trained parameters": hashlib.sha256(parameters).hexdigest()[:12],
+        "micro-batches of a step": len(batches),
+        "first sample": batches[0].stream_digest,
+    }
     facts = StepFacts(
         share=run.loaders.processes.rank,
         ids=None if may_repeat else tuple(ids),
-        equal={
-            "trained parameters": hashlib.sha256(parameters).hexdigest()[:12],
-            "micro-batches of a step": len(batches),
-            "first sample": batches[0].stream_digest,
-        },
+        equal=_recipe_facts(run) | equal,
     )
     gathered: list[StepFacts] = run.processes.all_gather_object(facts)
     place = f"{run.recipe.where}: step {run.state.step}"
     compare([one.equal for one in gathered], place)
     _compare_samples(gathered, place)
+
+
+def _recipe_facts(run: Run) -> dict[str, Any]:
+    """Key of the section ``train`` -> its value, such as ``{"key train.lr": 0.01}``. A process that evaluates at other
+    steps than the others waits for them."""
+    facts = {}
+    for key, value in vars(run.recipe.train).items():
+        if isinstance(value, int | float | str | None):  # else it may hold objects, which have no common form
+            facts[f"key train.{key}"] = value
+    return facts
 
 
 @dataclass(frozen=True)
@@ -246,7 +258,7 @@ def compare(gathered: Sequence[Mapping[str, Any]], place: str) -> None:
             if facts[name] != expected:
                 raise ProcessesDisagree(
                     f"processes disagree on the {name}: process 0 has {expected!r}, and process {rank} has "
-                    f"{facts[name]!r}. {REMEDIES[name]}",
+                    f"{facts[name]!r}. {REMEDIES.get(name, RECIPE_REMEDY)}",
                     code="processes-disagree",
                     place=place,
                 )

@@ -16,7 +16,7 @@ import forked
 import numpy as np
 import pytest
 import torch
-from compared_facts_runs import SAMPLES, WEIGHT_CASES, all_of, train_weight_cases
+from compared_facts_runs import OTHER_KEYS, SAMPLES, WEIGHT_CASES, all_of, train_weight_cases, train_with_other_keys
 
 from fastloop.data.digests import sample_digest
 from fastloop.distributed import compared_facts
@@ -66,6 +66,13 @@ def test_a_share_without_a_sample_is_an_error_on_each_process(results):
     for process in results:
         error = process["empty", "train", 0]["error"]
         assert error.startswith("Empty shards itself, and has no sample for process 1.")
+
+
+@pytest.mark.slow
+def test_a_key_of_train_that_differs_is_named_on_each_process(processes):
+    for process in processes(2, train_with_other_keys, limit=200):
+        for key in OTHER_KEYS:
+            assert f"disagree on the key train.{key}: process 0 has " in process.result.get(key, ""), process.result
 
 
 def test_processes_with_equal_facts_agree():

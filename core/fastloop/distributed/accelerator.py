@@ -148,7 +148,9 @@ def _connect(device: str, settings: Settings, timeout: timedelta | None) -> None
             code="process-lost",
             remedy=(
                 "Start all processes with the same MASTER_ADDR and MASTER_PORT. If one of them has ended, its output "
-                "has the reason. If they start at different times, raise the option timeout of the strategy."
+                "has the reason. If they start at different times, raise the option timeout of the strategy. If they "
+                "are on several machines, set GLOO_SOCKET_IFNAME to the interface by which the others reach this "
+                "machine, such as eth0."
             ),
         ) from error
     if connects:

@@ -27,6 +27,10 @@ LONGEST_PAUSE = 1.0
 """Seconds between two looks for the other processes, at most."""
 NAMED = 8
 """Processes that a message lists at most."""
+OWNER = "fastloop/0"
+"""Key of the process with rank 0, in a store that it has made."""
+IMPORTED = os.urandom(16).hex()
+"""Differs in processes of two machines, which may have the same process id."""
 SIZE = "fastloop/size"
 """Key of the number of processes for which process 0 waits, in a store that it has made."""
 BEGUN = "fastloop/begun"
@@ -261,6 +265,7 @@ def _name_start(store: Any, meeting: Meeting) -> str:
     if rank():
         return _wait_for_name(store, meeting, own_key)
     if meeting.has_own_store:
+        _own(store, meeting)
         store.delete_key(BEGUN)  # of an earlier run of this process
         store.set(SIZE, str(world_size()))
     others = range(1, world_size())
@@ -284,6 +289,27 @@ def _name_start(store: Any, meeting: Meeting) -> str:
     if meeting.has_own_store:
         store.set(BEGUN, "")
     return own_key
+
+
+def _own(store: Any, meeting: Meeting) -> None:
+    """Write into the store that this process has rank 0. On another machine than that of the store, a process of rank 0
+    connects to it, too.
+
+    Raises:
+        UsageError: Another process has written that.
+    """
+    this = f"{os.getpid()} {IMPORTED}"
+    owner: str = store.compare_set(OWNER, "", this).decode()
+    if owner != this:
+        raise UsageError(
+            f"another process has the same rank 0, and has made the store at {meeting.host}:{meeting.port}.",
+            code="wrong-environment",
+            place="RANK",
+            remedy=(
+                f"Give each of the {world_size()} processes a RANK of its own, from 0. With --nnodes, give each "
+                "machine a --node-rank of its own."
+            ),
+        )
 
 
 def _wait_for_name(store: Any, meeting: Meeting, own_key: str) -> str:

@@ -3,6 +3,7 @@ timeout, which is 30 minutes by default."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from concurrent.futures import wait
@@ -15,12 +16,16 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from fastloop.distributed.ranks import rank, world_size
 from fastloop.distributed.watched_calls import call_watched, start_call
 from fastloop.errors import ProcessLost
-from fastloop.problem import agree
+from fastloop.problem import Problem, agree
+
+log = logging.getLogger("fastloop")
 
 LOST_AFTER = 20.0
 """Seconds without a sign of life after which a process counts as ended. A loaded machine stalls a process for less."""
 BEAT_SECONDS = 0.5
 """Seconds between two signs of life."""
+SLOW_AFTER = 10.0
+"""Seconds after which a process logs that gloo has not connected it. It needs less than a second."""
 CONNECTED = "connected"
 """The last sign of a process: gloo has connected it."""
 
@@ -57,13 +62,15 @@ class SignsOfLife:
         self._store = store
         self._over = threading.Event()
         now = monotonic()
+        self._began = now
+        self._is_logged = False
         self._answered = now
         self._seen = dict.fromkeys(range(world_size()), now)
         self._counts: dict[int, str] = {}
         self._thread = start_call(self._exchange)
 
     def check(self) -> None:
-        """Check that all processes still run.
+        """Check that all processes still run, and log if gloo needs long to connect them.
 
         Raises:
             ProcessLost: One does not.
@@ -86,6 +93,20 @@ class SignsOfLife:
                 f"for {LOST_AFTER:g} seconds.",
                 code="process-lost",
                 remedy="Either it has ended, and its output has the reason, or it is stopped.",
+            )
+
+        if now - self._began > SLOW_AFTER and not self._is_logged:
+            self._is_logged = True
+            log.warning(
+                Problem(
+                    f"process {rank()} of {world_size()} waits for the others: all have come, and gloo has not "
+                    f"connected them for {SLOW_AFTER:g} seconds.",
+                    code="process-missing",
+                    remedy=(
+                        "If they are on several machines, set GLOO_SOCKET_IFNAME to the interface by which the others "
+                        "reach this machine, such as eth0, and let firewalls permit all ports."
+                    ),
+                )
             )
 
     def end(self) -> None:

@@ -8,6 +8,7 @@ Modules:
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -18,12 +19,12 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from fastloop.cli import launch
 from fastloop.distributed import rendezvous, signs_of_life
 from fastloop.distributed.rendezvous import store_arguments
-from fastloop.errors import FastloopError, ProcessLost
+from fastloop.errors import FastloopError, ProcessLost, UsageError
 from fastloop.testing import assert_problem, expect_problem
 from fastloop.testing.starting import start
 
@@ -79,6 +80,45 @@ def test_a_process_that_ends_while_gloo_connects_is_named(tmp_path: Path, ends: 
     for rank, process in enumerate(ended):
         if rank != ends:
             assert_problem(process.result or process.output, f"process-lost process {rank} of 3 connect process {ends}")
+
+
+def connect_slowly(seconds: float) -> str:
+    """Connect this process by gloo, process 1 later than the others expect. Returns what it logs."""
+    signs_of_life.SLOW_AFTER = 0.5
+    connection = store_arguments()
+    records: list[logging.LogRecord] = []
+    signs_of_life.log.addFilter(lambda record: not records.append(record))
+    if connection["rank"] == 1:
+        alive = PrefixStore("alive", connection["store"].clone())
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            alive.set("1", str(time.monotonic()))
+            time.sleep(0.1)
+    signs_of_life.connect_gloo(**connection)
+    return "\n".join(f"warning: {record.msg} [{record.msg.code}]" for record in records)
+
+
+def test_slow_connections_of_gloo_are_logged(processes):
+    first, _ = processes(2, connect_slowly, 2.0, limit=100)
+    assert_problem(first.result, "process-missing process 0 of 2 gloo GLOO_SOCKET_IFNAME")
+
+
+def claim_rank_0(path: Path) -> str:
+    """Write into a store that this process has rank 0, as on two machines with the same ``--node-rank``."""
+    store = FileStore(str(path), 2)
+    meeting = rendezvous.Meeting("10.0.0.1", 29500, timedelta(seconds=10))
+    try:
+        rendezvous._own(store, meeting)
+        rendezvous._own(store, meeting)  # a later run of this process
+    except UsageError as error:
+        return shown(error)
+    return ""
+
+
+def test_a_second_process_of_rank_0_is_refused(processes, tmp_path: Path):
+    results = sorted(process.result for process in processes(2, claim_rank_0, tmp_path / "store", limit=100))
+    assert results[0] == ""
+    assert_problem(results[1], "wrong-environment RANK rank 0 10.0.0.1:29500 --node-rank")
 
 
 def meet_as(ranks: list[int], sizes: list[int], is_late: list[bool], seconds: float = 60.0) -> str:

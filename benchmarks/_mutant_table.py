@@ -144,7 +144,7 @@ LOSSES = [
     ),
     Mutant(
         "padding takes part in attention",
-        f"{PLUGINS}/text/masks.py",
+        f"{PLUGINS}/text/forward_passes.py",
         "needs_mask = (is_compiling or self.padded) and not self.never",
         "needs_mask = is_compiling and not self.never",
     ),

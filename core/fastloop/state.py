@@ -69,7 +69,11 @@ class State:
 
     def request_stop(self, reason: str) -> None:
         """Stop training after this step; in ``before_fit``, before the first one. ``summary.json`` contains the first
-        reason given."""
+        reason given.
+
+        The run then evaluates and exports, and a resume does not train on. ``Run._handle_signal`` stops a run that a
+        resume continues.
+        """
         self.stop_reason = self.stop_reason or reason
 
     def request_evaluate(self) -> None:

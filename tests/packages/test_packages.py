@@ -54,9 +54,12 @@ def private_imports(code: str) -> Iterator[str]:
 
 
 def test_private_imports_are_found():
-    lines = ["import fastloop_plugins.text.data", "from fastloop_plugins.text.masks import call_with_mask"]
+    lines = ["import fastloop_plugins.text.data", "from fastloop_plugins.text.forward_passes import call_with_mask"]
     code = "\n".join([*lines, "from fastloop import Run"])
-    assert [*private_imports(code)] == ["fastloop_plugins.text.data:", "fastloop_plugins.text.masks:call_with_mask"]
+    assert [*private_imports(code)] == [
+        "fastloop_plugins.text.data:",
+        "fastloop_plugins.text.forward_passes:call_with_mask",
+    ]
 
 
 @pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)

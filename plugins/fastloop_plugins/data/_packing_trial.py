@@ -14,7 +14,7 @@ from fastloop import Batch, PluginError
 from fastloop.probing import probing
 from fastloop.problem import typed_clause
 from fastloop_plugins.data.packing import FLASH
-from fastloop_plugins.text.masks import compute, split
+from fastloop_plugins.text.forward_passes import compute, split
 from fastloop_plugins.text.padding_check import results
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ From a file to rows::
     parquet, arrow            # formats of columns
     features                  # the names of classes that the features of ``datasets`` define
     table, column             # the rows of one source in memory, or in a temporary file
-    unreadable                # the rows of a source that cannot be read
+    unreadable                # the rows of a source that cannot be read; samples: the plugin ``skip-unreadable``
     drop                      # rows that are left out
     held_out, split_rows      # rows held out for validation or drawn by a limit; the rows of a split
-    roles                     # roles of messages, such as ``user`` and ``assistant``
+    message_roles             # roles of messages, such as ``user`` and ``assistant``
     index, order              # row groups of a stream, and the order of its rows
     content_hashes            # whether a file has changed, for caches
     kept_results              # entries of a cache for results that depend on files

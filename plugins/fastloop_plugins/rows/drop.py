@@ -10,7 +10,7 @@ from typing import Any
 from fastloop import RecipeError, option
 from fastloop.options import YAML_WORDS, quote_boolean
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block, ColumnName, File
-from fastloop_plugins.rows.roles import first_roles
+from fastloop_plugins.rows.message_roles import first_roles
 from fastloop_plugins.rows.table import Bad, RowError, is_missing, show
 
 Scalar = str | int | float | bool

@@ -119,7 +119,7 @@ def divide_forward(model: Any, slices: SequenceSlices) -> None:
     import torch
     from torch.nn.functional import pad
 
-    from fastloop_plugins.text.masks import find_documents
+    from fastloop_plugins.text.forward_passes import find_documents
 
     plain = model.forward.__func__
 

@@ -310,7 +310,7 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.text.masks import call_with_mask
+        from fastloop_plugins.text.forward_passes import call_with_mask
 
         # No mask for attention: padding is on the right, so no real token attends to it, and attention uses its causal
         # fast path.

@@ -282,7 +282,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.text.masks import call_with_mask
+        from fastloop_plugins.text.forward_passes import call_with_mask
 
         inputs = {name: value for name, value in batch.items() if name != "references"}
         # the model shifts the labels and computes their mean cross entropy

@@ -191,7 +191,7 @@ class TextClassification(TwoClassOptions, TextTask):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
-        from fastloop_plugins.text.masks import compute
+        from fastloop_plugins.text.forward_passes import compute
 
         return self.problem.output(compute(model, batch).logits, batch["labels"])
 

@@ -198,7 +198,7 @@ class TokenClassification(ClassifierOptions, TextTask):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.text.masks import compute
+        from fastloop_plugins.text.forward_passes import compute
 
         inputs = {name: value for name, value in batch.items() if name not in ("sentences", "rows")}
         logits = compute(model, inputs).logits

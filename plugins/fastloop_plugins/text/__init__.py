@@ -15,6 +15,7 @@ class_numbers                       # numbers the classes of all splits in the o
 label_names, label_warnings         # names of classes, and classes that are probably mistakes
 label_lists                         # labels that are probably lists of classes
 dropped_rows, repeats               # whole rows that are left out: by a label, by ``data.drop``, as repeated ones
+                                    # (those without a token that has a loss: ``chat/tokens``)
 row_places                          # the file and the line of a row
 tokenizers                          # trains a tokenizer, and checks a saved one; ``model`` loads tokenizer and model
 special_tokens, positions           # what a tokenizer lacks, and the tokens that a model takes
@@ -27,9 +28,10 @@ value_cache                         # numbers that a task computes from its mode
 batches, padding_check              # batches before and after padding; whether padding changes a model's results
 streaming                           # training texts that memory cannot hold
 chunks                              # texts to predict, some rows at a time
-chat                                # data, tokens and models of causal-lm: conversations, completions and texts
+chat                                # data, tokens, loss masks, models of causal-lm: conversations, completions, texts
 model, model_options                # the model, and the keys of ``model``
-masks, reference_model, second_model   # forward passes of the model, and models beside it
+forward_passes                      # forward passes of the model, pooled and packed hidden states
+reference_model, second_model       # models beside it
 next_token_loss, chunked_loss, chosen_tokens, head_trial   # losses of language models
 narrow_cross_entropy                # the loss of logits in 16 bits on a CPU
 generation, generated_samples, forbidden_targets, written_targets   # texts that a model writes
@@ -47,8 +49,8 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.chat.template import ChatRenderer, template_text
     from fastloop_plugins.text.chosen_tokens import WithPlaces, chunk_log_probabilities, log_probabilities
+    from fastloop_plugins.text.forward_passes import compute, compute_all, pool, split
     from fastloop_plugins.text.generation import Completion, generate
-    from fastloop_plugins.text.masks import compute, compute_all, pool, split
     from fastloop_plugins.text.model_options import ModelOptions
     from fastloop_plugins.text.next_token_loss import add_loss
     from fastloop_plugins.text.options import DataOptions, padded_traits, text_traits
@@ -78,15 +80,15 @@ PLACES = {
     "add_loss": "fastloop_plugins.text.next_token_loss",
     "cache_token_ids": "fastloop_plugins.text.sequences",
     "chunk_log_probabilities": "fastloop_plugins.text.chosen_tokens",
-    "compute": "fastloop_plugins.text.masks",
-    "compute_all": "fastloop_plugins.text.masks",
+    "compute": "fastloop_plugins.text.forward_passes",
+    "compute_all": "fastloop_plugins.text.forward_passes",
     "end_tokens": "fastloop_plugins.text.special_tokens",
     "generate": "fastloop_plugins.text.generation",
     "join_ids": "fastloop_plugins.text.sequences",
     "log_probabilities": "fastloop_plugins.text.chosen_tokens",
     "padded_traits": "fastloop_plugins.text.options",
-    "pool": "fastloop_plugins.text.masks",
-    "split": "fastloop_plugins.text.masks",
+    "pool": "fastloop_plugins.text.forward_passes",
+    "split": "fastloop_plugins.text.forward_passes",
     "template_text": "fastloop_plugins.text.chat.template",
     "text_traits": "fastloop_plugins.text.options",
 }

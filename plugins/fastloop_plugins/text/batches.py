@@ -32,7 +32,7 @@ class Ragged:
         loss_weight: As in ``Batch``.
         tokens: As in ``Batch``.
         reads_all: Whether the task reads the hidden states of all tokens, and not only of each sequence's first one.
-            A batch then has ``sequence_lengths`` if it is packed: see ``text.masks``.
+            A batch then has ``sequence_lengths`` if it is packed: see ``text.forward_passes``.
     """
 
     columns: Mapping[str, tuple[Sequence[NDArray[Any]], int]]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Batch, PluginError, RecipeError
 from fastloop_plugins._targets import IGNORED
 from fastloop_plugins.models.checks import ROUTER_REMEDY
+from fastloop_plugins.text.forward_passes import compute
 from fastloop_plugins.text.head_trial import try_head
-from fastloop_plugins.text.masks import compute
 from fastloop_plugins.text.next_token_loss import Reduction, with_loss
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ def text_lengths(batch: Mapping[str, Any], padding: int | None) -> Tensor:
     """
     import torch
 
-    from fastloop_plugins.text.masks import find_documents
+    from fastloop_plugins.text.forward_passes import find_documents
 
     ids = batch["input_ids"]
     positions = batch.get("position_ids")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastloop import Problem
-from fastloop_plugins.rows.roles import ROLES, SENDERS, meant_role, parse_messages
+from fastloop_plugins.rows.message_roles import ROLES, SENDERS, meant_role, parse_messages
 from fastloop_plugins.rows.table import Bad, RowError, Table, is_missing, problem_of_text, show
 
 T = TypeVar("T")

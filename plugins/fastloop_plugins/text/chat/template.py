@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fastloop import RecipeError
 from fastloop.problem import clause
 from fastloop.recipe.paths import nothing_at
-from fastloop_plugins.rows.roles import ROLES, meant_role
+from fastloop_plugins.rows.message_roles import ROLES, meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
 from fastloop_plugins.text.chat.message_forms import decode_arguments, encode_arguments, text_parts

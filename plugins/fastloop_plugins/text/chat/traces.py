@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastloop_plugins.rows.roles import ROLES
+from fastloop_plugins.rows.message_roles import ROLES
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE
 from fastloop_plugins.text.chat.message_forms import argument_names, with_argument, with_content

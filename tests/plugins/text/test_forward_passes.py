@@ -1,7 +1,7 @@
 """Attention masks whose padding is known on the host: the same masks and outputs, and nothing read to find out.
 
 Modules:
-    plugins/fastloop_plugins/text/masks.py
+    plugins/fastloop_plugins/text/forward_passes.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastloop_plugins.kernels._compiling import mark_dynamic
-from fastloop_plugins.text.masks import call_with_mask
+from fastloop_plugins.text.forward_passes import call_with_mask
 
 SMALL = {
     "hidden_size": 16,

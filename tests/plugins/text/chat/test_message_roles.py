@@ -3,7 +3,7 @@
 A row that would be trained without its answers is refused or counted, in memory, in streams and by predict.
 
 Modules:
-    plugins/fastloop_plugins/rows/roles.py
+    plugins/fastloop_plugins/rows/message_roles.py
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastloop.errors import DataError, RecipeError
 from fastloop.testing import assert_problem, expect_problem
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.data.skip_unreadable import SkipUnreadable
-from fastloop_plugins.rows.roles import meant_role
+from fastloop_plugins.rows.message_roles import meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat import traces
 from fastloop_plugins.text.chat.prompts import chat_chunks

@@ -670,6 +670,9 @@ def test_a_training_that_diverges_or_fails_is_named_and_not_left_out_of_a_mean(r
     assert code == 1, "a training has failed"
     losses = record["quality"]["metrics"]["full"]["validation loss"]
     assert [loss is None for loss in losses] == [False, True, True]
+    diverged, failed = record["quality"]["errors"]
+    assert diverged == "full, seed 2: validation loss is nan"
+    assert failed.startswith("full, seed 3: ")
     for shown in (out, Path("ablation/bench.md").read_text()):
         assert "full set: no finite value in 2 of 3 trainings (seeds 2, 3)" in shown
         assert "seeds' spread" not in shown

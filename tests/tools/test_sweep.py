@@ -54,6 +54,13 @@ class Net(nn.Sequential):
         if width == 13:
             raise ValueError("no width of 13")
         super().__init__(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
+        self.width = width
+
+    def forward(self, x):
+        logits = super().forward(x)
+        if self.width == 17 and not self.training:
+            return logits * float("nan")
+        return logits
 
 class Rows(Dataset):
     def __init__(self, wait=False):
@@ -251,6 +258,14 @@ def test_a_point_with_a_run_that_failed_or_diverged_is_not_the_best():
     assert best == "train.lr=b"
     assert [row["finished"] for row in rows] == [1, 2]
     assert rows[0]["difference"] == {"mean": pytest.approx(-1.9), "low": None, "high": None, "pairs": 1}
+
+
+@pytest.mark.slow
+def test_a_run_whose_metric_is_nan_has_failed():
+    done = fastloop("sweep", "recipe.yaml", "model.arguments.width=4,17", "train.epochs=1", "--monitor", "loss")
+    assert done.returncode == 1, done.stdout
+    assert [run["status"] for run in record()["runs"]] == ["finished", "failed"]
+    assert "failed: width-17: validation loss is nan" in done.stdout
 
 
 def test_folds_are_pairs_too_and_their_overlap_widens_the_interval():

@@ -300,6 +300,9 @@ class Bench:
                     values = final_metrics(training["summary"])
                     shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
                     self.say(f"quality {arm}, seed {number + 1}: {shown or '-'}")
+                    for name, value in values.items():
+                        if not math.isfinite(value):
+                            errors.append(f"{arm}, seed {number + 1}: {name} is {value}")
                 trained[arm].append(values)
                 self.record["quality"]["metrics"] = metrics_of_seeds(trained)
                 self._refresh()

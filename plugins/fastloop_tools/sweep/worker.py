@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import socket
 import time
@@ -129,15 +128,8 @@ class Worker:
             TrialFailed: The run failed, or its value is not finite.
             typer.Exit: A signal stopped the run.
         """
-        value = math.nan
         code = self.settings.train(run)
         self.settings.check_metric(run)
-        if run.metrics:
-            monitor = self.settings.monitor
-            value = run.metrics[monitor]
-            if not math.isfinite(value):
-                run.status = "failed"
-                run.reason = f"validation {monitor} is {value}"
         trial.set_user_attr(RUNS, [dataclasses.asdict(run) for run in runs])
         if run.status == "stopped":
             typer.echo(
@@ -148,4 +140,5 @@ class Worker:
         if run.status == "failed":
             trial.set_user_attr(ERROR, run.reason)
             raise TrialFailed(run.reason)
-        return value
+        assert run.metrics is not None
+        return run.metrics[self.settings.monitor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,7 +126,8 @@ class SweepSettings:
 
     def train(self, run: TrialRun) -> int:
         """Train a run, or resume it, and set its status, metrics and reason. Returns the exit code. If the exported
-        model is the best one by ``monitor``, its value counts instead of the last one."""
+        model is the best one by ``monitor``, its value counts instead of the last one. A run whose value is NaN or
+        infinite has failed."""
         output = self.folder / run.name
         own = [*run.overrides, f"output={output}"]
         if self.base.has_plugin("remote-output"):  # its own folder at the URL
@@ -144,6 +146,10 @@ class SweepSettings:
             keeps_best = monitored.keeps_best and monitored.name == self.monitor
             if run.metrics and keeps_best and self.monitor in run.metrics and summary.get("best"):
                 run.metrics[self.monitor] = summary["best"]["value"]
+            value = (run.metrics or {}).get(self.monitor, 0.0)  # `check_metric` reports a metric that is missing
+            if not math.isfinite(value):
+                run.status = "failed"
+                run.reason = f"validation {self.monitor} is {value}"
         elif run.status == "failed":
             run.reason = summary.get("reason") or f"exit code {code}, before training; its error is in the output"
         return code

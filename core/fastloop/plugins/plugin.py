@@ -37,6 +37,8 @@ from fastloop.plugins.packages import DISTRIBUTION
 from fastloop.problem import Problem
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
     from fastloop.run import Run
@@ -346,6 +348,13 @@ class Plugin:
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
         """Plugins that replace this one in the recipe: name -> reason and options. Empty: the plugin stays as it is."""
         return {}
+
+    def second_models(self, run: Run) -> Collection[nn.Module]:
+        """For `fastloop plan`: the models that the plugin keeps beside the trained one, in whole on each process.
+
+        It is called on torch's meta device after ``before_prepare``. A plugin that loads its model later builds it here
+        without values."""
+        return ()
 
     def build_selected(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> Run:
         """Build a run with the selected plugins, or without some of them. Every process calls it.

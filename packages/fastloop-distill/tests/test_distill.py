@@ -9,7 +9,7 @@ import pytest
 import torch
 from distill_runs import recipe, teacher
 from fastloop import FastloopError, Plugin, checkpoint, hookimpl
-from fastloop.testing import VECTORS, expect_problem, train
+from fastloop.testing import VECTORS, expect_problem, run_commands, train
 from transformers import AutoModelForSequenceClassification
 
 from fastloop_distill.teacher import Teacher
@@ -221,3 +221,17 @@ def test_a_teacher_that_does_not_fit_is_refused(case, monkeypatch):
     monkeypatch.setattr(Teacher, "load", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(FastloopError, match=message):
         train(make())
+
+
+def test_a_plan_counts_the_teacher():
+    made = recipe("texts")
+    made["plugins"] = [*made["plugins"], "text-classification"]
+    weights = []
+    for plugins in (made["plugins"], made["plugins"][1:]):
+        Path("recipe.yaml").write_text(json.dumps(made | {"plugins": plugins}))
+        run_commands([(Path.cwd(), "plan", "recipe.yaml", "--device-memory", "8GB", "--json", "plan.json")])
+        weights.append(json.loads(Path("plan.json").read_text())["variants"][0]["weights"])
+    with_teacher, alone = weights
+    model = AutoModelForSequenceClassification.from_pretrained(f"{teacher('texts')}/model")
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert with_teacher - alone == pytest.approx(size, rel=0.01)

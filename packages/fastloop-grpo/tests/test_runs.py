@@ -265,16 +265,25 @@ def test_a_plan_shows_prompts_and_estimates_memory(tmp_path):
     assert "ddp" in memory
 
 
-@pytest.mark.parametrize("plugins", [[], [{"lora": {"r": 2}}]], ids=["whole model", "adapters"])
-def test_a_plan_counts_the_reference(plugins, tmp_path):
-    """With adapters, it is the model without them."""
+@pytest.mark.parametrize("adapters", ["none", "new", "continued"])
+def test_a_plan_counts_the_reference(adapters, tmp_path):
+    """With new adapters, it is the model without them."""
+    model = MODEL
+    plugins = []
+    if adapters == "new":
+        plugins = [{"lora": {"r": 2}}]
+    if adapters == "continued":
+        train(sampled(tmp_path / "base"))
+        model = {"name": str(tmp_path / "base" / "run" / "model")}
+        train(sampled(tmp_path / "adapted", plugins=[{"lora": {"r": 2, "merge": False}}], model=model))
+        plugins = [{"lora": {"adapter": str(tmp_path / "adapted" / "run" / "model")}}]
     commands = []
     for beta in (0.0, 0.1):
-        (tmp_path / f"{beta}.yaml").write_text(json.dumps(sampled(tmp_path, {"beta": beta}, plugins)))
+        (tmp_path / f"{beta}.yaml").write_text(json.dumps(sampled(tmp_path, {"beta": beta}, plugins, model)))
         commands.append((tmp_path, "plan", f"{beta}.yaml", "--device-memory", "8GB", "--json", f"{beta}.json"))
     run_commands(commands)
     before, after = [json.loads((tmp_path / f"{beta}.json").read_text()) for beta in (0.0, 0.1)]
-    second_model = 0 if plugins else 4 * after["parameters"]
+    second_model = 0 if adapters == "new" else 4 * after["parameters"]
     for plain, variant in zip(before["variants"], after["variants"], strict=True):
         assert variant["weights"] >= plain["weights"] + second_model
         assert variant["weights"] <= plain["weights"] + 1.05 * second_model  # buffers

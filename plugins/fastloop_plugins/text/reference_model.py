@@ -29,7 +29,8 @@ class ReferenceModel:
     With the adapters of `lora`, it is the model without them, and needs no memory. Otherwise it is a second model, with
     the same weights on every process; so it is if the run continues an adapter.
 
-    `fastloop plan --device-memory` counts the second model.
+    `fastloop plan --device-memory` counts the second model if ``second_models`` of the plugin returns
+    ``reference.models``.
 
     Create it in ``before_prepare``, after `lora` and before plugins that shard the model: a task declares ``runs_after
     = ("lora",)`` and ``runs_before = ("activation-checkpointing", "slot:strategy")``. A run that resumes gets the same
@@ -60,10 +61,15 @@ class ReferenceModel:
                 place=run.recipe.where,
                 remedy="Set meta_device: false.",
             )
-        if not has_idle_adapters(model):
+        if not has_idle_adapters(run, model):
             self.copy = copy.deepcopy(model).eval().requires_grad_(False)
             count = sum(parameter.numel() for parameter in self.copy.parameters())
             logger.info("the model before training stays in memory: %s parameters", f"{count:,}")
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The second model, for ``Plugin.second_models``. Empty: it is the trained one without its adapters."""
+        return [] if self.copy is None else [self.copy]
 
     @contextmanager
     def computing(self, run: Run) -> Iterator[Any]:
@@ -96,15 +102,18 @@ def follow_attention(model: nn.Module, trained: nn.Module) -> None:
         own.set_attn_implementation(attention)
 
 
-def has_idle_adapters(model: Any) -> bool:
-    """Whether a model has adapters of peft that do not change its logits yet, as new ones. Those of a model without
-    values count as new."""
+def has_idle_adapters(run: Run, model: Any) -> bool:
+    """Whether a model has adapters of peft that do not change its logits yet, as new ones. For a model without values,
+    the options of `lora` decide."""
     import torch
+
+    from fastloop_plugins.training.lora import LoRA
 
     if not hasattr(model, "disable_adapter"):
         return False
     if not has_values(model):
-        return True
+        adapters = [plugin for plugin in run.plugins if isinstance(plugin, LoRA)]
+        return all(lora.begins_idle(run.recipe) for lora in adapters)
     ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
     with probing(model):
         with_adapters = model(input_ids=ids, use_cache=False).logits

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, RecipeError
+from fastloop.probing import has_values
 from fastloop_plugins.models.adapters import Adapter, add_adapter, find_adapter, quiet_peft, read_settings
 from fastloop_plugins.training._lora_modules import classifier_head, owning_modules
 from fastloop_plugins.training._lora_options import CHANGES_BASE, LoRAOptions
@@ -78,6 +79,9 @@ def new_adapter(lora: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
         from fastloop_plugins.training import _four_bit
 
         _four_bit.quantize(run, model, modules_to_save)
+    initial = lora.init_lora_weights
+    if str(initial).startswith(CHANGES_BASE) and not has_values(model):
+        initial = True  # peft computes the others from the weights
     options = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type] # peft divides it by r
@@ -88,7 +92,7 @@ def new_adapter(lora: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         layers_to_transform=lora.layers_to_transform,
-        init_lora_weights=lora.init_lora_weights,  # type: ignore[arg-type]
+        init_lora_weights=initial,  # type: ignore[arg-type]
     )
     try:
         with quiet_peft():

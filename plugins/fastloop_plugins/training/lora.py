@@ -52,7 +52,12 @@ from fastloop_plugins.training._lora_model import (
     share_inputs,
 )  # fmt: skip
 from fastloop_plugins.training._lora_modules import running_statistics
-from fastloop_plugins.training._lora_options import LoRAOptions, check_chosen_layers, check_initial_values
+from fastloop_plugins.training._lora_options import (
+    CHANGES_BASE,
+    LoRAOptions,
+    check_chosen_layers,
+    check_initial_values,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,6 +96,12 @@ class LoRA(LoRAOptions):
         elif self.use_dora:
             reason = "DoRA normalizes whole weights, and this strategy divides them. Use ddp, or leave use_dora out."
             self.conflicts = dict.fromkeys(("fsdp", "deepspeed", "tensor-parallel"), reason)
+
+    def begins_idle(self, recipe: Recipe) -> bool:
+        """Whether the adapters are new and change nothing before the first step, because one of their factors is 0."""
+        if self.init_lora_weights is False or str(self.init_lora_weights).startswith(CHANGES_BASE):
+            return False
+        return adapter_to_continue(self, recipe) is None
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,13 @@ from text_helpers import make_run
 from training_runs import execute
 
 from fastloop import Plugin, hookimpl
+from fastloop.plugins.resolve import resolve
+from fastloop.recipe import make_recipe
 from fastloop_plugins.data._packing import Lengths
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.text import ReferenceModel, compute
 from fastloop_plugins.training.lora import LoRA
+from fastloop_tools.plan.memory.model import open_fake
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +62,9 @@ class Refers(Plugin):
             self.found.append((before, compute(run.model, self.inputs, use_cache=False).logits))
         run.model.train()
 
+    def second_models(self, run: Any) -> list[torch.nn.Module]:
+        return self.reference.models
+
     @hookimpl
     def before_step(self, run: Any) -> None:
         if run.state.step == 0:
@@ -85,12 +92,18 @@ def test_it_stays_as_the_model_was(adapters):
     assert (plugin.reference.copy is None) == adapters
 
 
-def test_an_adapter_that_a_run_continues_is_a_part_of_it():
+def train_adapter() -> dict[str, Any]:
+    """Train an adapter, in the folder adapted, and return the section ``model`` of its base."""
     execute(make_run("causal-lm", MODEL, DATA, [], batch_size=4))
     shutil.move("run/model", "base")
     base = {"name": "base"}
     execute(make_run("causal-lm", base, DATA, [LoRA(r=2, merge=False)], batch_size=4, lr=0.1))
     shutil.move("run/model", "adapted")
+    return base
+
+
+def test_an_adapter_that_a_run_continues_is_a_part_of_it():
+    base = train_adapter()
     plugin = refers(LoRA(adapter="adapted"), model=base)
     (before, trained_before), (after, trained_after) = plugin.found
     torch.testing.assert_close(before, trained_before)
@@ -109,3 +122,54 @@ def test_a_plugin_that_changes_the_attention_later_changes_that_of_the_reference
     (before, trained_before), (after, _) = plugin.found
     torch.testing.assert_close(before, trained_before)
     torch.testing.assert_close(after, before)
+
+
+PLANNED = """
+from fastloop import Plugin, hookimpl
+from fastloop_plugins.text import ReferenceModel
+
+class Refers(Plugin):
+    name = "refers"
+    runs_after = ("lora",)
+    runs_before = ("activation-checkpointing", "slot:strategy")
+
+    @hookimpl
+    def before_prepare(self, run, model):
+        self.reference = ReferenceModel(run, model)
+
+    def second_models(self, run):
+        return self.reference.models
+"""
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        None,
+        {"r": 2},
+        {"r": 2, "init_lora_weights": "gaussian"},
+        {"r": 2, "init_lora_weights": "orthogonal"},
+        {"r": 2, "init_lora_weights": "pissa"},
+        {"r": 2, "init_lora_weights": False},
+        {"adapter": "adapted"},
+    ],
+    ids=str,
+)
+def test_a_plan_counts_a_second_model_if_a_run_has_one(lora):
+    """The plan decides by the options of `lora`, and the run by the logits of its model."""
+    model = MODEL
+    if lora is not None and "adapter" in lora:
+        model = train_adapter()
+    adapters = [] if lora is None else [LoRA(**lora)]
+    plugin = refers(*adapters, model=model)
+    expected = sum(weight.nbytes for second in plugin.reference.models for weight in second.parameters())
+    Path("refers.py").write_text(PLANNED)
+    plugins = [{"causal-lm": {}}, {"./refers.py": {}}]
+    if lora is not None:
+        plugins.append({"lora": lora})
+    recipe = make_recipe(
+        {"model": model, "data": DATA, "train": {"epochs": 1, "batch_size": 4, "device": "cpu"}, "plugins": plugins}
+    )
+    with open_fake(resolve(recipe), "no", 4) as fake:
+        planned = sum(tensor.nbytes for tensor in fake.second_weights if isinstance(tensor, torch.nn.Parameter))
+    assert planned == expected

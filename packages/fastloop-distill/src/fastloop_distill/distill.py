@@ -137,11 +137,16 @@ class Distill(Plugin):
 
     @hookimpl
     def after_prepare(self, run: Run) -> None:
-        from fastloop_distill.student import Student
+        from fastloop_distill.student import Student, dtype_of
 
-        dtypes = (weight.dtype for weight in run.unwrap_model().parameters() if weight.is_floating_point())
-        self.teacher_model.load(run.device, next(dtypes))
+        self.teacher_model.load(run.device, dtype_of(run.unwrap_model()))
         self.student = Student(run.unwrap_model(), self.states != "none")
+
+    def second_models(self, run: Run) -> list[nn.Module]:
+        from fastloop_distill.student import dtype_of
+
+        model, _ = self.teacher_model.saved.build()
+        return [model.to(dtype_of(run.unwrap_model()))]
 
     @hookimpl
     def before_step(self, batches: list[Batch]) -> None:

@@ -14,6 +14,11 @@ PROJECTIONS = "distill_projections"
 """Name of the student's module that maps hidden states to the teacher's width. An exported model has none."""
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of the first floating-point parameter."""
+    return next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
+
+
 def keep_layers(model: Any, layers: list[int], where: str) -> None:
     """Keep only these layers of a model of transformers, counted from 0, and change its configuration accordingly.
 

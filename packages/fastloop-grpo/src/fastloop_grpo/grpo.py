@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from fastloop import MetricMode, Run
     from fastloop_plugins.text import Split
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fastloop_grpo.losses import LossSettings
     from fastloop_grpo.rollout import CompletionSample, Rollout
@@ -291,6 +291,9 @@ class GRPO(TextTask):
         if self.beta:
             self.reference = ReferenceModel(run, model)
 
+    def second_models(self, run: Run) -> list[nn.Module]:
+        return [] if self.reference is None else self.reference.models
+
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
         self.dropout.restore_configurations()
@@ -492,7 +495,6 @@ class GRPO(TextTask):
         tokenizer = self.text_model.tokenizer
         asked = [ids.tolist() for ids in split(batch["input_ids"], batch)]
         sampling = Sampling(self.max_new_tokens, 0.0, self.ends)
-        size = self.generation_batch_size
-        completions = generate_by_model(run, asked, 1, sampling, tokenizer.pad_token_id, 0, size)
+        completions = generate_by_model(run, asked, 1, sampling, tokenizer.pad_token_id, 0, self.generation_batch_size)
         ids = [completion.ids for completion in completions]
         return {"text": tokenizer.batch_decode(ids, skip_special_tokens=True)}

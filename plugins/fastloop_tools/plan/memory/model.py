@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastloop import FastloopError, RecipeError, Strategy, hookimpl
 from fastloop.errors import causes
 from fastloop.problem import clause
-from fastloop_plugins.text import ReferenceModel
 
 if TYPE_CHECKING:
     from fastloop.plugins.resolve import ResolvedRecipe
@@ -52,10 +51,8 @@ class FakeModel(Strategy):
             return (yield)
 
     @hookimpl(trylast=True)
-    def before_prepare(self, run: Run, model: nn.Module) -> None:
+    def before_prepare(self, model: nn.Module) -> None:
         make_fake(model, self.mode)
-        for second_model in second_models(run):
-            make_fake(second_model, self.mode)
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         return model, optimizer
@@ -88,14 +85,16 @@ def make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
                 table[name] = made[id(tensor)][0]
 
 
-def second_models(run: Run) -> list[nn.Module]:
-    """The models before training that plugins keep beside the trained one."""
-    models = []
+def fake_second_models(run: Run, mode: FakeTensorMode) -> list[Tensor]:
+    """Make the models fake that plugins keep beside the trained one, and return their parameters and buffers."""
+    tensors = list[Tensor]()
     for plugin in run.plugins:
-        for value in vars(plugin).values():
-            if isinstance(value, ReferenceModel) and value.copy is not None:
-                models.append(value.copy)
-    return models
+        with torch.device("meta"):
+            models = plugin.second_models(run)
+        for model in models:
+            make_fake(model, mode)
+            tensors += [*model.parameters(), *model.buffers()]
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -159,10 +158,7 @@ def open_fake(resolved: ResolvedRecipe, precision: str, samples: int) -> Iterato
             return mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
 
         fake = torch.utils._pytree.tree_map(as_fake, inputs)
-        second_weights = list[Tensor]()
-        for model in second_models(run):
-            second_weights += [*model.parameters(), *model.buffers()]
-        yield FakeRun(run, fake, second_weights, mode, precision)
+        yield FakeRun(run, fake, fake_second_models(run, mode), mode, precision)
 
 
 @contextmanager

@@ -136,6 +136,15 @@ def control_group(name: str) -> Iterator[list[str]]:
                     yield (folder / file_name).read_text().split()
 
 
+def host_memory() -> int:
+    """Bytes of memory that the processes of this control group may hold: all of the machine, or fewer by a limit."""
+    import psutil
+
+    limits = [int(words[0]) for words in control_group("memory.max") if words != ["max"]]
+    total: int = psutil.virtual_memory().total
+    return min([total, *limits])
+
+
 def kills() -> int:
     """Processes of this control group that the kernel has killed because memory ran out; 0 if that is not known."""
     events = next(control_group("memory.events"), ["oom_kill", "0"])

@@ -19,9 +19,12 @@ from fastloop.errors import did_you_mean
 from fastloop.problem import clause, counted, typed_clause
 from fastloop.recipe.paths import nothing_at
 from fastloop.runtime.files import read_json_object
+from fastloop.runtime.platform_support import host_memory
 from fastloop_plugins._names import list_names
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -34,6 +37,8 @@ FAILURES = (
 """Errors of the libraries for names, arguments and files that they cannot use."""
 IN_A_LAYER = re.compile(r"\.\d+\.")
 """Finds the number of a layer in the name of a weight: ``encoder.layer.0.output.dense.bias``."""
+LAYERS = 10_000
+"""Layers of a model at most: each takes memory before its weights are read or estimated."""
 RENAME = "Name them as save_pretrained of transformers does, or use another model."
 """Advice for weights with other names."""
 
@@ -305,6 +310,11 @@ def config_from_scratch(given: dict[str, Any], where: str) -> Any:
                 place=f"{where}.{key}",
                 remedy=did_you_mean(key, known),
             )
+    for key, value in rest.items():
+        if "layer" in key and isinstance(value, int) and value > LAYERS:
+            raise RecipeError(
+                code="too-large", place=f"{where}.{key}", found=f"{value:,} layers", expected=f"at most {LAYERS:,}"
+            )
     try:
         with quiet():  # the default end token may be outside a small vocabulary; build() sets it
             return AutoConfig.for_model(kind, **rest)
@@ -322,13 +332,41 @@ def build_from_config(auto: Any, config: Any, where: str, **arguments: Any) -> A
         arguments: Further arguments of ``from_config``.
 
     Raises:
-        RecipeError: The values of the configuration do not fit together.
+        RecipeError: The values of the configuration do not fit together, or the model needs more memory than the
+            machine has.
     """
+    import torch
+
     try:
         with quiet():
+            if torch.get_default_device().type != "meta":
+                with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                    unallocated = auto.from_config(config, **arguments)
+                _check_size(unallocated, where)
             return auto.from_config(config, **arguments)
     except FAILURES as error:
         raise RecipeError(f"{typed_clause(error)}.", code="invalid-value", place=where) from None
+
+
+def _check_size(model: nn.Module, where: str) -> None:
+    """Raise an error if the weights of a model on meta take more memory than the machine has: allocating them would
+    end this process, or others, without an error.
+
+    Args:
+        where: The place of the configuration in the recipe.
+    """
+    size = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    limit = host_memory()
+    if size <= limit:
+        return
+    count = sum(weight.numel() for weight in model.parameters())
+    raise RecipeError(
+        f"the model has {count:,} parameters, which take {size / 2**30:,.1f} GiB. This machine has "
+        f"{limit / 2**30:,.1f} GiB of memory.",
+        code="too-large",
+        place=where,
+        remedy="Correct the number or the width of its layers, or its vocabulary.",
+    )
 
 
 class MessagesOnce:

@@ -18,6 +18,7 @@ from fastloop_plugins.models.adapters import Adapter, check_classes, continues, 
 from fastloop_plugins.models.checks import unsupported
 from fastloop_plugins.models.hub import (
     FROM_SCRATCH,
+    LAYERS,
     build_from_config,
     check_index,
     check_model_source,
@@ -30,7 +31,7 @@ from fastloop_plugins.models.hub import (
     new_weights,
     offline,
     quiet,
-)  # fmt: skip
+)
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.models.remote_code import check_code, define_values, marking_undefined
 from fastloop_plugins.models.vocabulary import fit_padding, fit_vocabulary, longest_text, set_pad_id
@@ -58,9 +59,6 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.options import DataOptions
 
 logger = logging.getLogger("fastloop")
-
-LAYERS = 10_000
-"""Layers of a pretrained model at most: each takes memory before its weights are read."""
 
 
 class TextModel:

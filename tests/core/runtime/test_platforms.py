@@ -12,12 +12,14 @@ import os
 from pathlib import Path
 
 import forked
+import psutil
 import pytest
 
 import fastloop
 import fastloop_plugins
 import fastloop_tools
 from fastloop.checkpoint.lock import Lock
+from fastloop.runtime.platform_support import host_memory
 
 FORGET = """
 import os, signal, sys
@@ -132,3 +134,7 @@ except RecipeError as error:
     assert f"is in use by process {os.getpid()}" in python(take)
     lock.release()
     assert python(take) == "free\n"
+
+
+def test_host_memory_is_at_most_that_of_the_machine():
+    assert 2**20 < host_memory() <= psutil.virtual_memory().total

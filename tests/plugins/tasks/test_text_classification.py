@@ -185,6 +185,11 @@ def test_it_is_on_by_default_where_data_names_a_label():
         ),
         ({"config": TINY | {"dim": "wide"}}, "invalid-value model.config 'dim'"),
         ({"config": TINY | {"dim": 15}}, "invalid-value model.config config.n_heads 2 config.dim 15"),
+        ({"config": TINY | {"n_layers": 20_000}}, "too-large model.config.n_layers 20,000 10,000"),
+        ({"config": {"model_type": "gpt2", "n_layer": 10**9}}, "too-large model.config.n_layer 1,000,000,000"),
+        ({"config": TINY | {"dim": 2**21}}, "too-large model.config parameters GiB"),
+        ({"config": TINY | {"hidden_dim": 10**14}}, "too-large model.config parameters GiB"),
+        ({"config": TINY | {"vocab_size": 10**14}}, "too-large model.config parameters GiB"),
         ({"config": TINY | {"vocab_size": 9}}, "conflicting-values model.config.vocab_size 9"),
         (
             {"config": TINY | {"max_position_embeddings": 16}},

@@ -340,12 +340,24 @@ def build_from_config(auto: Any, config: Any, where: str, **arguments: Any) -> A
     try:
         with quiet():
             if torch.get_default_device().type != "meta":
-                with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                    unallocated = auto.from_config(config, **arguments)
-                _check_size(unallocated, where)
+                unallocated = _build_on_meta(auto, config, arguments)
+                if unallocated is not None:
+                    _check_size(unallocated, where)
             return auto.from_config(config, **arguments)
     except FAILURES as error:
         raise RecipeError(f"{typed_clause(error)}.", code="invalid-value", place=where) from None
+
+
+def _build_on_meta(auto: Any, config: Any, arguments: dict[str, Any]) -> nn.Module | None:
+    """A model without memory. None: its code fails on meta, where no tensor has values, or fails anyway."""
+    import torch
+
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model: nn.Module = auto.from_config(config, **arguments)
+    except Exception:
+        return None
+    return model
 
 
 def _check_size(model: nn.Module, where: str) -> None:

@@ -23,6 +23,7 @@ from training_runs import execute
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
 from fastloop.testing import assert_problem, expect_problem
+from fastloop_plugins.models.hub import build_from_config
 from fastloop_plugins.tasks.causal_lm import CausalLM
 from fastloop_plugins.tasks.text_classification import TextClassification
 
@@ -216,6 +217,19 @@ def test_a_wrong_model_section_is_refused_with_its_key(model, expected):
     with pytest.raises(RecipeError) as caught:
         make_run(TASK, model, DATA)
     assert_problem(caught.value.problem, expected)
+
+
+class FailsOnMeta:
+    """Builds a model whose code reads a tensor's value, as old code of models does."""
+
+    @staticmethod
+    def from_config(config):
+        dropout = torch.linspace(0, 1, 3)[1].item()
+        return torch.nn.Dropout(dropout)
+
+
+def test_a_model_that_cannot_be_built_without_memory_is_built():
+    assert build_from_config(FailsOnMeta, None, "model.config").p == 0.5
 
 
 def test_a_damaged_model_folder_is_refused(pretrained):

@@ -33,7 +33,7 @@ from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError, 
 from fastloop.plugins.manager import PluginSet, emptied, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
-from fastloop.problem import Problem, clause
+from fastloop.problem import Problem, clause, counted
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
@@ -348,12 +348,15 @@ def build_datasets(run: Run) -> None:
             f"no plugin built a training dataset. The task in use: {run.plugins.in_slot('task') or 'none'}.",
             code="no-dataset",
             place=run.recipe.where,
+            found=f"the splits {', '.join(datasets)}" if datasets else "no split",
+            remedy="List a task that reads data, or let build_datasets of a plugin return {'train': dataset}.",
         )
     if loaders.first_split not in datasets:
         raise RecipeError(
             f"there is no split {loaders.first_split!r}. There are: {', '.join(datasets) or 'none'}.",
             code="unknown-split",
             place=f"{run.recipe.where}: data",
+            remedy="Choose one of them, or add the data of this one to the recipe.",
         )
     if not trains:
         datasets = {loaders.first_split: datasets[loaders.first_split]}
@@ -384,6 +387,7 @@ def _build_model(run: Run) -> None:
             f"no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}.",
             code="no-model",
             place=run.recipe.where,
+            remedy="List a task that builds one, or let build_model of a plugin return a torch.nn.Module.",
         )
     refuse_compiled(model, run.recipe.where)
     if run.recipe.inference is not None:
@@ -399,11 +403,14 @@ def _build_model(run: Run) -> None:
     model = run.plugins.chain("before_prepare", model, run=run)
     check_shapes(model, run.recipe.where)  # a plugin may have called the model
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise PluginError("the model has no parameter that is trained.", code="nothing-trained", place=run.recipe.where)
+        raise PluginError(
+            f"of the model's {counted(len(list(model.parameters())), 'parameter')}, none has requires_grad=True.",
+            code="nothing-trained",
+            place=run.recipe.where,
+            remedy="Set requires_grad to True in the code of the model, or remove the plugin that sets it to False.",
+        )
     run._built_model = model
     optimizer: Any = run.hooks.build_optimizer(run=run, model=model)  # one optimizer: fastloop wraps a dict
-    if optimizer is None:
-        raise PluginError("no plugin built an optimizer.", code="no-optimizer", place=run.recipe.where)
     record = SettingsRecord.make(model, optimizer, run.plugins)
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
     run.settings_record = record.with_scheduler(run.scheduler)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fastloop import Output, Plugin, PluginError, hookimpl, hookspecs
+from fastloop.checks.hook_results import NEEDED
 from fastloop.cli import startup
 from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
@@ -177,6 +178,21 @@ def test_a_wrong_value_in_a_result_is_refused_by_plugin_and_hook(tiny_run, case)
         train(tiny_run, hook, returning(hook, value))
     assert "wrong" in str(refused.value)
     assert hook in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("hook", "value"),
+    [*((hook, None) for hook in sorted(NEEDED - {"build_datasets"})), ("build_optimizer", {"a": NAN})],
+    ids=str,
+)
+def test_a_wrapper_must_return_what_the_run_needs(tiny_run, hook, value):
+    with expect_problem(f"wrong-result 'wrong' {hook}", PluginError):
+        tiny_run([replacing(hook, value)], epochs=1, save_every=3)
+
+
+def test_a_run_without_datasets_is_refused(tiny_run):
+    with expect_problem("no-dataset", PluginError):
+        tiny_run([replacing("build_datasets", None)], epochs=1)
 
 
 @pytest.mark.parametrize("loss", [NAN, float("inf"), 1])

@@ -188,8 +188,11 @@ def explaining(where: str, name: str, folder: Path, instead: str) -> Iterator[No
     try:
         with quiet():
             yield
-    except (*FAILURES, SafetensorError) as error:
-        raise RecipeError(explain(where, name, folder, error, instead), code="file-unreadable") from None
+    except Exception as error:
+        of_tokenizers = type(error) is Exception  # the library tokenizers raises no class of its own
+        if not of_tokenizers and not isinstance(error, (*FAILURES, SafetensorError)):
+            raise
+        raise RecipeError(explain(where, name, folder, error, instead), code="file-unreadable") from error
 
 
 def log_new(model: str, names: Iterable[str]) -> None:

@@ -351,9 +351,11 @@ def _classes_of_train(
         _check_few_classes(labels, sum(map(len, values)), column, files)
     if len(different) < 2:
         raise RecipeError(
-            f"{column} holds only the label {list_labels(different)}, expected at least two.",
+            f"{column} holds only the label {list_labels(different)}.",
             code="one-class",
             place=files,
+            expected="at least two",
+            remedy="Add rows of other classes, or name another column in data.label.",
         )
     if isinstance(labels[0], str):
         return _classes_of_texts(different, options, files)

@@ -45,7 +45,9 @@ from fastloop_plugins.text.special_tokens import save_generation_config, stop_at
 from fastloop_plugins.text.tokenizers import (
     BackendState,
     TrainedTokenizer,
+    check_longest,
     check_saved_tokenizer,
+    refuse_damaged_tokenizer,
     save_sentencepiece,
     train_tokenizer,
 )
@@ -265,13 +267,20 @@ class TextModel:
         from transformers import AutoTokenizer
 
         source = self.tokenizer_key
-        tokenizer = self._pretrained(AutoTokenizer, source, **arguments)
+        place = f"{self.where}.{source}"
+        folder = self.recipe.find(getattr(self.options, source))
+        try:
+            tokenizer = self._pretrained(AutoTokenizer, source, **arguments)
+        except RecipeError as error:
+            refuse_damaged_tokenizer(folder, error.__cause__, place)
+            raise
+        check_longest(tokenizer, folder, place)
         # transformers makes an empty one if there are no files
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise RecipeError(
                 f"{getattr(self.options, source)} holds no tokenizer: every word would be unknown.",
                 code="no-tokenizer",
-                place=f"{self.where}.{source}",
+                place=place,
                 remedy="Put its files there, or name another: model.tokenizer=FOLDER.",
             )
         self.backend_state = BackendState(tokenizer)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop.errors import RecipeError, did_you_mean
-from fastloop.problem import agree, counted_of
+from fastloop.problem import agree, counted, counted_of
 from fastloop_plugins._mapped import concatenate, spans, take, zeros
 from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.label_column import NUMBER, is_label, is_unlabelled, leave_out_unlabelled
@@ -183,9 +183,11 @@ def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
         refuse_broken_names(classes, f"{where}: data.label")
         if len(classes) < 2:
             raise RecipeError(
-                f"column {data.labels[0]!r} (data.label) names {len(classes)} class, expected at least two.",
+                f"column {data.labels[0]!r} (data.label) names {counted(len(classes), 'class')}.",
                 code="one-class",
                 place=where,
+                expected="at least two",
+                remedy="Add rows of other classes, or name another column in data.label.",
             )
         warnings = [f"{where}: {warning}" for warning in warn_about_alike_names(classes)]
     unknown = [code for code, names in enumerate(sets_by_code) if not names <= set(classes)]

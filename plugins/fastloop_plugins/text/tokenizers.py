@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, option
+from fastloop.problem import clause, join_names
 from fastloop.runtime.files import refuse_full_disk
 from fastloop_plugins._mapped import OTHER_TEMPORARY_FOLDER
 from fastloop_plugins.models.hub import quiet
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 
 CHECKED = 20
 """Training texts that the check of a saved tokenizer encodes. The first word decides in the known case."""
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+"""Files of a saved tokenizer that hold a JSON object."""
+OTHER_FILES = ("merges.txt", "vocab.txt", "spiece.model", "tokenizer.model")
+"""Further files of a saved tokenizer."""
+REPAIR = "Write it again with save_pretrained of transformers, or name another tokenizer: model.tokenizer=FOLDER."
+"""Advice for a damaged tokenizer."""
 CHARACTERS = 10_000
 """Characters of each of these texts at most."""
 
@@ -121,6 +129,64 @@ def save_sentencepiece(tokenizer: Any, folder: Path) -> None:
         return
     if len(tokenizer) == backend.get_vocab_size(with_added_tokens=False):
         shutil.copyfile(file, folder / file.name)
+
+
+def refuse_damaged_tokenizer(folder: Path, cause: BaseException | None, place: str) -> None:
+    """Raise an error that names the files of a tokenizer which cannot be loaded. Does nothing if there are none.
+
+    Args:
+        cause: The error of the library.
+        place: The recipe and the key, for messages.
+    """
+    names = [name for name in (*JSON_FILES, *OTHER_FILES) if (folder / name).is_file()]
+    if cause is None or not names:
+        return
+    for name in names:
+        reason = find_damage(folder / name)
+        if reason:
+            raise RecipeError(
+                f"{folder / name} cannot be read: {reason}.", code="file-unreadable", place=place, remedy=REPAIR
+            )
+    raise RecipeError(
+        f"{folder}: no tokenizer can be made of {join_names(names)}: {clause(cause)}.",
+        code="file-unreadable",
+        place=place,
+        remedy=REPAIR,
+    )
+
+
+def find_damage(file: Path) -> str:
+    """Why a file of a tokenizer cannot be read; empty: it can, or it is no JSON."""
+    from tokenizers import Tokenizer
+
+    if file.name not in JSON_FILES:
+        return ""
+    try:
+        content = json.loads(file.read_bytes())
+        if not isinstance(content, dict):
+            return f"found a {type(content).__name__}, expected a JSON object"
+        if file.name == "tokenizer.json":
+            Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises no class of its own
+        return clause(error)
+    return ""
+
+
+def check_longest(tokenizer: Any, folder: Path, place: str) -> None:
+    """Check that ``model_max_length`` of a tokenizer is a number: transformers keeps any value.
+
+    Raises:
+        RecipeError: It is not.
+    """
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float):
+        raise RecipeError(
+            code="wrong-type",
+            place=f"{place}: {folder / 'tokenizer_config.json'}: model_max_length",
+            found=repr(longest),
+            expected="a number of tokens",
+            remedy="Correct it in the file, or remove it.",
+        )
 
 
 def check_saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: Any, texts: Sequence[str], where: str) -> None:

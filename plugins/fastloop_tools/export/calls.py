@@ -168,7 +168,11 @@ def _synthetic(model: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in taken or "decoder_input_ids" in taken:
         raise UsageError(
-            f"{type(model).__name__} needs batches of the recipe's data.", code="wrong-batch", place=str(folder)
+            f"{type(model).__name__} needs batches of the recipe's data, and no split of it can be read.",
+            code="wrong-batch",
+            place=str(folder),
+            expected="data that can be read, or a model that takes input_ids alone",
+            remedy="Make the files of the recipe's data readable here, or give a RECIPE that names other data.",
         )
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     generator = torch.Generator().manual_seed(0)

@@ -107,6 +107,7 @@ def outputs_of(result: Any) -> dict[str, Tensor]:
         raise UsageError(
             f"the model returns a {type(result).__name__} without tensors, which ONNX cannot express.",
             code="unsupported-model",
+            remedy="Let its forward return a tensor, or a mapping or sequence of tensors.",
         )
     return tensors
 
@@ -157,6 +158,8 @@ def export_onnx(model: nn.Module, calls: Calls, folder: Path, where: str) -> Onn
             f"at most {tolerance:.3g}, on batches of the shapes {', '.join(shapes)}. Nothing was written.",
             code="export-differs",
             place=where,
+            remedy="Look for random numbers and for branches on values of tensors in its forward: the file repeats "
+            "those of one pass. `--to safetensors` exports the model without such a pass.",
         )
     inputs = [(name, _dtype(tensor), _shape(tensor, calls.axes[name])) for name, tensor in example.items()]
     sizes = {value.name: str(value.shape).replace(",", ", ") for value in program.model.graph.outputs}

@@ -147,6 +147,8 @@ def measure(recipe: Recipe, model: Path, change: Callable[[nn.Module], None]) ->
             raise UsageError(
                 f"--quantize int8: the metrics cannot be computed from the outputs of the ONNX file: {clause(error)}.",
                 code="metric-failed",
+                remedy="Leave out --quantize to export the model in float32, or remove the metrics that need other "
+                "outputs from the recipe.",
             ) from None
         return [(name, value, run.state.metrics[SPLIT][name]) for name, value in before.items()]
 

@@ -239,6 +239,7 @@ class KeepOption:
             "the task does not predict one sample for each row, so no column can be kept.",
             code="unsupported-task",
             place=f"--keep: {self.path}",
+            remedy="Leave out --keep.",
         )
 
 
@@ -304,8 +305,8 @@ def reading_task(run: Run, path: Path) -> TextTask:
             if isinstance(plugin, TextTask):
                 return plugin
     raise UsageError(
-        f"the task {run.plugins.in_slot('task')!r} reads no columns from {path}. Predict a file with rows, or leave "
-        "out --keep.",
+        f"the task {run.plugins.in_slot('task')!r} reads no columns from {path}.",
         code="unsupported-task",
         place="--keep",
+        remedy="Predict a file with rows, or leave out --keep.",
     )

@@ -33,10 +33,12 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
             problem = _find_problem(predictions, len(batch.ids))
             if problem or predictions is None:
                 task = run.plugins.in_slot("task")
-                remedy = ""
+                remedy = (
+                    "Its hook predict returns a mapping: the name of a column -> a value for each sample of the batch."
+                )
                 if batch.samples != batch.drawn:
                     remedy = (
-                        f" The collator made {batch.samples} of {batch.drawn} samples, and which ones is not known. "
+                        f"The collator made {batch.samples} of {batch.drawn} samples, and which ones is not known. "
                         "Predict a dataset of which it keeps every sample, such as a torch.utils.data.Subset."
                     )
                 raise PluginError(

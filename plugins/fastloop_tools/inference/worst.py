@@ -144,7 +144,7 @@ def find_origins(run: Run, split: str, samples: Sequence[int], keep: Sequence[st
             f"the samples of the split {split!r} are no rows of files.",
             code="unsupported-task",
             place="--keep",
-            remedy="Leave it out.",
+            remedy="Leave out --keep.",
         )
     name_of = getattr(dataset, "place_of", None)  # of images
     origins = []

@@ -257,7 +257,8 @@ class ImageData:
                     code="one-class",
                     place=str(folders["train"]),
                     found=f"one class, {self.classes[0]!r}",
-                    expected="a folder for each of two or more",
+                    expected="a folder for each of two or more classes",
+                    remedy="Add a folder with the images of another class.",
                 )
             warn_about_alike_folders(self.classes, folders["train"])
         files = {split: self._files(folders[split], of_class) for split, of_class in images.items()}

@@ -327,6 +327,7 @@ class TagTextData(TextData):
                 place=f"{where}: data.tags",
                 found=str(list_labels(names) or "no tag"),
                 expected="at least two different tags",
+                remedy="Add sentences with other tags, or name another column in data.tags.",
             )
         for warning in warn_about_alike_names(sorted(names)):
             self.messages.append(Problem(warning, code="doubtful-labels", place=f"{where}: data.tags"))

@@ -2,7 +2,6 @@
 
 Modules:
     plugins/fastloop_tools/export/calls.py
-    plugins/fastloop_tools/export/card.py
     plugins/fastloop_tools/export/command.py
     plugins/fastloop_tools/export/folder.py
     plugins/fastloop_tools/export/onnx_model.py

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,36 @@ AUTO_CLASSES = {
 CHAT = """
 messages = [{"role": "user", "content": "Hello"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-output = model.generate(**inputs, max_new_tokens=100)
+output = model.generate(**inputs, max_new_tokens=100, do_sample=False)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
-WRITE = """output = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask)
+CONTINUE = """
+inputs = tokenizer("the first text", return_tensors="pt")
+given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+output = model.generate(**given, max_new_tokens=100, do_sample=False)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+WRITE = """given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+output = model.generate(**given, do_sample=False)
 print(tokenizer.batch_decode(output, skip_special_tokens=True))"""
 PRINT_CLASS = """for probabilities in outputs.logits.softmax(1):
     print(model.config.id2label[int(probabilities.argmax())], probabilities.max().item())"""
 PRINT_CLASSES = """for probabilities in outputs.logits.sigmoid():
     print([label for index, label in model.config.id2label.items() if probabilities[index] > 0.5])"""
+
+PRINT_NUMBERS = "print(outputs.logits.squeeze(1).tolist())"
+PRINT_TAGS = """
+words = ["the", "first", "text"]
+inputs = tokenizer([words], is_split_into_words=True, truncation=True, return_tensors="pt")
+outputs = model(**inputs)
+tokens = inputs.word_ids()  # the number of the word that each token is of
+for number, word in enumerate(words):
+    logits = outputs.logits[0, tokens.index(number)]
+    print(word, model.config.id2label[int(logits.argmax())])"""
+
+PRINT_IMAGE = """
+image = Image.open("image.png").convert("RGB")
+outputs = model(**processor(image, return_tensors="pt"))
+probabilities = outputs.logits.softmax(1)[0]
+print(model.config.id2label[int(probabilities.argmax())], probabilities.max().item())"""
 
 
 @dataclass(kw_only=True)
@@ -112,16 +134,9 @@ class ModelCard:
             ]
         architecture = self.architecture or next(iter(config.get("architectures") or ["AutoModel"]))
         auto = find_auto_class(architecture, own_classes(config))
-        names = [auto]
         lines = [place, f"model = {auto}.from_pretrained(folder{code_option(config)})"]
-        tokenizer = self._tokenizer_code(folder, auto, config)
-        if tokenizer:
-            names.append("AutoTokenizer")
-            lines += tokenizer
-        elif (folder / "preprocessor_config.json").is_file():
-            names.append("AutoImageProcessor")
-            lines.append("processor = AutoImageProcessor.from_pretrained(folder)")
-        return "transformers", [f"from transformers import {', '.join(sorted(names))}", "", *lines]
+        lines += self._input_code(folder, auto, config)
+        return "transformers", [*imports_of(lines), "", *lines]
 
     def head(self, library: str, form: str) -> list[str]:
         """The lines above the code.
@@ -149,7 +164,7 @@ class ModelCard:
             lines += [self.texts.describe_prefix(), ""]
         if tokenizes_texts and self.texts.max_length is not None:
             text = self.texts.describe_limit()
-            if self.labels:
+            if len(self.labels) > 1:
                 text += f" {EQUAL}"
             lines += [text, ""]
         if self.labels:
@@ -168,13 +183,11 @@ class ModelCard:
             ]
         config = read_json_object(folder / BASE_CONFIG)
         auto = find_auto_class(self.architecture, own_classes(config))
-        names = [auto]
         lines = [place]
         options = ""
         of_base = json.dumps(str(base))
         code = code_option(config)
         if (folder / BASE_CONFIG).is_file():  # the base with the classes of this model
-            names.append("AutoConfig")
             loader = "AutoConfig"
             if code:  # its class is in the code that ships with the base
                 lines.append(f"config = AutoConfig.from_pretrained({of_base}{code})")
@@ -184,35 +197,62 @@ class ModelCard:
         elif self.labels:
             options = f", num_labels={len(self.labels)}"
         lines.append(f"base = {auto}.from_pretrained({of_base}{options}{code})")
+        if (folder / "generation_config.json").is_file():  # peft does not read it
+            lines.append("base.generation_config = GenerationConfig.from_pretrained(folder)")
         lines.append("model = PeftModel.from_pretrained(base, folder)")
-        tokenizer = self._tokenizer_code(folder, auto, config)
-        if tokenizer:
-            names.append("AutoTokenizer")
-            lines += tokenizer
-        return ["from peft import PeftModel", f"from transformers import {', '.join(sorted(names))}", "", *lines]
+        lines += self._input_code(folder, auto, config)
+        return [*imports_of(lines), "", *lines]
 
-    def _tokenizer_code(self, folder: Path, auto: str, config: dict[str, Any]) -> list[str]:
-        """The code that loads an exported tokenizer, and gives texts to the model; empty: the folder has no tokenizer.
+    def _input_code(self, folder: Path, auto: str, config: dict[str, Any]) -> list[str]:
+        """The code that loads an exported tokenizer or image processor, and gives texts or an image to the model. Empty
+        if the folder has neither.
 
-        It prints the answer of a chat model, the text that an encoder-decoder writes, or the classes of each text.
+        It prints the answer of a chat model, the text that another model writes, or the classes of each text or word.
 
         Args:
             auto: The Auto class of the model.
             config: The configuration of transformers, with the classes.
         """
         if not (folder / "tokenizer_config.json").is_file():
-            return []
+            if not (folder / "preprocessor_config.json").is_file():
+                return []
+            lines = ["processor = AutoImageProcessor.from_pretrained(folder)"]
+            if auto == "AutoModelForImageClassification":
+                lines += PRINT_IMAGE.splitlines()
+            return lines
         lines = [f"tokenizer = AutoTokenizer.from_pretrained(folder{code_option(config)})"]
         if auto == "AutoModelForCausalLM" and has_chat_template(folder):
             lines += CHAT.splitlines()
+        elif auto == "AutoModelForCausalLM":
+            lines += CONTINUE.splitlines()
         elif auto == "AutoModelForSeq2SeqLM":
             lines += ["", self.texts.tokenizer_call("pt"), *WRITE.splitlines()]
-        elif auto == "AutoModelForSequenceClassification" and len(self.labels) > 1:
+        elif auto == "AutoModelForTokenClassification":
+            lines += PRINT_TAGS.splitlines()
+        elif auto == "AutoModelForSequenceClassification":
             lines += ["", self.texts.tokenizer_call("pt")]
             lines.append("outputs = model(**inputs)")
             several = config.get("problem_type") == "multi_label_classification"
-            lines += PRINT_CLASSES.splitlines() if several else PRINT_CLASS.splitlines()
+            if len(self.labels) == 1:
+                lines.append(PRINT_NUMBERS)
+            elif several:
+                lines += PRINT_CLASSES.splitlines()
+            else:
+                lines += PRINT_CLASS.splitlines()
         return lines
+
+
+def imports_of(lines: Iterable[str]) -> list[str]:
+    """The imports that the code of a card needs."""
+    code = "\n".join(lines)
+    imports = []
+    if "PeftModel" in code:
+        imports.append("from peft import PeftModel")
+    if "Image.open" in code:
+        imports.append("from PIL import Image")
+    names = sorted(set(re.findall(r"\b(Auto\w+|GenerationConfig)\.from_pretrained", code)))
+    imports.append(f"from transformers import {', '.join(names)}")
+    return imports
 
 
 def label_table(labels: Mapping[int, str]) -> list[str]:

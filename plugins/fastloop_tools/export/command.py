@@ -206,12 +206,11 @@ def write_readme(destination: Path, card: ModelCard, exported: OnnxExport | None
         card: Its content. The task is that of an ONNX model only.
         exported: The ONNX model; None: the export is a model of transformers.
     """
-    from fastloop.runtime.files import read_json_object
     from fastloop_tools.export.card import onnx_card
 
     readme = destination / "README.md"
     if exported is not None:
-        page = onnx_card(card, exported, read_json_object(destination / "config.json"))
+        page = onnx_card(card, exported, destination)
     elif not readme.exists():  # a model of another program, or of an earlier version
         page = card.render(destination)
     elif is_unedited(readme):

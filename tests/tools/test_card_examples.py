@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from inference_runs import train
+from long_form import long_form_only
 from needed_packages import skip_file_without
 from round_trip_cases import KINDS, Case
 from round_trip_data import Bases, read_rows, write_data
@@ -57,13 +58,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def cases() -> list[Any]:
-    """Each kind in each form that it has."""
+    """Each kind in each form that it has. Outside the long form, each kind runs in one form, in turn, and in those of
+    ``QUICK``."""
     made = []
-    for kind in KINDS:
-        for form in FORMS:
+    for number, kind in enumerate(KINDS):
+        for index, form in enumerate(FORMS):
             if kind == "module" and form in ("adapter", "merged"):
                 continue  # an adapter needs a pretrained model
-            marks = [] if (kind, form) in QUICK else [pytest.mark.slow]
+            marks = []
+            if (kind, form) not in QUICK:
+                marks.append(pytest.mark.slow)
+                if index != number % len(FORMS):
+                    marks.append(long_form_only)
             made.append(pytest.param(kind, form, id=f"{kind}-{form}", marks=marks))
     return made
 

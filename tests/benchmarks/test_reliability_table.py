@@ -57,6 +57,14 @@ def test_every_group_has_its_promise_and_the_count_of_its_tests(page: Any) -> No
         assert f"`{file}.py`: {len(docstrings(page.suite / f'{file}.py'))} tests, " in part, f"write {page.table.name}"
 
 
+def test_the_total_is_the_sum_of_the_groups(page: Any) -> None:
+    text = page.table.read_text(encoding="utf-8")
+    counts = [int(count.replace(",", "")) for count in re.findall(r"\d tests, ([\d,]+) \w+\.", text)]
+    total = re.search(r"\*\*([\d,]+) \w+ tried", text)
+    assert total is not None
+    assert int(total[1].replace(",", "")) == sum(counts)
+
+
 def case(file: str, name: str, fault: str, promise: str, inside: str = "", **more: int) -> str:
     """A test's case in a report."""
     said = {"fault": fault, "promise": promise, "times": 10, **more}

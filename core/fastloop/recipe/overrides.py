@@ -61,7 +61,12 @@ def apply_overrides(
         RecipeError: An override or an interpolation is invalid.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+    from omegaconf.errors import (
+        InterpolationResolutionError,
+        InterpolationToMissingValueError,
+        MissingMandatoryValue,
+        OmegaConfBaseException,
+    )
 
     try:
         interpolation.measure(tree, where, (), {})
@@ -72,18 +77,57 @@ def apply_overrides(
                 _check_plugin(override, tree["plugins"], where)
             config = _merge_override(config, override, where)
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    except MissingMandatoryValue:
-        missing = ", ".join(sorted(OmegaConf.missing_keys(config)))
+    except (MissingMandatoryValue, InterpolationToMissingValueError):
+        missing = sorted(_missing_keys(OmegaConf.to_container(config, resolve=False), ""))
         raise RecipeError(
             "found '???', which stands for a value to fill in.",
             code="missing-value",
-            place=f"{where}: {missing}",
+            place=f"{where}: {', '.join(missing)}",
             remedy="Set each of them.",
         ) from None
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise RecipeError(f"{clause(error)}.", code="invalid-recipe", place=where) from None
+    except InterpolationResolutionError as error:
+        siblings: Any = OmegaConf.to_container(error.parent_node, resolve=False)
+        raise RecipeError(
+            code="unresolved-interpolation",
+            place=f"{where}: {error.full_key}",
+            found=repr(siblings[error.key]),
+            expected="${...} with the name of another key of the recipe, whose value does not depend on this one",
+            remedy="Correct the name, or write the value itself.",
+        ) from None
+    except RecursionError:
+        raise RecipeError(
+            "its ${...} name each other in a chain that is too long.",
+            code="unresolved-interpolation",
+            place=where,
+            remedy="Write the value itself in some of them.",
+        ) from None
+    except OmegaConfBaseException as error:
+        raise RecipeError(
+            f"cannot be read: {clause(error)}.",
+            code="invalid-recipe",
+            place=where,
+            remedy="Use only text, numbers, lists and mappings.",
+        ) from None
     resolved["plugins"] = plugins_by_name(resolved.get("plugins"), where, None, {})
     return resolved
+
+
+def _missing_keys(tree: Any, key: str) -> list[str]:
+    """The keys of a tree whose value is ``???``: ``data.files[0]``.
+
+    Args:
+        key: The key of the tree; empty for the recipe.
+    """
+    if tree == "???":
+        return [key]
+    keys = []
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            keys += _missing_keys(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            keys += _missing_keys(value, f"{key}[{index}]")
+    return keys
 
 
 def parse_override(item: str, references: Mapping[str, str]) -> Override:
@@ -157,17 +201,52 @@ def _find_list(tree: Any, key: str) -> str:
     return ""
 
 
+def _refuse_other_kind(before: Any, after: Any, key: str, override: Override, where: str) -> None:
+    """Refuse an override that has a list where the recipe has a mapping, or the reverse.
+
+    OmegaConf merges two mappings, and replaces lists and other values. It cannot merge a mapping with a list.
+
+    Args:
+        before: The value in the recipe.
+        after: The value that the override sets.
+        key: The key of both; empty for the recipe.
+
+    Raises:
+        RecipeError: Names the key.
+    """
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name, value in after.items():
+            if name in before:
+                escaped = re.sub(r"[.\[\]=]", r"\\\g<0>", str(name))
+                _refuse_other_kind(before[name], value, f"{key}.{escaped}" if key else escaped, override, where)
+        return
+    if isinstance(before, dict) and isinstance(after, list):
+        text = f"{key} is a mapping in {where}, and this override makes it a list."
+    elif isinstance(before, list) and isinstance(after, dict):
+        text = f"{key} is a list in {where}, and this override makes it a mapping."
+    else:
+        return
+    raise RecipeError(
+        text,
+        code="override-failed",
+        place=override.text,
+        found=repr(before),
+        remedy=f"To replace it, add {key}=null before this override.",
+    )
+
+
 def _merge_override(config: Any, override: Override, where: str) -> Any:
     """OmegaConf's configuration with the value of an override.
 
     Raises:
-        RecipeError: The value is no YAML, or the key is that of a part of a list, or does not fit the recipe.
+        RecipeError: The value is no YAML, or the key is that of a part of a list, or a list and a mapping meet.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     interpolation.measure(override.text, override.key, (), {})
-    above = _find_list(OmegaConf.to_container(config, resolve=False), override.key)
+    before = OmegaConf.to_container(config, resolve=False)
+    above = _find_list(before, override.key)
     if above:
         raise RecipeError(
             f"{above} is a list, and an override cannot set a part of it.",
@@ -177,11 +256,17 @@ def _merge_override(config: Any, override: Override, where: str) -> Any:
         )
     last_key = override.key.rpartition(".")[2]
     secrets.remember({last_key: override.value}, override.key)
+    value = safe_yaml.load(override.value, override.text, in_shell=True)
     try:
         change = OmegaConf.create()
-        OmegaConf.update(change, override.key, safe_yaml.load(override.value, override.text, in_shell=True))
+        OmegaConf.update(change, override.key, value)
+        changed = OmegaConf.to_container(change, resolve=False)
+        _refuse_other_kind(before, changed, "", override, where)
         return OmegaConf.merge(config, change)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(
-            f"cannot be applied to {where}: {clause(error)}.", code="override-failed", place=override.text
+            f"cannot be applied to {where}: {clause(error)}.",
+            code="override-failed",
+            place=override.text,
+            remedy="Give the key of an option, and a value that is text, a number, a list or a mapping.",
         ) from None

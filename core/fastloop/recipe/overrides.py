@@ -21,6 +21,11 @@ from fastloop.recipe.recipe import SECTIONS
 _OVERRIDE = re.compile(r"(?P<key>(\\[.\[\]=]|[^=\\]|\\(?![.\[\]=]))*)=(?P<value>.*)", re.DOTALL)
 """``key=value``, divided at the first ``=``. A backslash before ``=`` makes it a part of the key: ``data.a\\=b=1``."""
 
+_NAME = r"(?:\\[.\[\]=]|[^.\[])+"
+_PATH = re.compile(rf"{_NAME}(?:\.{_NAME}|\[[^\[\]]+\])*")
+"""The key of an override, without an empty name: ``data.files.train`` and ``model[config].width``, but not
+``model..width``. OmegaConf accepts empty names, and leaves out the end of ``model[config]width``."""
+
 
 @dataclass(frozen=True)
 class Override:
@@ -140,6 +145,13 @@ def parse_override(item: str, references: Mapping[str, str]) -> Override:
     if parts is None or not parts["key"]:
         raise RecipeError(
             "not an override.", code="not-an-override", place=item, expected="key=value, such as train.lr=1e-4"
+        )
+    if _PATH.fullmatch(parts["key"]) is None:
+        raise RecipeError(
+            code="not-an-override",
+            place=item,
+            found=f"the key {parts['key']!r}",
+            expected="names with one dot between them, such as model.config.width",
         )
     override = Override(item, parts["key"], parts["value"])
     if override.section not in SECTIONS:

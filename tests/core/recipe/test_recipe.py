@@ -387,6 +387,31 @@ def test_invalid_override_is_rejected(override, expected):
         load_recipe(write(BASE.replace("width: 8}", "width: 8, parts: [{width: 4}]}, sizes: [1, 2]")), [override])
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model..a",
+        "model.",
+        ".model",
+        "model.a.",
+        "model[]",
+        "model[a]..b",
+        "model.[a]",
+        "model[a",
+        "model[a]b",
+        "data.[0]",
+    ],
+)
+def test_override_with_an_empty_or_incomplete_name_is_rejected(key):
+    assert_problem(problem_of(write(BASE), [f"{key}=1"]), f"not-an-override {key}=1: {key!r} model.config.width")
+
+
+def test_names_of_an_override_may_be_in_brackets_or_have_escaped_dots():
+    recipe = load_recipe(write(BASE), ["model.config[width]=16", "data.a\\.b=1", "data.c\\=d=2", "data.e[f.g]=3"])
+    assert recipe.model["config"]["width"] == 16
+    assert (recipe.data["a.b"], recipe.data["c=d"], recipe.data["e"]) == (1, 2, {"f.g": 3})
+
+
 def test_with_adds_without_removes_and_an_added_plugin_takes_overrides():
     recipe = load_recipe(
         write(BASE), ["plugins.early-stopping.patience=3"], ["early-stopping", "amp", "log"], ["ema", "progress"]

@@ -174,7 +174,8 @@ class TakesFourSamples(nn.Module):
 def test_a_batch_that_does_not_fit_into_memory_is_left_to_auto_micro_batch(caplog):
     train({"a": MulticlassAccuracy(3)}, None, "auto-micro-batch", model=TakesFourSamples(), epochs=1)
     assert_problem(caplog, "out-of-memory a batch of validation metrics were not tried")
-    assert_problem(caplog, "out-of-memory auto-micro-batch: validation 4 samples from here on")
+    assert_problem(caplog, "out-of-memory auto-micro-batch: validation at step 2: 4 samples from here on")
+    assert [file.name for file in Path("run/out_of_memory").iterdir()] == ["step-2-rank-0.txt"]
 
 
 def test_without_metric_check_the_first_evaluation_fails_and_names_the_split():

@@ -19,20 +19,25 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def write_memory_report(run: Run, error: Exception, where: str) -> None:
-    """Write the contents of the memory to ``out_of_memory/`` in the run folder, for users to read."""
+def write_memory_report(run: Run, error: Exception, where: str, step: int) -> None:
+    """Write the contents of the memory to ``out_of_memory/`` in the run folder, for users to read.
+
+    Args:
+        where: The split.
+        step: The step that failed, or the one before the evaluation that failed.
+    """
     import psutil
     import torch
 
     folder = run.folder / "out_of_memory"
     folder.mkdir(exist_ok=True)
-    name = f"step-{run.state.step + 1}-rank-{run.rank}"
+    name = f"step-{step}-rank-{run.rank}"
     contents = "\n".join(f"{key}: {value}" for key, value in psutil.Process().memory_info()._asdict().items())
     if run.device.type == "cuda":
         contents = torch.cuda.memory_summary(run.device)
         torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))  # type: ignore[no-untyped-call]
     stack = "".join(traceback.format_tb(error.__traceback__))
-    files.write(folder / f"{name}.txt", f"{where}, step {run.state.step + 1}: {error}\n\n{contents}\n\n{stack}")
+    files.write(folder / f"{name}.txt", f"{where}, step {step}: {error}\n\n{contents}\n\n{stack}")
 
 
 def free_tensors(error: Exception) -> None:

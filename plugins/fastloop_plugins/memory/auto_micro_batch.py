@@ -117,8 +117,10 @@ class AutoMicroBatch(Plugin):
             is_single_sample = size == 1
         if is_single_sample:
             return None  # nothing is left to halve
+        # training fails in the step after the counted ones, and an evaluation follows them
+        step = run.state.step if split else run.state.step + 1
         if self.snapshot:
-            write_memory_report(run, error, where)
+            write_memory_report(run, error, where, step)
         if is_split_by_plugin:
             pieces *= 2
             new_size = f"cut into {pieces}"
@@ -128,7 +130,6 @@ class AutoMicroBatch(Plugin):
         self.sizes[where] = [size, pieces]
         free_tensors(error)
         self.write(run)
-        step = run.state.step + 1
         if run.world_size > 1:
             raise OutOfMemory(
                 f"micro-batches of {where} do not fit into memory at step {step}: {new_size} from here on, when the "

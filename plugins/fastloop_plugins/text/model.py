@@ -47,6 +47,7 @@ from fastloop_plugins.text.tokenizers import (
     TrainedTokenizer,
     check_longest,
     check_saved_tokenizer,
+    check_unknown_word,
     refuse_damaged_tokenizer,
     save_sentencepiece,
     train_tokenizer,
@@ -275,6 +276,7 @@ class TextModel:
             refuse_damaged_tokenizer(folder, error.__cause__, place)
             raise
         check_longest(tokenizer, folder, place)
+        check_unknown_word(tokenizer, folder, place)
         # transformers makes an empty one if there are no files
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise RecipeError(

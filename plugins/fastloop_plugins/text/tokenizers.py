@@ -28,6 +28,8 @@ OTHER_FILES = ("merges.txt", "vocab.txt", "spiece.model", "tokenizer.model")
 """Further files of a saved tokenizer."""
 REPAIR = "Write it again with save_pretrained of transformers, or name another tokenizer: model.tokenizer=FOLDER."
 """Advice for a damaged tokenizer."""
+UNKNOWN_WORD = "\u16a0"
+"""A rune, which few vocabularies have. Normalizers keep it, because it is a letter."""
 CHARACTERS = 10_000
 """Characters of each of these texts at most."""
 
@@ -187,6 +189,29 @@ def check_longest(tokenizer: Any, folder: Path, place: str) -> None:
             expected="a number of tokens",
             remedy="Correct it in the file, or remove it.",
         )
+
+
+def check_unknown_word(tokenizer: Any, folder: Path, place: str) -> None:
+    """Check that a tokenizer can encode a word that is not in its vocabulary.
+
+    Raises:
+        RecipeError: Its token for unknown words is not in its vocabulary.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    token = None if backend is None else getattr(backend.model, "unk_token", None)
+    if backend is None or token is None:
+        return
+    try:
+        backend.encode(UNKNOWN_WORD, add_special_tokens=False)
+    except Exception as error:  # tokenizers raises no class of its own
+        file = folder / "tokenizer.json"
+        raise RecipeError(
+            f"{file if file.is_file() else folder} cannot encode an unknown word, because its unk_token {token!r} is "
+            f"not in the vocabulary of its model: {clause(error)}.",
+            code="file-unreadable",
+            place=place,
+            remedy="Add the token to that vocabulary, or name another tokenizer: model.tokenizer=FOLDER.",
+        ) from None
 
 
 def check_saved_tokenizer(tokenizer: PreTrainedTokenizerBase, config: Any, texts: Sequence[str], where: str) -> None:

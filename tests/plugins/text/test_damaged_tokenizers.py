@@ -86,6 +86,15 @@ DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+UNKNOWN = {
+    "words": with_model(unk_token="[none]"),
+    "word pieces": with_model(
+        type="WordPiece", unk_token="[none]", continuing_subword_prefix="##", max_input_chars_per_word=100
+    ),
+    "byte pairs": with_model(type="BPE", unk_token="[none]", merges=[]),
+}
+
+
 def write_tokenizer(files: dict[str, Any]) -> None:
     """Write a tokenizer to ``saved``.
 
@@ -128,6 +137,13 @@ def test_the_error_names_the_damaged_file(files, expected):
     with expect_problem(f"file-unreadable model.tokenizer: saved {expected}", RecipeError) as refused:
         build()
     assert "model.tokenizer=FOLDER" in refused.value.problem.remedy
+
+
+@pytest.mark.parametrize("content", UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_the_token_for_unknown_words_must_be_in_the_vocabulary(content):
+    write_tokenizer({"tokenizer.json": content})
+    with expect_problem("file-unreadable model.tokenizer: saved tokenizer.json unk_token '[none]'", RecipeError):
+        build()
 
 
 def test_the_longest_text_must_be_a_number():

@@ -93,6 +93,7 @@ class ClassLoss:
 
     def __init__(self, value: str | Mapping[str, Any], where: str) -> None:
         self.options = parse(LossOptions, {"name": value} if isinstance(value, str) else value, where)
+        self.place = where
         self.where = f"{where}.class_weights"
         self.weights: Tensor | None = None
         self._placed: Tensor | None = None
@@ -267,10 +268,11 @@ class ClassLoss:
         """The mean loss.
 
         Raises:
-            UsageError: There are more or fewer weights than classes of the logits.
+            UsageError: The targets are one-hot integers, or there are more or fewer weights than classes of the logits.
         """
         from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 
+        self._refuse_one_hot(logits, targets)
         weights = self._weights_on(logits.device)
         if weights is not None and logits.shape[1:2] != weights.shape:
             raise UsageError(
@@ -284,6 +286,21 @@ class ClassLoss:
             return cross_entropy(logits, targets, weights, label_smoothing=self.options.label_smoothing)
         log = log_softmax(logits, 1)
         return nll_loss((1 - log.exp()) ** self.options.gamma * log, targets, weights)
+
+    def _refuse_one_hot(self, logits: Tensor, targets: Tensor) -> None:
+        """Raise an error for integers of the shape of the logits, such as (N, C): ``balanced`` has counted 0 and 1 as
+        classes. Without the logits, they look like the classes of tokens (N, T), for which logits are (N, C, T).
+        """
+        if targets.is_floating_point() or logits.shape != targets.shape:
+            return
+        samples = (len(targets), *targets.shape[2:])
+        raise UsageError(
+            f"the targets are integers of the shape of the logits, {tuple(logits.shape)}. They seem to be one-hot.",
+            code="one-hot-targets",
+            place=self.place,
+            expected=f"the numbers of the classes, of the shape {samples}",
+            remedy="Return the argmax of each one-hot target from the dataset.",
+        )
 
     def of_sets(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The binary cross entropy of logits (N, C) and targets (N, C) of 0.0 and 1.0: the mean over all of them.

@@ -16,10 +16,12 @@ from text_helpers import text_run
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
+from torch.utils.data import TensorDataset
 from training_runs import execute
 
 from fastloop import RecipeError, UsageError
 from fastloop.testing import assert_problem, expect_problem
+from fastloop_plugins.tasks.shared.losses import ClassLoss, targets_of
 
 WEIGHTS = [1.0, 2.5, 0.25]
 
@@ -155,6 +157,10 @@ def other_targets(kind, as_list=False):
         targets[targets == 2] = 1
     elif kind == "one-hot":
         targets = nn.functional.one_hot(targets).float()
+    elif kind == "one-hot integers":
+        targets = nn.functional.one_hot(targets)
+    elif kind == "one-hot pairs":
+        targets = nn.functional.one_hot(targets.clamp(max=1))
     elif kind == "numbers":
         targets = targets.double()
     samples = TensorDataset(inputs, targets)
@@ -194,6 +200,25 @@ def test_weights_that_do_not_fit_the_logits_are_an_error(name, weights, kind, co
     run = make_run(*targets(kind), loss={"name": name, "class_weights": weights})
     with expect_problem(f"wrong-weights loss.class_weights {count} weights (8, 3) (8,)", UsageError):
         execute(run)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("weights", [None, "balanced", [1.0, 2.0]])
+@pytest.mark.parametrize(("kind", "width"), [("one-hot pairs", 2), ("one-hot integers", 3)])
+def test_one_hot_integers_are_an_error(kind, width, weights, as_list):
+    overrides = targets(kind, as_list)
+    Path("pairs.py").write_text(CODE.replace("(width, 3)", f"(width, {width})"))
+    run = make_run(*overrides, "model.module=pairs.py:Net", loss={"name": "focal", "class_weights": weights})
+    with expect_problem(f"one-hot-targets module.loss (8, {width}) (8,) argmax", UsageError):
+        execute(run)
+
+
+def test_two_tokens_of_two_classes_are_not_one_hot():
+    labels = torch.eye(2, dtype=torch.int64)[[0, 1, 1, 0, 1]]
+    logits = torch.randn(5, 2, 2, generator=torch.Generator().manual_seed(0))
+    loss = ClassLoss({"name": "cross_entropy", "class_weights": "balanced"}, "loss")
+    loss.set_weights(lambda: targets_of(TensorDataset(logits, labels), "loss"))
+    torch.testing.assert_close(loss(logits, labels), functional.cross_entropy(logits, labels), rtol=0, atol=0)
 
 
 # -- text-classification -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,13 @@ def show(value: Any) -> str:
         return f"a deeply nested {type(value).__name__}"
 
 
+def propose_cast(value: Any) -> str:
+    """The remedy for a decimal of a Parquet or Arrow file, which is no label, number or text; empty for others."""
+    if not isinstance(value, Decimal):
+        return ""
+    return " Write the column as float64, int64 or text."
+
+
 def is_missing(value: Any) -> bool:
     """Whether a cell has no value: null, NaN, or a text or list without content."""
     if isinstance(value, str):
@@ -163,7 +171,7 @@ def problem_of_text(value: Any) -> str | None:
             "docs/tasks/image-classification.md has a script that writes one."
         )
     if not isinstance(value, str):
-        return f"holds {show(value)}, expected text."
+        return f"holds {show(value)}, expected text.{propose_cast(value)}"
     try:
         value.encode()
     except UnicodeEncodeError:

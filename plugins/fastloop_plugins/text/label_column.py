@@ -19,7 +19,7 @@ from fastloop.problem import agree, counted_of
 from fastloop_plugins._mapped import take, zeros
 from fastloop_plugins.rows.column import Column, in_blocks
 from fastloop_plugins.rows.drop import drop_line
-from fastloop_plugins.rows.table import Table, is_missing, problem_of_text, same_name, show
+from fastloop_plugins.rows.table import Table, is_missing, problem_of_text, propose_cast, same_name, show
 from fastloop_plugins.text.label_names import Label, list_labels
 
 if TYPE_CHECKING:
@@ -251,12 +251,12 @@ def _check_cells(part: Table, cells: Column, options: DataOptions) -> None:
 
 
 def _other_label_type(cell: Any) -> str:
-    """The remedy for a cell that is a label of another ``data.label_type``; empty if it is none."""
+    """The remedy for a cell that is a label of another ``data.label_type``, or a decimal; empty for other cells."""
     if isinstance(cell, list):
         return " If these are labels: data.label_type=classes."
     if isinstance(cell, Real):
         return " If these are labels: data.label_type=number."
-    return ""
+    return propose_cast(cell)
 
 
 def _refuse_header(part: Table, cells: Column, options: DataOptions) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.problem import agree, counted, counted_of
 from fastloop_plugins._mapped import concatenate, spans, take, zeros
-from fastloop_plugins.rows.table import Table, show
+from fastloop_plugins.rows.table import Table, propose_cast, show
 from fastloop_plugins.text.label_column import NUMBER, is_label, is_unlabelled, leave_out_unlabelled
 from fastloop_plugins.text.label_names import count_classes, list_labels, refuse_broken_names, written_label
 from fastloop_plugins.text.label_warnings import find_alike, warn_about_alike_names
@@ -110,7 +110,7 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
             where = f"{part.row(row + 1)}: column {name!r} ({key})"
-            remedy = propose_point(value) if part.untyped else ""
+            remedy = propose_point(value) if part.untyped else propose_cast(value)
             if is_unlabelled(value):
                 remedy = f" {leave_out_unlabelled(part, name)}"
             raise RecipeError(

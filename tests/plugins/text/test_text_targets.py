@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import csv
 import json
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 from data_helpers import problem_of, text_data
 from inference_runs import write_csv
 from interrupted_runs import Case, check_interrupted
+from pyarrow import parquet
 from recipe_runs import assert_same
 from text_helpers import TINY_GPT, make_run
 from text_loops import BERT, DISTILBERT, TRAIN, plain_loop, pretrained, trained
@@ -346,3 +349,25 @@ def test_options_of_another_problem_are_refused(section, options, expected):
 def test_a_language_model_has_no_label_type():
     with expect_problem("unknown-option data.label_type", RecipeError):
         make_run("causal-lm", {"config": TINY_GPT}, {"files": {"train": "train.csv"}, "label_type": "number"})
+
+
+def write_decimals(column: str) -> None:
+    """Write ``train.parquet``, in which a column holds decimals."""
+    values = {"text": [f"a film number {row}" for row in range(8)], "score": [row % 2 for row in range(8)]}
+    arrays = {name: pyarrow.array(cells) for name, cells in values.items()}
+    arrays[column] = pyarrow.array([Decimal(row % 2) for row in range(8)])
+    parquet.write_table(pyarrow.table(arrays), "train.parquet")
+
+
+@pytest.mark.parametrize(
+    ("column", "label", "label_type", "code"),
+    [
+        pytest.param("score", "score", "class", "wrong-label", id="class"),
+        pytest.param("score", "score", "number", "wrong-label", id="number"),
+        pytest.param("text", "score", "class", "invalid-row", id="text"),
+    ],
+)
+def test_decimals_are_an_error_that_proposes_a_cast(column, label, label_type, code):
+    write_decimals(column)
+    problem = problem_of("train.parquet", label=label, label_type=label_type)
+    assert_problem(problem, f"{code} {column} Decimal float64 int64")

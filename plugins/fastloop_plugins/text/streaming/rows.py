@@ -10,7 +10,7 @@ import numpy as np
 from fastloop.errors import DataError
 from fastloop_plugins._mapped import flat
 from fastloop_plugins.rows.drop import drop_line
-from fastloop_plugins.rows.table import Bad, RowError, show
+from fastloop_plugins.rows.table import Bad, RowError, propose_cast, show
 from fastloop_plugins.text.columns import join_columns, token_types
 from fastloop_plugins.text.encoding import encode
 from fastloop_plugins.text.label_column import is_unlabelled
@@ -75,7 +75,7 @@ class LabelReader:
         number = read_number(value, self.untyped)
         if number is not None:
             return number
-        remedy = propose_point(value) if self.untyped else ""
+        remedy = propose_point(value) if self.untyped else propose_cast(value)
         if is_unlabelled(value):
             remedy = f" {drop_line(self.column, 'empty: true')}"
         raise DataError(

@@ -11,7 +11,7 @@ from fastloop.problem import agree, counted_of
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.drop import drop_line
 from fastloop_plugins.rows.split_rows import BlankTexts
-from fastloop_plugins.rows.table import Table
+from fastloop_plugins.rows.table import Table, same_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +58,27 @@ def describe_empty(parts: Sequence[Table]) -> list[Problem]:
     )
     remedy = "If it should have some, write or copy it again."
     return [Problem(text, code="empty-file", place=empty[0], remedy=remedy)]
+
+
+def describe_alike(parts: Iterable[Table], keys: Mapping[str, str]) -> list[Problem]:
+    """A warning for each column that is read, if a file has another one whose name differs only by case, spaces, or
+    characters that cannot be seen.
+
+    Args:
+        keys: Column that is read -> the option of ``data`` that names it.
+    """
+    problems: dict[tuple[str, str], Problem] = {}  # both columns -> the warning for the first file that has them
+    for part in parts:
+        names = [str(name) for name in part.all_names()]
+        for read, key in keys.items():
+            for other in names:
+                if other in keys or read not in names or same_name(other) != same_name(read):
+                    continue
+                text = f"there are the columns {read!r} and {other!r}. Only {read!r} is read (data.{key})."
+                remedy = "If they are one column, give them one name."
+                warning = Problem(text, code="alike-columns", place=part.where, remedy=remedy)
+                problems.setdefault((read, other), warning)
+    return list(problems.values())
 
 
 def are_empty(count: int) -> str:

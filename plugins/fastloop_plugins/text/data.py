@@ -35,7 +35,7 @@ from fastloop_plugins.rows.split_rows import Rows, RowsBuilder
 from fastloop_plugins.rows.suffixes import FORMATS, format_of, installed_formats
 from fastloop_plugins.rows.table import Bad, Table, text_column
 from fastloop_plugins.rows.unreadable import UnreadableRows
-from fastloop_plugins.text.columns import check_texts, column_names, describe_empty, refuse_empty
+from fastloop_plugins.text.columns import check_texts, column_names, describe_alike, describe_empty, refuse_empty
 from fastloop_plugins.text.dropped_rows import drop_repeats, drop_rows
 from fastloop_plugins.text.option_checks import check_label_options
 from fastloop_plugins.text.options import DataOptions
@@ -223,6 +223,8 @@ class TextData:
                 )
         for name in splits.values():
             self.messages += describe_empty(parts.get(name, []))
+        used = [part for role, name in splits.items() if self.reports(role) for part in parts.get(name, [])]
+        self.messages += describe_alike(used, self.text_columns() | self.label_columns())
         tables = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
         if self.skip_unreadable:  # rows that are left out anyway need not be readable
             for role, of_role in tables.items():

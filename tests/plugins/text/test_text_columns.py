@@ -10,11 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
 from data_helpers import problem_of, refusal, text_data
 from inference_runs import write_csv
 from interrupted_runs import Case, check_interrupted
+from pyarrow import parquet
 from recipe_runs import assert_same
 from text_helpers import TINY_GPT, make_run
 from text_loops import BERT, DISTILBERT, TRAIN, plain_loop, pretrained, trained
@@ -143,9 +145,6 @@ def test_every_source_gives_the_same_pairs(source):
             Path(f"{split}.csv").rename(f"set/{split}.csv")
         section["name"] = "set"
     else:
-        import pyarrow
-        from pyarrow import parquet
-
         parquet.write_table(pyarrow.Table.from_pylist(rows(40)), "train.parquet")
         Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(40)))
         section["files"] = {"train": f"train.{source}"}
@@ -235,3 +234,22 @@ def test_a_text_file_and_a_language_model_have_one_column():
 def test_a_file_without_a_header_gets_a_suggestion_with_all_columns():
     Path("train.csv").write_text("\n".join(f"{row['premise']},{row['hypothesis']},{row['label']}" for row in rows(8)))
     assert "data.read.columns=[premise,hypothesis,label]" in refusal("train.csv", text=PAIR)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(("read", "other"), [("text", "Text"), ("label", "LABEL")])
+def test_columns_that_differ_by_case_give_one_warning(read, other, suffix, caplog):
+    content = [{"text": f"a film number {row}", "label": row % 2} for row in range(6)]
+    for row in content:
+        row[other] = row[read]
+    path = f"alike.{suffix}"
+    if suffix == "csv":
+        write_csv(Path(path), content)
+    elif suffix == "jsonl":
+        Path(path).write_text("".join(json.dumps(row) + "\n" for row in content))
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(content), path)
+    text_data({"train": path, "validation": path}).load()
+    warnings = [record.msg for record in caplog.records if getattr(record.msg, "code", "") == "alike-columns"]
+    (warning,) = warnings
+    assert_problem(warning, f"alike-columns {path} '{read}' '{other}' data.{read}")

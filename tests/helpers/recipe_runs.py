@@ -16,6 +16,7 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 from fastloop.run import Run
+from fastloop.runtime import files
 
 EPOCHS = 2
 BATCH = 8
@@ -94,8 +95,9 @@ def make_run(
         "plugins": [{"module": {"loss": loss, **(task or {})}}, *plugins],
         "output": "out",
     }
-    Path("code.py").write_text(CODE)
-    Path("r.yaml").write_text(yaml.safe_dump(tree))
+    # atomically, since processes of one folder write the same files
+    files.write(Path("code.py"), CODE, durable=False)
+    files.write(Path("r.yaml"), yaml.safe_dump(tree), durable=False)
     recipe = load_recipe("r.yaml", overrides)
     return build(resolve(recipe, objects=list(objects)), resume=resume)
 

@@ -43,7 +43,7 @@ def test_files_of_a_diverged_run_are_json(cli):
     Path("nan_rows.py").write_text(NAN_ROWS)
     train = {"optimizer": "SGD", "lr": 1e38, "epochs": 1}
     write_recipe(train=train, plugins=PLUGINS, output="run")
-    assert cli("sweep", "recipe.yaml", "train.lr=1e38,1e-2")[0] == 0
+    assert cli("sweep", "recipe.yaml", "train.lr=1e38,1e-2")[0] == 1  # its metric is NaN
     run = "run/lr-1e38"
     assert cli("evaluate", run, "--split", "validation", "--worst", "2", "--json", "results.json")[0] == 0
     assert cli("predict", run, "--split", "validation", "--out", "predictions.jsonl")[0] == 0

@@ -229,7 +229,10 @@ class FailsOnMeta:
 
 
 def test_a_model_that_cannot_be_built_without_memory_is_built():
-    assert build_from_config(FailsOnMeta, None, "model.config").p == 0.5
+    from transformers import AutoConfig
+
+    large = AutoConfig.for_model("distilbert", vocab_size=10**9)
+    assert build_from_config(FailsOnMeta, large, "model.config").p == 0.5
 
 
 def test_a_damaged_model_folder_is_refused(pretrained):

@@ -146,14 +146,22 @@ def parse_override(item: str, references: Mapping[str, str]) -> Override:
         raise RecipeError(
             "not an override.", code="not-an-override", place=item, expected="key=value, such as train.lr=1e-4"
         )
-    if _PATH.fullmatch(parts["key"]) is None:
+    key = parts["key"]
+    text = item
+    for name, reference in references.items():
+        listed = f"plugins.{reference}."
+        if key.startswith(listed):
+            key = f"plugins.{name}.{key.removeprefix(listed)}"
+            text = f"{key}={parts['value']}"
+            break
+    if _PATH.fullmatch(key) is None:
         raise RecipeError(
             code="not-an-override",
             place=item,
             found=f"the key {parts['key']!r}",
             expected="names with one dot between them, such as model.config.width",
         )
-    override = Override(item, parts["key"], parts["value"])
+    override = Override(text, key, parts["value"])
     if override.section not in SECTIONS:
         raise RecipeError(
             f"there is no section {override.section!r}.",
@@ -161,11 +169,6 @@ def parse_override(item: str, references: Mapping[str, str]) -> Override:
             place=item,
             remedy=did_you_mean(override.section, SECTIONS),
         )
-    for name, reference in references.items():
-        listed = f"plugins.{reference}."
-        if override.key.startswith(listed):
-            key = f"plugins.{name}.{override.key.removeprefix(listed)}"
-            return Override(f"{key}={override.value}", key, override.value)
     return override
 
 

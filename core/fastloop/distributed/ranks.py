@@ -61,6 +61,16 @@ def rank() -> int:
     return _from_environment(*RANKS) or 0
 
 
+def has_torchrun_store() -> bool:
+    """Whether processes meet in the store of torchrun, and process 0 makes none."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_maker() -> str:
+    """Who has made the store in which processes meet, for messages."""
+    return "torchrun" if has_torchrun_store() else "process 0"
+
+
 def launcher_variables() -> list[str]:
     """The names of the variables that are set by which processes find each other."""
     return [name for name in VARIABLES if os.environ.get(name)]

@@ -11,7 +11,15 @@ from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any
 
-from fastloop.distributed.ranks import LOOPBACK, launcher_variables, rank, unset_remedy, world_size
+from fastloop.distributed.ranks import (
+    LOOPBACK,
+    has_torchrun_store,
+    launcher_variables,
+    rank,
+    store_maker,
+    unset_remedy,
+    world_size,
+)
 from fastloop.distributed.watched_calls import call_watched
 from fastloop.errors import ProcessLost, UsageError
 from fastloop.problem import Problem, agree, clause, counted, join_names
@@ -85,10 +93,9 @@ def store_arguments(timeout: timedelta | None = None) -> dict[str, Any]:
     try:
         store = call_watched(meet, meeting.check_answers)
     except DistNetworkError as error:
-        maker = "process 0" if meeting.has_own_store else "torchrun"
         raise ProcessLost(
-            f"process {rank()} of {world_size()} could not connect to the others: {maker}, which made the store at "
-            f"{host}:{port} in which processes meet, has ended.",
+            f"process {rank()} of {world_size()} could not connect to the others: {store_maker()}, which made the "
+            f"store at {host}:{port} in which processes meet, has ended.",
             code="process-lost",
             remedy="Its output has the reason.",
         ) from error
@@ -116,7 +123,7 @@ class Meeting:
         self.port = port
         self.timeout = timeout
         self.is_over = False
-        self.has_own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self.has_own_store = not has_torchrun_store()
         self._began = monotonic()
         self._answered = self._began
         self._logged: Sequence[int] = ()

@@ -4,7 +4,6 @@ timeout, which is 30 minutes by default."""
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from concurrent.futures import wait
 from time import monotonic
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from fastloop.distributed.ranks import rank, world_size
+from fastloop.distributed.ranks import rank, store_maker, world_size
 from fastloop.distributed.watched_calls import call_watched, start_call
 from fastloop.errors import ProcessLost
 from fastloop.problem import Problem, agree
@@ -77,10 +76,9 @@ class SignsOfLife:
         """
         now = monotonic()
         if self._thread.done() or now - self._answered > LOST_AFTER:
-            maker = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "process 0"
             raise ProcessLost(
-                f"process {rank()} of {world_size()} could not connect to the others: {maker}, which made the store "
-                "in which processes meet, has ended or is stopped.",
+                f"process {rank()} of {world_size()} could not connect to the others: {store_maker()}, which made the "
+                "store in which processes meet, has ended or is stopped.",
                 code="process-lost",
                 remedy="Its output has the reason.",
             )

@@ -221,10 +221,12 @@ class TextData:
                     code="unknown-split",
                     place=f"{self.where}.splits.{role}",
                 )
-        for name in splits.values():
+        reported: list[Table] = []
+        for role, name in splits.items():
             self.messages += describe_empty(parts.get(name, []))
-        used = [part for role, name in splits.items() if self.reports(role) for part in parts.get(name, [])]
-        self.messages += describe_alike(used, self.text_columns() | self.label_columns())
+            if self.reports(role):
+                reported += parts.get(name, [])
+        self.messages += describe_alike(reported, self.text_columns() | self.label_columns())
         tables = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
         if self.skip_unreadable:  # rows that are left out anyway need not be readable
             for role, of_role in tables.items():
